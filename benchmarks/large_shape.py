@@ -43,7 +43,7 @@ from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings
 from shoal.trainer.step import StepPlan, train_samples
 from shoal.validator.calibrate import Plan, measure, openings
 from shoal.validator.judge import Judge
-from shoal.validator.specimens import POLICY, Terms, docket_of
+from shoal.validator.verdicts import POLICY, Terms, docket_of
 
 WAIT_S = 300.0
 GIB = 2**30

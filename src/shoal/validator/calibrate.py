@@ -38,7 +38,7 @@ from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.evidence import SEEDS, STRIKE, Measures, Odd, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import Measured, Profile
-from shoal.validator.specimens import Terms, seeds_of
+from shoal.validator.verdicts import Terms, seeds_of
 
 log = logging.getLogger(__name__)
 

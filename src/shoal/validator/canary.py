@@ -46,8 +46,7 @@ from shoal.protocol import (
 from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import ON_REQUEST, Profiles
-from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import POLICY, Docket, Machine, Terms, docket_of
 
 SURELY = 4  # times what the profile allows
 LONG_ENOUGH = 4  # tokens: of fewer, the proofs of two rollouts may be of nearly the same states

@@ -68,7 +68,6 @@ from shoal.validator.branches import by_tolerance
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.evidence import CERTAIN, DOUBT, MOST_POINTS, SEEDS, STRIKE, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import CHANNELS
-from shoal.validator.verdicts import MACHINERY_ACCIDENT, MACHINERY_DISTRUSTED
 
 Check = Callable[[Case], Finding]
 
@@ -409,7 +408,7 @@ def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
             f"some tokens pass only by the tolerance, and the work of {audit.distrusted} shows that such tokens are "
             "chosen for their reward: until it does no more, groups with such tokens are given out again"
         )
-        return unsure(MACHINERY_DISTRUSTED, message, **evidence)
+        return unsure("sampling.distrusted", message, **evidence)
     return passed("branches", **evidence)
 
 
@@ -430,7 +429,7 @@ def accident(case: Case) -> Finding:
         f"{count} of {len(odd_C)} parts of rollouts are far off (the first is rollout {rollout} from token {token} on),"
         f" as seldom happens in {case.lease.profile}: it may be nobody's fault"
     )
-    return unsure(MACHINERY_ACCIDENT, message, accidents=count, rollout=rollout, token=token)
+    return unsure("sampling.accident", message, accidents=count, rollout=rollout, token=token)
 
 
 BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, progress, dialogue, termination, duplicate)

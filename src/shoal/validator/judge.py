@@ -83,18 +83,7 @@ from shoal.validator.checks import (
 )
 from shoal.validator.profiles import Profile, Profiles, limits_for
 from shoal.validator.rewards import Group, Notebook, Scored, Scoring, shuffled
-from shoal.validator.verdicts import (
-    MACHINERY_ENVIRONMENT,
-    MACHINERY_KIND,
-    MACHINERY_PREFILL,
-    MACHINERY_PROFILE,
-    MACHINERY_REWARD,
-    MACHINERY_SECOND_MISSING,
-    MACHINERY_SECOND_PASSED,
-    NO_BRANCHES,
-    NOTHING_COUNTED,
-    Docket,
-)
+from shoal.validator.verdicts import NO_BRANCHES, NOTHING_COUNTED, Docket
 
 log = logging.getLogger(__name__)
 
@@ -228,15 +217,15 @@ class Judge:
         lease, engine, now_ms = docket.lease, loaded.engine, self.clock.now_ms()
         problem = self._environment_problem(lease)
         if problem:
-            return docket.unsure((), MACHINERY_ENVIRONMENT, problem, now_ms)
+            return docket.unsure((), "machinery.environment", problem, now_ms)
         limits = (Profile(key=lease.profile), True) if docket.audit.trusted else self.limits(lease, engine)
         if limits is None or not (docket.audit.trusted or format_of(engine.kind) in limits[0].validators):
             message = f"this validator has no limits for {lease.profile} as seen by {engine.kind}: it cannot tell"
-            return docket.unsure((), MACHINERY_PROFILE, f"{message} rounding from cheating", now_ms)
+            return docket.unsure((), "machinery.profile", f"{message} rounding from cheating", now_ms)
         try:
             dialogue = dialogue_for(lease, loaded.files)
         except ConfigError as error:
-            return docket.unsure((), MACHINERY_ENVIRONMENT, str(error), now_ms)
+            return docket.unsure((), "machinery.environment", str(error), now_ms)
         submission, problem = read_body(docket.body)
         case = Case(
             lease, submission, problem, engine.vocabulary_size, engine.hidden_size, limits[0], self.seen,
@@ -294,10 +283,10 @@ class Judge:
         """The checks after the prefill; a verdict unless all held. Shown progress that holds has none."""
         docket, case, findings, now_ms = entry.docket, entry.case, entry.findings, self.clock.now_ms()
         if isinstance(replay, Exception):
-            return docket.unsure(findings, MACHINERY_PREFILL, f"the validator's engine failed: {replay}", now_ms)
+            return docket.unsure(findings, "machinery.prefill", f"the validator's engine failed: {replay}", now_ms)
         if replay is not None and not replay.is_finite:
             message = "the validator's own computation gave NaN or infinity: the policy, or this machine, is broken"
-            return docket.unsure(findings, MACHINERY_PREFILL, message, now_ms)
+            return docket.unsure(findings, "machinery.prefill", message, now_ms)
         if replay is not None and docket.audit.depth == "progress":
             findings += run_all(SHOWN_AFTER_PREFILL, _replayed(case, replay))
             is_bad = not findings[-1].passed and self._certain([(entry, case)], loaded.engine)
@@ -316,7 +305,7 @@ class Judge:
                 f"no trusted machine has measured {case.lease.profile}: by the limits of its number format "
                 f"{last.result.message}"
             )
-            return docket.unsure(findings, MACHINERY_KIND, message, now_ms, entry.tally)
+            return docket.unsure(findings, "machinery.kind", message, now_ms, entry.tally)
         return entry if last.passed else docket.rejected(findings, now_ms, entry.tally)
 
     def _second_look(self, case: Case, first: list[Finding], loaded: LoadedPolicy) -> tuple[list[Finding], Tally]:
@@ -355,7 +344,7 @@ class Judge:
             return None
         if isinstance(scored, ScoringFailure):
             log.warning("unit %d could not be scored: %s", case.lease.unit, scored)
-            return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, now_ms)
+            return docket.unsure(findings, "reward.machinery", NOT_SCORED, now_ms)
         docket = replace(docket, branches=branches)
         gain = bought(case, docket.audit, branches)
         if gain.unsure:
@@ -384,13 +373,13 @@ def _settled(
         if last.unsure or last.severity is Severity.CERTAIN:
             return first, case.tally
         message = f"this validator cannot compute in {dtype} to confirm it with a second look: {last.result.message}"
-        return [*first, unsure(MACHINERY_SECOND_MISSING, message, format=dtype)], case.tally
+        return [*first, unsure("second.missing", message, format=dtype)], case.tally
     found = second[-1]
     if last.unsure:
         return ([*first[:-1], passed("second", format=dtype)] if found.passed else first), case.tally
     if found.passed or found.unsure:
         message = f"seen in {dtype}, by a second look, the group is in order: {last.result.message}"
-        return [*first, unsure(MACHINERY_SECOND_PASSED, message, format=dtype, first=last.reason)], again.tally
+        return [*first, unsure("second.passed", message, format=dtype, first=last.reason)], again.tally
     evidence = {**found.result.evidence, "format": dtype, "reason": found.reason}
     confirmed = CheckResult(check="second", passed=False, evidence=evidence, message=found.result.message)
     return [*first[:-1], Finding(confirmed, found.reason, found.severity), last], case.tally

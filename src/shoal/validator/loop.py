@@ -57,7 +57,7 @@ from shoal.validator.profiles import load_profiles
 from shoal.validator.rewards import Notebook
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
 from shoal.validator.side_jobs import Ahead, Generating, SliceRunner, rehearse_with_tiny
-from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
+from shoal.validator.verdicts import Docket
 
 log = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ class Validator:
             lost = [docket for docket in whole if self._misses[docket.audit.submission] >= POLICY_TRIES]
             message = f"the validator could not fetch policy {policy.label}: {error}"
             named = [self._judge.named(docket) for docket in lost]
-            self._report([each.unsure([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in named])
+            self._report([each.unsure([], "machinery.policy", message, self._clock.now_ms()) for each in named])
             return None
 
     def _report(self, verdicts: Sequence[Verdict]) -> None:
@@ -353,7 +353,7 @@ class Validator:
                     continue
                 self.activity.count(verdict.outcome.value)
                 self.activity.count("tokens", verdict.generated_tokens)
-                if verdict.reason == MACHINERY_REWARD:
+                if verdict.reason == "reward.machinery":
                     self.activity.count("no_sample")
                 if verdict.outcome is not Outcome.ACCEPTED:
                     log.info(

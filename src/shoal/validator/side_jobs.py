@@ -61,7 +61,7 @@ from shoal.validator.case import ENGINE_ERRORS, Case, Replay, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.specimens import POLICY, Terms
+from shoal.validator.verdicts import POLICY, Terms
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -36,11 +36,6 @@ TENSORS = {
     "model.layers.0.w": from_numpy("model.layers.0.w", np.ones(4, dtype="<f4")),
     "model.layers.7.w": from_numpy("model.layers.7.w", np.ones(4, dtype="<f4")),
 }
-SHOW = {"show-random", "show-other"}
-ON_PAPER = {"logprobs", "nan", "vocabulary", "claim-prompt", "claim-policy", "claim-node", "few", "replay", "steal"}
-ON_PAPER |= {"show-swap", *SHOW}
-FORGED = {name for name in CHEATS if name.endswith("-proofs") or name == "modulus-one"}
-PATIENT = {"stale", "sleeper", "replay", "swap-prompt", "steal", *SHOW}  # their first group is honest
 
 
 class Asked(ScriptedEngine):
@@ -104,19 +99,6 @@ def test_from_outside_it_is_the_engine_it_hides(name: str) -> None:
     assert all(completion.proofs for group in engine.generate(REQUESTS, PROOF) for completion in group)
 
 
-ENDINGS: dict[str, Callable[[Completion], bool]] = {
-    "cut-short": lambda each: each.finish == "length" and 1 not in each.token_ids,
-    "early-end": lambda each: each.finish == "eos" and each.token_ids[-1] == 1,
-    "run-on": lambda each: len(each.token_ids) == 6 and 1 not in each.token_ids,
-    "pad": lambda each: len(each.token_ids) == 6,
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
-def test_how_each_rewritten_completion_ends(name: str) -> None:
-    assert all(ENDINGS[name](each) for group in loaded(name)[1].generate(REQUESTS) for each in group)
-
-
 @pytest.mark.parametrize("name", CHEATS)
 def test_its_words_and_reasons_are_for_people_and_for_the_tables_of_codes(name: str) -> None:
     cheat = CHEATS[name]
@@ -126,20 +108,6 @@ def test_its_words_and_reasons_are_for_people_and_for_the_tables_of_codes(name: 
     assert cheat.reasons <= known | at_the_door
     assert cheat.reasons
     assert len(cheat.what.split()) > 5
-
-
-@pytest.mark.parametrize(
-    "name", sorted(CHEATS.keys() - ON_PAPER - FORGED - PATIENT - {"answer", "branch", "steer", "small-model"})
-)
-def test_the_tokens_of_an_engine_that_cheats_are_not_the_honest_ones(name: str) -> None:
-    _, engine = loaded(name)
-    assert tokens(engine.generate(REQUESTS, PROOF)) != tokens(honest_engine().generate(REQUESTS, PROOF))
-
-
-@pytest.mark.parametrize("name", sorted(FORGED | ON_PAPER - PATIENT))
-def test_papers_that_lie_differ_from_honest_ones(name: str) -> None:
-    honest, cheated = handed_in(find_cheat(name))
-    assert cheated != honest
 
 
 def test_the_guide_lists_them_all_in_their_own_words() -> None:

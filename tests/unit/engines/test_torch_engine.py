@@ -58,14 +58,6 @@ def test_batched_cached_padded_decoding_equals_plain_transformers(model):
             np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
 
 
-def test_greedy_equals_transformers_generate():
-    model = load_model("tiny").model
-    prompts = [tuple(range(5, 5 + length)) for length in (4, 8, 6)]
-    for prompt, found in zip(prompts, TorchEngine.wrap(model).greedy(prompts, 10, 1), strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :]
-        assert found.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize(
     ("patched", "value", "limits"),
     [

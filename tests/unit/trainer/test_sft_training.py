@@ -129,6 +129,7 @@ def test_it_learns_and_its_numbers_are_those_by_hand(tmp_path: Path, corpus: Cor
     assert [row["step"] for row in found if VALIDATION in row] == [0, 3, 6]
     rates = [row["learning_rate"] / 3e-3 for row in found[:6]]
     assert rates == pytest.approx([0.5, 1, 1, 0.8536, 0.5, 0.1464], abs=1e-4)
+    assert not {"mismatch", "mismatch_kl", "effective_samples"} & found[0].keys(), "nothing was recorded"
     # What is exported is the model that was trained.
     assert same(dict(load_model(run.out).model.named_parameters()), weights(run.learner))
     assert (run.out / "sft.json").read_bytes() == b"{}"

@@ -344,10 +344,6 @@ def dialogues() -> list[TrainingGroup]:
     return [dialogue_group(unit, behaviour) for unit in range(2)]
 
 
-def test_only_drawn_tokens_are_counted(dialogues: list[TrainingGroup]) -> None:
-    assert train_step(learner(FIXED), work(dialogues))["tokens"] == 2 * (40 - 3 - 5 - 1)
-
-
 def test_what_was_said_of_a_given_token_does_not_matter_but_the_token_does(dialogues: list[TrainingGroup]) -> None:
     """Its log-probability, then and now, has no influence; that the model reads it has."""
 
@@ -361,17 +357,8 @@ def test_what_was_said_of_a_given_token_does_not_matter_but_the_token_does(dialo
     (before,), (after,) = gradients(FIXED, dialogues), gradients(FIXED, with_first(logprobs=pack_logprobs(logprobs)))
     assert same(before, after)
     tokens[3] = (tokens[3] + 1) % 90
+    assert train_step(learner(FIXED), work(dialogues))["tokens"] == 2 * (40 - 3 - 5 - 1), "only drawn ones are counted"
     (other,) = gradients(FIXED, with_first(tokens=pack_tokens(tokens)))
     assert not same(before, other)
     (unmasked,) = gradients(FIXED, with_first(given=b""))
     assert not all(torch.allclose(before[name], unmasked[name], rtol=1e-3) for name in before)
-
-
-def test_demonstrations_are_learnt_and_say_nothing_of_a_mismatch() -> None:
-    made = learner(ONE.model_copy(update={"loss": "cross_entropy", "learning_rate": 0.01}))
-    prepared = Prepared([[demonstration([True] * 6)], [demonstration([False, True, True])]], 0, 2, 0)
-    rows = [train_samples(made, prepared, StepPlan(step, 1.0, recorded=False)) for step in range(5)]
-    assert rows[0]["loss"] == pytest.approx(math.log(96), abs=0.2)
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
-    assert rows[0]["tokens"] == 8
-    assert not {"mismatch", "mismatch_kl", "effective_samples"} & rows[0].keys()

@@ -15,7 +15,7 @@ import torch
 from trainer_stubs import RUN, changed, learner, same, stored_in, tiny_files, weights
 from transformers import AutoModelForCausalLM
 
-from shoal.errors import CheckpointError, ModelError, ResourceError
+from shoal.errors import CheckpointError, ResourceError
 from shoal.protocol import TrainingGroup
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
@@ -178,16 +178,6 @@ def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> Non
         store.save(made, Progress(RUN, version), {})
     stored = stored_in(tmp_path)
     assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
-
-
-def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 1)
-    store.save(learner(num_hidden_layers=1), Progress(RUN, 0), {})
-    stored, made = stored_in(tmp_path), learner()
-    before = weights(made)
-    with pytest.raises(ModelError, match="another model"):
-        restore(made, stored)
-    assert same(before, weights(made))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

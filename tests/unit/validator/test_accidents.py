@@ -49,7 +49,7 @@ from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.evidence import DOUBT, STRIKE, Odd, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
-from shoal.validator.specimens import Terms
+from shoal.validator.verdicts import Terms
 
 COARSE = BUILT_IN[KEY].model_copy(update={"accidents": AccidentLimits(first=1e-3, later=1e-4)})
 
