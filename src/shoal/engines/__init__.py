@@ -1,9 +1,8 @@
 """Engines: generate and prefill behind one protocol.
 
     protocol  Engine, GenerationRequest, Completion, Chunks, PrefillRequest, Prefill
-    torch     TorchEngine: batched decoding with a key-value cache, any Hugging Face causal language model
-    rows      Rows: the rows of a batch, and how each gets its next hidden state
-    decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
+    torch     TorchEngine: any Hugging Face causal language model; rows, decoding: batches with a key-value cache;
+              batching, paged, pages: continuous batching over pages, for GPUs
     memory    Room, is_out_of_memory: how much is computed at once, by what is free and by what did not fit
     dialogue  Dialogue, dialogue_for, Line: what the environment says between the model's turns, as tokens;
               Talks, greedy_answers, greedy_lines: the same in evaluation, where there are no leases
@@ -13,7 +12,6 @@
     registry  ENGINES, build, kind_of: an engine by name from a model's files; choose: one a run takes; warm_up: imports
     shelf     EngineShelf, LoadedPolicy: engines by policy, a few kept loaded within a memory budget
 
-An engine is made from the files that describe a model (`config.json`, …) and gets its weights by `load_policy`.
 Importing this package does not import torch.
 """
 

@@ -46,8 +46,8 @@ Texts = TextTokenizer | Characters
 @dataclass(frozen=True)
 class Reading:
     """A completion taken apart: `given` are the spans where the environment spoke, `turns` those of the model. `finish`
-    is how it ended, None if it stops where it must go on. With a `problem` at token `at` (the tool's words are not
-    there, or it goes on after its end) it is taken apart up to there only."""
+    is how it ended, None if it stops where it must continue. With a `problem` it is taken apart up to token `at`
+    only."""
 
     given: Spans
     turns: int

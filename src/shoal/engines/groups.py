@@ -26,9 +26,9 @@ def generate(
     on_tokens: Callable[[str, int], None] | None = None,
     on_chunks: Callable[[Lease], OnChunks | None] | None = None,
 ) -> list[list[Completion]]:
-    """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike). `on_tokens`
-    hears now and then of a lease how many tokens it has; `on_chunks` says who hears of its finished chunks. An engine's
-    failure becomes one sentence."""
+    """The groups of leases of one policy, with proofs as the leases want them. `on_tokens` hears now and then of a
+    lease how many tokens it has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes one
+    sentence."""
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):

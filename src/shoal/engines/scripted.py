@@ -1,9 +1,8 @@
 """A toy engine without torch: for tests of workers, validators and hubs, and for the simulator.
 
-Its "model" is a hash: logits depend on the digest of the loaded tensors, the last tokens and the position, and on
-nothing else; after a quarter of all contexts the end of the sequence is the likeliest. It samples through the same
-stream and the same inverse CDF as a real engine, so every check that holds for a real engine holds here, and two
-policies that differ in one bit give different tokens.
+Its "model" is a hash of the loaded tensors' digest, the last tokens and the position; after a quarter of all contexts
+the end of the sequence is the likeliest. It samples as a real engine does, so every check that holds for a real engine
+holds here, and two policies that differ in one bit give different tokens.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
                   the hidden states of every `rows` steps are folded into points (`decoding`)
 
 A batch for which memory does not suffice is halved: finished rows are kept, the others are continued from their last
-whole chunk, which is fed to the model again and not drawn. So what was shown of a completion stays true. The limit is
-remembered; a group is split over batches where it must be, down to one row.
+whole chunk. The limit is remembered; a group is split over batches where it must be, down to one row.
 
 Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
 share long prompts is each prompt computed once, and the completions after its cache.
@@ -91,8 +90,7 @@ class TorchEngine:
 
     def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
         """Another engine on the same device with a copy of the policy in place, computing in `dtype`, without `pages`
-        by the plain path. `files` describe the model. Weights that `dtype` cannot hold are a `ModelError`: nobody
-        computes with rounded ones."""
+        by the plain path. Weights that `dtype` cannot hold are a `ModelError`: nobody computes with rounded ones."""
         self._refuse_unloaded()
         model, state = model_from_files(files, dtype, self._model.device.type, filled=False), policy_state(self._model)
         with torch.no_grad():

@@ -187,8 +187,8 @@ def within_memory(
     settings: TrainerSettings, files: Mapping[str, bytes], processes: int, weight_bytes: int = 0
 ) -> Iterator[None]:
     """Load and train a model inside: what cannot fit, and what does not after all, is a `ResourceError` with the
-    numbers. Before weights are loaded only what is certain refuses: weights, gradients and moments; an estimate that is
-    too large is a warning. Models that are small for this machine, by `weight_bytes` on disk, are not looked at."""
+    numbers. Before weights are loaded only what is certain refuses; an estimate that is too large is a warning. Models
+    that are small for this machine, by `weight_bytes` on disk, are not looked at."""
     kind, memory_bytes = available(settings, processes)
     if weight_bytes * SMALL >= memory_bytes:
         planned = plan(shape_of(files, settings), settings, processes, kind=kind)

@@ -1,6 +1,4 @@
-"""The ranks that train together: one process by default, several under `torchrun`.
-
-Everything a step needs of the others is here, so that the step itself reads the same on one CPU and on many GPUs.
+"""The ranks that train together: one process by default, several under `torchrun`, or started by `run_group`.
 
     Ranks       one process: every answer is its own
     RankGroup   a `torchrun` group, each with a shard of every weight: gloo between CPUs, NCCL between GPUs
@@ -9,9 +7,7 @@ Everything a step needs of the others is here, so that the step itself reads the
            └───────────────── broadcast of its bytes ────────────────┘
 
 The others wait at the store and not in a collective: a wait that Python can leave when it is told to stop, as long as
-rank 0 waits for rollouts. Collectives have a deadline of their own; a process that dies closes its connections, which
-ends the collectives of the others at once. `run_group` starts all of them on this machine, with exit codes that mean
-something:
+rank 0 waits for rollouts. A process that dies closes its connections, which ends the collectives of the others at once.
 
     run_group ─► rank 0, rank 1, … (stdin: a pipe that only this process holds open)
         │ one dies ─► the others are stopped, all are started again: they resume from the last checkpoint

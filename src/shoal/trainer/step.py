@@ -7,10 +7,9 @@
         not finite?                 ─► TrainingDiverged, nothing is updated by it
         else                        ─► clip, optimizer step
 
-Normalisation: a minibatch's loss is (its tokens' losses, each weighted) × minibatches, and the weights follow from the
-counts of the whole step. So a token weighs the same in whatever minibatch, micro-batch or process it stands. Tokens
-that the environment gave are read, and carry no loss. A process with fewer micro-batches than the others computes
-dummies: a forward and backward pass that adds zero. Numbers are summed over tokens, micro-batches, ranks and updates:
+A minibatch's loss is (its tokens' losses, each weighted) × minibatches, and the weights follow from the counts of the
+whole step: a token weighs the same in whatever minibatch, micro-batch or process it stands. A process with fewer
+micro-batches than the others computes dummies, which add zero. Numbers are summed over tokens, ranks and updates:
 
     micro-batch ─add─► Tally (tensors, so that a GPU is not waited for) ─reduced─► Numbers (floats, the same in every
     rank) ─veto, then add─► Totals ─► the row of metrics
@@ -56,8 +55,8 @@ RATIO, RATIO_SQUARED = "_ratio", "_ratio_squared"
 
 @dataclass
 class Numbers:
-    """Sums and peaks over all processes, of one update or several. `tokens`: how many tokens each sum is of, so that
-    an update that did not measure something does not count in its mean."""
+    """Sums and peaks over all processes, of one update or several. `tokens`: how many tokens each sum is of, so that an
+    update that did not measure something does not count in its mean."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
@@ -165,8 +164,8 @@ class Update:
     totals: Totals = field(default_factory=Totals)
 
     def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
-        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for. In the
-        `first` update the trained policy is the one that the step began with."""
+        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch, if asked for. In the `first`
+        update the trained policy is the one that the step began with."""
         learner, tally = self.learner, Tally()
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):
@@ -283,7 +282,7 @@ def train_step(
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:  # fmt: skip
     """Train on the groups of one step; the same learner and work give the same weights, bit for bit on a CPU. A step
-    without any signal changes nothing (not even by weight decay) and says so: `tokens` is 0."""
+    without any signal changes nothing, not even by weight decay: `tokens` is 0."""
     vocabulary = learner.model.get_output_embeddings().weight.shape[0]
     check_groups(work.groups, work.step, work.max_staleness, vocabulary)
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)

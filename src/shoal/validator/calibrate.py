@@ -127,9 +127,9 @@ class Catch:
 @dataclass(frozen=True)
 class Measurement:
     """The limits of one kind, and what they rest on. `bands` are those of each validator, `seen` its honest cases by
-    kernel or batch size. `failures` are the reasons for which honest groups would be rejected, by validator. `problems`
-    are why the limits must not be used, in words. `choices` are the share of tokens with a neighbour that would not
-    show, and the bits per token to choose by it. `under` judges the same work by other limits."""
+    kernel or batch size, `failures` the reasons for which honest groups would be rejected, by validator, and `problems`
+    why the limits must not be used. `choices` are the share of tokens with a neighbour that would not show, and the
+    bits per token to choose by it. `under` judges the same work by other limits."""
 
     profile: Profile
     bands: Mapping[str, Bands]
@@ -152,8 +152,8 @@ def measure(
     worker: Engine, validators: Mapping[str, Engine], plan: Plan, tell: Progress = log.debug, sizes: Sequence[int] = ()
 ) -> Measurement:
     """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of these, as for a second
-    look: its weights change while it draws, and are its own again when everything is seen. Of blocks of `sizes` tokens,
-    too, it is told how many are caught."""
+    look: its weights change while it draws, and are its own again afterwards. How much is caught is told of blocks of
+    `sizes`, too."""
     began = time.monotonic()
     subject = Subject(worker, plan, tell)
     honest = subject.honest()

@@ -4,12 +4,10 @@
                                                                                             ├─ unsure: later
                                                                                             └─ accepted: CanaryMissed
 
-A profile that is far too wide, an engine that computes nonsense, a check that was broken: each lets cheats pass without
-a word, and whatever goes wrong after that looks like training. A validator that misses its canary reports nothing of
-that round and ends; its claims fall back to the hub.
+Otherwise a profile that is far too wide, or a broken check, would let cheats pass unseen. A validator that misses its
+canary reports nothing of that round and ends; its claims fall back to the hub.
 
-The self-test (`SelfTest`): the validator's own checks on this machine's own work: what a contributor can try before
-joining. Honest groups must be accepted, and every canary that can be made of them must be caught.
+`SelfTest` does the same with this machine's own work, before a contributor joins.
 """
 
 from __future__ import annotations
@@ -80,8 +78,7 @@ def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
 
 @dataclass
 class Canary:
-    """Counts full audits, and after every so many (and when none are left, at the first) has a twin of an accepted one
-    judged. `due_in`: how many are left."""
+    """Counts full audits; after every so many a twin of an accepted one is judged. `due_in` are left until then."""
 
     judge: Judge
     every: int

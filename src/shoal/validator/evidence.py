@@ -100,8 +100,8 @@ class Kept:
 @dataclass(frozen=True, eq=False)
 class Odd:
     """What is quite wrong, in points for each part of a rollout (the tokens of one proof): one for a token that is far
-    outside its interval, or outside it and implausible, or whose log-probability is far off; two for a proof, times
-    how far it is beyond its limit; six at most. `tokens` are the tokens that have such a point."""
+    outside its interval, or outside it and implausible, or whose log-probability is far off; two for a proof, times how
+    far it is beyond its limit; six at most. `tokens` are those with such a point."""
 
     seeds: Ints
     logprobs: Ints

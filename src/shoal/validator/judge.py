@@ -6,18 +6,13 @@
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
                                               └► unsure                                 or unsure: after a second look
-                                                                                        (`second`)
     shown progress: a few of these checks on the one rollout that has tokens, as far as it was shown; rejected for
                     certain, or no verdict: what is doubtful is judged when the group is finished
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
 scorer, and the memory of what was accepted (`SeenWork`): nothing here talks to the hub.
 
-Judging again (`recheck`) what was accepted: the same checks on the kept bytes, against the verdict that was signed
-then. A difference means that the validator of then, or this machine, is wrong. What this machine cannot decide (another
-number format, a judge that does not answer) is unknown, and proves nothing.
-
-A second look at work that the first one would reject or leave open: in the worker's own number format.
+The second look is in the worker's own number format, in which rounding is smaller and independent of the first look's:
 
     first look                 second look          verdict
     fails for certain          fails, too           rejected, certain
@@ -28,10 +23,9 @@ A second look at work that the first one would reject or leave open: in the work
     open (an accident)         passes               accepted
                                anything else        unsure, as before
 
-A validator that computes in another format than the worker sees rounding of two formats; in the worker's own it sees
-less of it, and independently. Where both have the same format, and to confirm what is certain where this machine has no
-other, the group is prefilled again alone: a fault of one batch or of the memory does not repeat itself. An accident in
-the validator's own coarse format may be the validator's: it is looked at in float32 where there is the memory for that.
+Where both have one format, and to confirm what is certain on a machine without the other, the group is prefilled again
+alone: a fault of one batch or of the memory does not repeat itself. An accident in the validator's own coarse format
+may be the validator's: it is looked at in float32 where there is the memory for that.
 """
 
 from __future__ import annotations

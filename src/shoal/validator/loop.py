@@ -4,13 +4,10 @@
      ▲                    │
      └── signed verdicts ◄┴─ one batched prefill per policy ─► scoring processes (with limits), judges
 
-Back-pressure: it claims `max_audits` at a time and the next only when those are done; the hub keeps the rest. What it
-claims and does not judge (it was killed, a policy could not be fetched) falls back to the hub when the claim runs out,
-and what there was no time to score goes back with the next request, which claims no more than were managed.
-Units that nobody could judge it generates itself (`generating`).
-Nothing that goes wrong here ever rejects a submission. What was leased for another environment than this validator has
-is left for others: it abstains, and no unit loses an attempt by it. Now and then a known cheat is judged beside the
-rest (`canary`).
+Back-pressure: it claims `max_audits` at a time and the next only when those are done. What it does not judge (it was
+killed, a policy could not be fetched) falls back to the hub when the claim runs out, and what there was no time to
+score goes back with the next request, which claims no more than were managed. Nothing that goes wrong here rejects a
+submission. What was leased for another environment is left for others, and no unit loses an attempt by it.
 """
 
 from __future__ import annotations
@@ -135,7 +132,7 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             ),
         )
         shelf.wait_s = chosen.policy_wait_s
-        calibrator = Calibrator(client, shelf, judge, engine, settings, SystemClock())
+        calibrator = Calibrator(client, shelf, judge, kind, SystemClock())
         others = SecondEngines(engine, settings.device, fetch)
         judge = replace(judge, calibrations=calibrator.limits, second_engine=others.get)
         role = Validator(

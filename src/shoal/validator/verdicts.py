@@ -54,9 +54,8 @@ NO_ENVIRONMENT = Identity(name="", version=0, digest="")
 
 @dataclass(frozen=True)
 class Docket:
-    """One audit on the table: what was claimed from the hub, and the lease that it is measured by. `environment` is the
-    one that it is scored with; every verdict names it. `unsure_rate` is how likely honest work of this kind and length
-    is to be unsure. `branches` is what was seen of the seeds' branches, if any."""
+    """One audit on the table, and the lease that it is measured by. `environment` is the one that it is scored with;
+    every verdict names it. `unsure_rate` is how likely honest work of this kind and length is to be unsure."""
 
     audit: Audit
     lease: Lease

@@ -21,7 +21,7 @@ from shoal.trainer import step as steps
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.ranks import RankGroup, join_ranks
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.shards import follow, lead, leading_actions
+from shoal.trainer.shards import follow, lead
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def _lead(folder: Path, steps: int, settings: TrainerSettings, ranks: RankGroup,
     _remember(hub, origin)
     parts = TrainingParts(
         folder=folder / "trainer", hub=hub, origin=origin, learner=lead(loaded, settings, ranks),
-        files=dict(loaded.files), key=KEY, actions=leading_actions(ranks),
+        files=dict(loaded.files), key=KEY,
     )  # fmt: skip
     TrainingRun(parts, stop).run()
 

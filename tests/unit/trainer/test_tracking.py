@@ -269,9 +269,10 @@ def test_the_same_batch_gives_the_same_bytes_and_replaces_what_a_kill_left_there
     assert [path.name for path in archive.folder.iterdir()] == ["step-00007.parquet"]
 
 
-def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path) -> None:
+def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Actions, "train", Mock(side_effect=TrainingDiverged("step 0")))
     with pytest.raises(TrainingDiverged):
-        training_run(tmp_path, FakeHub(1), actions=Actions(train=Mock(side_effect=TrainingDiverged("step 0"))))[0].run()
+        training_run(tmp_path, FakeHub(1))[0].run()
     assert pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet").num_rows == 12
 
 

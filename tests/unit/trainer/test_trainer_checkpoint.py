@@ -21,8 +21,6 @@ from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
 from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner
-from shoal.trainer.ranks import Ranks
-from shoal.trainer.shards import ShardedCopies
 from shoal.trainer.step import StepWork, train_step
 
 
@@ -223,10 +221,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     return transfer
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_taking_a_copy_waits_for_nothing(late: Late, sharded: bool) -> None:
-    copies = ShardedCopies(Ranks()) if sharded else Copies()
-    copied = copies.take(made := learner(), with_training=False)
+def test_taking_a_copy_waits_for_nothing(late: Late) -> None:
+    copied = Copies().take(made := learner(), with_training=False)
     assert len(late.begun) == len(copied.weights)
     copied.arrived()
     assert same(copied.weights, weights(made))

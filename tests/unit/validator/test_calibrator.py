@@ -31,7 +31,7 @@ from shoal.protocol import (
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profiles
+from shoal.validator import Judge, Profile, load_profiles, profiles
 from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
@@ -65,8 +65,7 @@ class Hub:
 
 def calibrator(hub: Hub, dtype: Any) -> Calibrator:
     judge: Any = SimpleNamespace(profiles=load_profiles(), plain_kinds=set())
-    settings = ValidatorSettings(device="cpu", dtype=dtype)
-    return Calibrator(hub, None, judge, "torch", settings, ManualClock())  # type: ignore[arg-type]
+    return Calibrator(hub, None, judge, f"torch/cpu/{dtype}", ManualClock())  # type: ignore[arg-type]
 
 
 def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:

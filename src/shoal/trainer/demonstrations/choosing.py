@@ -5,8 +5,8 @@
     corpus ─► validation, by question ─┐
            └► the others: epoch 0, an order by (seed, 0), cut into batches; epoch 1, …
 
-A filter says of each candidate why it is left out, or nothing. The cheap ones come first, and each sees only what those
-before it have kept. Batches and rates are functions of the settings alone: a resume restores the number of the step.
+A filter says of each candidate why it is left out, or nothing; each sees only what those before it have kept. Batches
+and rates are functions of the settings alone: a resume restores the number of the step.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► look back ─► checkpoint ─► export
 
-Batches, order and rate follow from the number of the step: resumed from the newest checkpoint, the weights are the same
-on a CPU, bit for bit. Told to stop, it saves where it stands. Divergence ends it before anything is saved: at the end
-the loss of the last batch is compared with that of the first step.
+Batches, order and rate follow from the number of the step: a resume gives the same weights on a CPU, bit for bit. Told
+to stop, it saves where it stands. At the end the loss of the last batch is compared with that of the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 @dataclass
 class WarmStart:
     """One warm start from wherever it stands to its last step. `version` counts the steps done, `name` is a hash of
-    what was asked for. `card` and `extra` are for the export: what it was trained from, and files that go with it."""
+    what was asked for; `card` and `extra` files are for the export."""
 
     folder: Path
     out: Path
