@@ -65,13 +65,9 @@ class RowBatch:
     """The rows of one call. `groups` are all rows of every request, for those who are told how far it is."""
 
     def __init__(
-        self,
-        decoder: PagedDecoder,
-        requests: Sequence[GenerationRequest],
-        groups: Sequence[Sequence[Row]],
-        proof: ProofParameters | None,
-        greedy: bool = False,
-    ) -> None:
+        self, decoder: PagedDecoder, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Row]],
+        proof: ProofParameters | None, greedy: bool = False,
+    ) -> None:  # fmt: skip
         self._decoder, self._proof, self._greedy = decoder, proof, greedy
         self._requests, self._groups = requests, groups
         self._waiting = deque(row for group in groups for row in group if row.completion is None)

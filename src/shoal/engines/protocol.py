@@ -20,6 +20,7 @@ from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch
 
 Finish = Literal["eos", "length"]
+TokenIds = npt.NDArray[np.int32]
 PLAIN = "torch-plain"
 """In a kind: torch's engine on a GPU without pages and captured steps, which rounds differently."""
 
@@ -150,9 +151,7 @@ class Engine(Protocol):
         """One result per request, in order; with points if `proof` says of what size."""
         ...
 
-    def greedy(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
-    ) -> list[npt.NDArray[np.int32]]:
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
         ...
 

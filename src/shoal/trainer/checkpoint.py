@@ -413,6 +413,5 @@ def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed:
             recorded = f"unknown: {error}"
         if digest() != recorded:
             said = f"measured from the weights that this run began with ({path}: {recorded})"
-            raise CheckpointError(
-                f"trainer.objective.kl is {said}: put them back into the model folder, or begin a new run"
-            )
+            todo = "put them back into the model folder, or begin a new run"
+            raise CheckpointError(f"trainer.objective.kl is {said}: {todo}")

@@ -130,9 +130,8 @@ class Publisher:
             try:
                 head = self.hub.ledger_head()
                 manifest = self.origin.publish(version, content, incarnation=self.incarnation, ledger_head=head)
-                announcement = PolicyAnnouncement(
-                    run=self.run, policy=manifest.policy, created_at_ms=self.clock.now_ms()
-                )
+                now_ms = self.clock.now_ms()
+                announcement = PolicyAnnouncement(run=self.run, policy=manifest.policy, created_at_ms=now_ms)
                 point("trainer.publish.before_announce")
                 self.hub.announce(sign_document(announcement, self.key))
                 point("trainer.publish.after_announce")

@@ -170,9 +170,8 @@ class RankGroup(Ranks):
         if kind != "cuda":
             return
         if local_rank >= torch.cuda.device_count():
-            found = (
-                f"there are {torch.cuda.device_count()} GPUs here, and process {local_rank + 1} needs one of its own"
-            )
+            count = torch.cuda.device_count()
+            found = f"there are {count} GPUs here, and process {local_rank + 1} needs one of its own"
             raise ResourceError(f"{found}: set trainer.processes (torchrun: --nproc-per-node) to the number of GPUs")
         self.device = torch.device(f"cuda:{local_rank}")
         torch.cuda.set_device(self.device)

@@ -46,7 +46,7 @@ class ObjectiveSettings(BaseModel):
         None, gt=0, description="ε above 1, if it is another than clip_epsilon; cispo: its cap is 1 + this. gspo: 4e-4"
     )
     ratio_cap: Real = Field(
-        2.0, gt=1, description="cap of importance weights (tis, cispo, decoupled, geometric_mask, kl)"
+        2.0, gt=1, description="importance weights' cap (tis, cispo, decoupled, geometric_mask, kl)"
     )
     kl: Real = Field(0.0, ge=0, description="weight of the divergence from the policy that training began with")
     entropy: Real = Field(0.0, ge=0, description="weight of the entropy that is rewarded")

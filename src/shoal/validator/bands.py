@@ -93,17 +93,13 @@ class Bands:
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
-            tokens=len(pool.distance),
-            limits=functools.reduce(_raised, beside, limits),
+            tokens=len(pool.distance), limits=functools.reduce(_raised, beside, limits),
             outside_rate=float(pool.outside.mean()),
             outside_distance=float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
-            distance_max=float(pool.distance.max()),
-            logprob_mean=float(np.abs(pool.delta).mean()),
-            logprob_max=float(np.abs(pool.delta).max()),
-            exponent_rate=mismatches / values,
-            mantissa_mean=float(compared.mant_err_sum.sum()) / max(1, values - mismatches),
-            accidents=int(odd_C.sum()),
-        )
+            distance_max=float(pool.distance.max()), logprob_mean=float(np.abs(pool.delta).mean()),
+            logprob_max=float(np.abs(pool.delta).max()), exponent_rate=mismatches / values,
+            mantissa_mean=float(compared.mant_err_sum.sum()) / max(1, values - mismatches), accidents=int(odd_C.sum()),
+        )  # fmt: skip
 
     def joined(self, other: Bands) -> Bands:
         """The wider of both in everything: limits for a validator of either kind."""
@@ -144,15 +140,13 @@ class _Pool:
         names = ("low", "high", "uniforms", "entropy", "logprobs")
         low, high, uniforms, entropy, logprobs = map(replayed, names)
         return cls(
-            distance=distances(uniforms, low, high),
-            outside=~((low <= uniforms) & (uniforms < high)),
-            nats=np.clip(entropy, 0.0, MOST_NATS),
-            logprobs=logprobs,
+            distance=distances(uniforms, low, high), outside=~((low <= uniforms) & (uniforms < high)),
+            nats=np.clip(entropy, 0.0, MOST_NATS), logprobs=logprobs,
             delta=gathered(lambda case: case.claimed - case.replayed.logprobs),
             part=gathered(lambda case: case.part[case.chunk_of]),
             compared=joined([case.replayed.comparisons.only(case.kept.chunks) for case in cases]),
             proof_part=np.concatenate([case.part[case.kept.chunks] for case in cases]),
-        )
+        )  # fmt: skip
 
 
 def _with_usual_seeds(limits: Profile) -> Profile:
@@ -180,12 +174,11 @@ def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
     is_coarse = not is_exact or distance > usual.sampling.distance
     error_T = np.abs(pool.delta) / weights(pool.logprobs)
     floor = float(np.exp(pool.logprobs[pool.outside]).min(initial=1.0)) / 1000
+    furthest = min(max(usual.certain.distance, 2 * distance), 0.7)
     return Profile(
         key=usual.key,
         sampling=SeedTolerance(distance=min(distance, 0.5), floor=min(usual.sampling.floor, floor)),
-        certain=CertainLimits(
-            distance=min(max(usual.certain.distance, 2 * distance), 0.7), tokens=usual.certain.tokens
-        ),
+        certain=CertainLimits(distance=furthest, tokens=usual.certain.tokens),
         proofs=ProofTolerance(
             exponents=max(usual.proofs.exponents, _tail(shares, PROOF_DECADES)),
             signs=max(usual.proofs.signs, 2.0 * float((compared.sign_mismatches / compared.k)[whole].max())),
@@ -204,9 +197,9 @@ def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
     distance = float(pool.distance.sum()) / max(1, int(pool.outside.sum()))
     seen = {"distance": distance, "logprobs": float(error_T.mean()), "mantissa": float(means.mean())}
     most = {name: MOST[name] * mean for name, mean in seen.items() if mean > 0}
-    return NoiseLimits(
-        **{name: getattr(NoiseLimits(), name).model_copy(update={"most": each}) for name, each in most.items()}
-    )
+    usual = NoiseLimits()
+    capped = {name: getattr(usual, name).model_copy(update={"most": each}) for name, each in most.items()}
+    return NoiseLimits(**capped)
 
 
 def _tail(values: Floats, decades: float) -> float:
@@ -251,20 +244,16 @@ def _leaning(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) ->
     weight_T = weights(pool.logprobs)
     lean = float(pool.delta.sum() / weight_T.sum())
     spread = math.sqrt(_largest(np.square(pool.delta - lean * weight_T), np.square(weight_T), pool.part))
-    weight_R, weight2_R, bias_R = (
-        np.concatenate([getattr(m, n) for m in measures]) for n in ("weight", "weight2", "bias")
-    )
+    names = ("weight", "weight2", "bias")
+    weight_R, weight2_R, bias_R = (np.concatenate([getattr(m, name) for m in measures]) for name in names)
     own_R = spread**2 * weight2_R
-    excess = float((np.square(bias_R - lean * weight_R) - own_R).sum()) + 2 * math.sqrt(
-        2 * float(np.square(own_R).sum())
-    )
+    chance = 2 * math.sqrt(2 * float(np.square(own_R).sum()))
+    excess = float((np.square(bias_R - lean * weight_R) - own_R).sum()) + chance
     drift = math.sqrt(max(0.0, excess) / float(np.square(weight_R).sum()))
     return LogprobLimits(
-        largest=usual.largest,
-        spread=max(LogprobLimits().spread, spread),
-        lean=lean if spread > LogprobLimits().spread else 0.0,
-        drift=max(LogprobLimits().drift, drift),
-    )
+        largest=usual.largest, spread=max(LogprobLimits().spread, spread),
+        lean=lean if spread > LogprobLimits().spread else 0.0, drift=max(LogprobLimits().drift, drift),
+    )  # fmt: skip
 
 
 def _largest(seen: Floats, exposure: Floats, part: npt.NDArray[np.int64]) -> float:
@@ -292,11 +281,9 @@ def _channel(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: Log
     shared = min(MOST_SHARED, math.sqrt(max(0.0, excess) / float((mean_G**2).mean())))
     widened = 1 + STANDARD_ERRORS * math.sqrt(dispersion / float(mean_G.sum()) + shared**2 / len(pairs))
     return ChannelLimits(
-        rate=max(usual.rate, rate * widened),
-        curve=curve * widened,
-        unit=max(usual.unit, dispersion / (1 if name in COUNTS else SUM_VARIANCE)),
-        shared=shared,
-    )
+        rate=max(usual.rate, rate * widened), curve=curve * widened,
+        unit=max(usual.unit, dispersion / (1 if name in COUNTS else SUM_VARIANCE)), shared=shared,
+    )  # fmt: skip
 
 
 def _above(seen: Floats, mean: Floats) -> float:
@@ -348,11 +335,8 @@ def limits_from(bands: Bands, key: str) -> Profile:
     """The profile of this key that the bands ask for: with room for other prompts, batches and machines."""
     noise = {}
     for name in NoiseLimits.model_fields:
-        limits, usual, room = (
-            getattr(bands.limits.noise, name),
-            getattr(NoiseLimits(), name),
-            ROOM.get(name, USUAL_ROOM),
-        )
+        limits, usual = getattr(bands.limits.noise, name), getattr(NoiseLimits(), name)
+        room = ROOM.get(name, USUAL_ROOM)
         is_usual = limits.rate <= usual.rate / room
         wider = {"rate": usual.rate} if is_usual else {"rate": room * limits.rate, "curve": room * limits.curve}
         noise[name] = limits.model_copy(update=wider)

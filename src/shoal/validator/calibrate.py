@@ -46,12 +46,8 @@ Progress = Callable[[str], None]
 Prompts = Sequence[tuple[int, ...]]
 
 COOLER = 0.9
-INT8_NAME, INT4_NAME, COOLER_NAME, SEEDS_NAME = (
-    "int8 weights",
-    "int4 weights",
-    f"temperature {COOLER:g} T",
-    "other seeds",
-)
+INT8_NAME, INT4_NAME = "int8 weights", "int4 weights"
+COOLER_NAME, SEEDS_NAME = f"temperature {COOLER:g} T", "other seeds"
 BAR: Mapping[str, int] = {INT8_NAME: 512, COOLER_NAME: 256, INT4_NAME: 64, SEEDS_NAME: 64}
 """Of blocks of so many tokens of each cheat `CAUGHT` must be caught, or the limits are refused."""
 IN_NATS = frozenset({COOLER_NAME, SEEDS_NAME})  # shown by tokens that left a choice: a block has as many nats, too
@@ -315,10 +311,8 @@ class Subject:
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
         """Groups of this many sequences in all, drawn at `temperature` times what their leases say."""
         plan, prompts = self._plan, prompts or self._plan.prompts
-        sampling = SamplingParameters(
-            temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=plan.eos_token_id
-        )
-        worker, size = self._worker, min(rows, plan.group_size)
+        eos, worker, size = plan.eos_token_id, self._worker, min(rows, plan.group_size)
+        sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=eos)
         terms = Terms(label, size, sampling, plan.proof, worker.kind)
         leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // size)]
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
@@ -444,9 +438,8 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
     kept = odd.kept(drawn_T, chunk_of_T, profile.accidents)
     measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), kept, profile.noise)
 
-    far, proofs = (
-        accident_sums(points, np.arange(len(points)), profile.accidents) for points in (odd.unseeded, odd.proofs)
-    )
+    series = (odd.unseeded, odd.proofs)
+    far, proofs = (accident_sums(points, np.arange(len(points)), profile.accidents) for points in series)
     seeds = log_evidence_of_seeds(far, *(measures.sums(name, profile) for name in SEEDS))
     drift = max(log_evidence(name, measures.sums(name, profile)) for name in ("exponents", "mantissa"))
     return seeds >= STRIKE, max(drift, log_evidence("accidents", proofs)) >= STRIKE

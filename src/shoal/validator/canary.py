@@ -256,9 +256,8 @@ class SelfTest:
     def _dockets(self, worker: Engine, judge: Judge) -> list[Docket]:
         tokenizer, environment = TextTokenizer(self.files), judge.environment
         tasks = environment.tasks("train")
-        sampling = SamplingParameters(
-            temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=tokenizer.eos_token_id
-        )
+        eos = tokenizer.eos_token_id
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos)
         terms = Terms("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
         leases = [terms.lease(n, tokenizer.encode(tasks[n].prompt), tasks[n].id) for n in range(GROUPS)]
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]

@@ -234,11 +234,10 @@ class Case:
         forgotten them; nor does the policy, for a training step may change no bit of the largest activations; nor do
         later tokens, for rollouts that part late may have all their largest activations in the rows that they share."""
         likelihood = np.add.reduceat(self.claimed, self.starts)
-        improbable = np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist()
-        marks = [
-            Mark("rollout", digest("rollout", self.rollouts[i].tokens), self.seeds[i].to_bytes(8, "big"), (i, 0))
-            for i in improbable
-        ]
+        marks = list[Mark]()
+        for i in np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist():
+            what, whose = digest("rollout", self.rollouts[i].tokens), self.seeds[i].to_bytes(8, "big")
+            marks.append(Mark("rollout", what, whose, (i, 0)))
         rows, last, chunks = self.lease.proof.rows, pack_tokens(self.lease.prompt_ids[-1:]), iter(self.proofs)
         for index, rollout in enumerate(self.rollouts):
             inputs = last + rollout.tokens[:-4]

@@ -145,9 +145,7 @@ def shape(case: Case) -> Finding:
     for chunk, problem in enumerate(malformed):
         if problem is not None:
             rollout, token = case.chunk_place(chunk)
-            message = (
-                f"the proof of rollout {rollout} from token {token} on is none that a computation gives: {problem}"
-            )
+            message = f"no computation gives the proof of rollout {rollout} from token {token} on: {problem}"
             return failed("proofs.malformed", message, rollout=rollout, token=token)
     return passed("shape", rollouts=count, tokens=len(case.tokens), proofs=len(case.proofs))
 
@@ -181,9 +179,7 @@ def dialogue(case: Case) -> Finding:
         if wrong or reading.problem == "other words":
             at = reading.at if reading.problem == "other words" else wrong[0][0]
             if at in {start for start, _ in claimed}:
-                message = (
-                    f"rollout {index} claims that tokens from token {at} on were given: the tool does not say them"
-                )
+                message = f"rollout {index} says that tokens from token {at} on were given: the tool does not say them"
                 return failed("dialogue.forged", message, rollout=index, token=at)
             message = f"rollout {index} does not have, as given, what the tool says at token {at}"
             return failed("dialogue.missing", message, rollout=index, token=at)
@@ -257,11 +253,8 @@ PROOF_FAILURES = {
 
 def proofs(case: Case) -> Finding:
     """The activations that the worker committed to are those of the policy, within the profile's limits."""
-    answer, sums, noise = (
-        check_proofs(case.replayed.comparisons, case.profile.proofs),
-        case.measures.proofs,
-        case.profile.noise,
-    )
+    answer = check_proofs(case.replayed.comparisons, case.profile.proofs)
+    sums, noise = case.measures.proofs, case.profile.noise
     mismatch = log_evidence("accidents", case.accidents(case.odd.proofs))
     drift, channel = case.evidence("exponents", "mantissa")
     evidence = {
@@ -282,10 +275,8 @@ def proofs(case: Case) -> Finding:
     if not reason:
         return passed("proofs", **evidence)
     rollout, token = case.chunk_place(answer.chunk or 0)
-    message = (
-        f"{PROOF_FAILURES[reason]} policy {case.lease.policy.label}; worst at rollout {rollout} from token {token} on: "
-        f"{detail}"
-    )
+    place = f"worst at rollout {rollout} from token {token} on"
+    message = f"{PROOF_FAILURES[reason]} policy {case.lease.policy.label}; {place}: {detail}"
     severity = Severity.CERTAIN if reason in ("malformed", "forged") else Severity.STATISTICAL
     return failed(f"proofs.{reason}", message, severity, **evidence, rollout=rollout, token=token)
 
@@ -294,9 +285,8 @@ def sampling(case: Case) -> Finding:
     """Every token is the one that the lease's seed draws from the policy: no choice was left to the worker."""
     answer, limits, replay = case.seed_check, case.profile.certain, case.replayed
     accidents, sums = case.accidents(case.odd.unseeded), [case.tally.of(name) for name in SEEDS]
-    steered = max(
-        log_evidence_of_seeds(accidents, *sums), *(case.measures.by_rollout(name, case.profile) for name in SEEDS)
-    )
+    by_rollout = (case.measures.by_rollout(name, case.profile) for name in SEEDS)
+    steered = max(log_evidence_of_seeds(accidents, *sums), *by_rollout)
     evidence = {
         "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
         "sum_distance": answer.sum_distance, "log_evidence": steered,
@@ -317,9 +307,8 @@ def sampling(case: Case) -> Finding:
         "another policy, other seeds, or edited tokens"
     )
     severity = Severity.CERTAIN if is_certain else Severity.STATISTICAL
-    return failed(
-        "sampling.seed", message, severity, **evidence, far_outside=far, kind=kind, rollout=rollout, token=token
-    )
+    at = {"rollout": rollout, "token": token}
+    return failed("sampling.seed", message, severity, **evidence, far_outside=far, kind=kind, **at)
 
 
 def logprobs(case: Case) -> Finding:

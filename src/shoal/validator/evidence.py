@@ -53,9 +53,7 @@ COUNT_BETS = np.log([1.05, 1.15, 1.5, 3.0, 12.0, 128.0])
 SUM_BETS = np.array([0.03, 0.08, 0.2, 0.4, 0.6, 0.8])
 SUM_VARIANCE = 2.0  # the variance of such a sum, in units, by its mean
 NEARLY_CERTAIN = 0.03
-ENDS = (
-    2.0  # tokens' worth of noise that every rollout has beside its tokens': the log-probability of its end is special
-)
+ENDS = 2.0  # tokens' worth of noise that a rollout has beside its tokens': the log-probability of its end is special
 MOST_POINTS = 6
 MOST_NATS = 9.0  # beyond it nearly every token is outside already
 MOST_SCORE = 8.0  # standard deviations that one rollout's bias counts for
@@ -208,9 +206,8 @@ class Measures:
         if channel in ("outside", "distance"):
             return limits.rate * self.nats + limits.curve * self.nats2
         if channel in ("exponents", "mantissa"):
-            return limits.rate * np.array(
-                [float(self.proofs.values if channel == "exponents" else self.proofs.matches)]
-            )
+            exposure = self.proofs.values if channel == "exponents" else self.proofs.matches
+            return limits.rate * np.array([float(exposure)])
         is_there = np.minimum(self.tokens, 1.0)
         return limits.rate * (is_there if channel == "bias" else self.tokens + ENDS * is_there)
 

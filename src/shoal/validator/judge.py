@@ -196,10 +196,8 @@ class Judge:
         rewarded = self._rewards([Group(entry.case.lease, entry.case.rollouts) for entry in held], loaded)
         branches = [NO_BRANCHES] * len(held)
         if self.lookout is not None:
-            pairs = zip(held, rewarded, strict=True)
-            looked = [
-                (e.case, s.rewards if isinstance(s, Scored) else None, e.docket.audit.look_share) for e, s in pairs
-            ]
+            rewards = [scored.rewards if isinstance(scored, Scored) else None for scored in rewarded]
+            looked = [(e.case, own, e.docket.audit.look_share) for e, own in zip(held, rewards, strict=True)]
             branches = self.lookout.look(looked, loaded.engine, lambda groups: self._rewards(groups, loaded))
         found = iter(zip(rewarded, branches, strict=True))
         decided = [self._decided(entry, *next(found)) if isinstance(entry, _Open) else entry for entry in judged]
@@ -295,10 +293,8 @@ class Judge:
         if last.unsure:
             return docket.unsure(findings, last.reason, last.result.message, now_ms, entry.tally)
         if not last.passed and last.severity is Severity.STATISTICAL and not docket.measured:
-            message = (
-                f"no trusted machine has measured {case.lease.profile}: by the limits of its number format "
-                f"{last.result.message}"
-            )
+            unmeasured = f"no trusted machine has measured {case.lease.profile}: by the limits of its number format"
+            message = f"{unmeasured} {last.result.message}"
             return docket.unsure(findings, "machinery.kind", message, now_ms, entry.tally)
         return entry if last.passed else docket.rejected(findings, now_ms, entry.tally)
 
@@ -328,10 +324,7 @@ class Judge:
 
     def _decided(self, entry: _Open, scored: Scored | ScoringFailure, branches: Branches) -> Verdict | None:
         docket, case, findings, tally = entry.docket, entry.case, entry.findings, entry.tally
-        again, now_ms = (
-            duplicate(case),
-            self.clock.now_ms(),
-        )  # of a neighbour in the batch, accepted since the first look
+        again, now_ms = duplicate(case), self.clock.now_ms()  # of a neighbour, accepted since the first look
         if not again.passed:
             return docket.rejected([*findings, again], now_ms, tally)
         if isinstance(scored, NotBegun):

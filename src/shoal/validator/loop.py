@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 
 from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
@@ -123,14 +124,9 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
         fetch = Following(client, downloader)
         model_bytes = (4 if settings.dtype == "float32" else 2) * run.model.parameters
         loaded = policies_loaded(chosen.keep_versions, model_bytes, free_bytes(kind.split("/")[1]))
-        shelf = EngineShelf(
-            fetch,
-            lambda files: build(engine, files, settings.device, settings.dtype),
-            loaded,
-            lambda files, entries: check_policy(
-                engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
-            ),
-        )
+        where = (settings.device, settings.dtype)
+        check = partial(check_policy, engine, device=where[0], dtype=where[1], memory_bytes=UNLIMITED_BYTES)
+        shelf = EngineShelf(fetch, lambda files: build(engine, files, *where), loaded, check)
         shelf.wait_s = chosen.policy_wait_s
         calibrator = Calibrator(client, shelf, judge, kind, SystemClock())
         others = SecondEngines(engine, settings.device, fetch)
@@ -150,19 +146,10 @@ class Validator:
     """The loop itself; see the module's picture."""
 
     def __init__(
-        self,
-        client: HubClient,
-        shelf: EngineShelf,
-        judge: Judge,
-        settings: ValidatorSettings,
-        stop: StopToken,
-        clock: Clock = SystemClock(),
-        kind: str = "",
-        calibrator: Calibrator | None = None,
-        idle: Callable[[], None] = lambda: None,
-        chosen: Derived | None = None,
-        pace: Pace = Pace(),
-    ) -> None:
+        self, client: HubClient, shelf: EngineShelf, judge: Judge, settings: ValidatorSettings, stop: StopToken,
+        clock: Clock = SystemClock(), kind: str = "", calibrator: Calibrator | None = None,
+        idle: Callable[[], None] = lambda: None, chosen: Derived | None = None, pace: Pace = Pace(),
+    ) -> None:  # fmt: skip
         """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
         is nothing to audit. `chosen` are the settings that depend on the size of the run."""
         self._client, self._shelf, self._judge, self._stop, self._clock = client, shelf, judge, stop, clock
@@ -240,9 +227,8 @@ class Validator:
             max_audits=self._most,
             wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
             left=(*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left),
-            evaluate=self._evaluating.readiness if evaluates or self._is_over else "no",
-            generates=self._kind,
-        )
+            evaluate=self._evaluating.readiness if evaluates or self._is_over else "no", generates=self._kind,
+        )  # fmt: skip
 
     def audit(self, audits: Sequence[Audit]) -> None:
         """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
@@ -344,9 +330,8 @@ class Validator:
             for verdict in part:
                 self._misses.pop(verdict.submission, None)
                 if refusal := refused.get(verdict.submission):
-                    log.warning(
-                        "the verdict on unit %d was not taken: %s [%s]", verdict.unit, refusal.message, refusal.code
-                    )
+                    said = "the verdict on unit %d was not taken: %s [%s]"
+                    log.warning(said, verdict.unit, refusal.message, refusal.code)
                     continue
                 self.activity.count(verdict.outcome.value)
                 self.activity.count("tokens", verdict.generated_tokens)

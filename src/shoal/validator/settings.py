@@ -37,10 +37,7 @@ class ValidatorSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute; auto: a GPU if there is one")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in")
     memory_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="part of a GPU's memory that it may take (half of it for weights), beside other roles",
+        1.0, gt=0, le=1, description="part of a GPU's memory that it may take (half for weights), beside other roles"
     )
 
 

@@ -3,6 +3,7 @@ bounded number of copies, and never other weights than promised."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit import Patch
 from shoal.engines import GenerationRequest, choose, kind_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf
@@ -49,24 +51,19 @@ def test_vocabulary_and_end_come_from_the_config():
 
 @pytest.mark.slow
 def test_warming_up_the_torch_engine_imports_what_building_one_takes():
-    code = (
-        "import logging; logging.basicConfig(level=20); from shoal import engines; import sys; engines.warm_up('torch')"
-    )
+    code = "import logging, sys; logging.basicConfig(level=20); from shoal import engines; engines.warm_up('torch')"
     wanted = "{'shoal.engines.torch', 'transformers.modeling_utils'}"
     command = [sys.executable, "-c", f"{code}; sys.exit(not {wanted} <= set(sys.modules))"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0
-    said = [
-        line.partition("registry:")[2].partition(",")[0] for line in done.stderr.splitlines() if "registry:" in line
-    ]
-    assert said == ["loading torch", "torch is loaded"]
+    assert re.findall("registry:([^,]+),", done.stderr) == ["loading torch", "torch is loaded"]
 
 
 FLOAT32 = ("torch/cpu/float32", "torch/cuda/float32")
 BFLOAT16 = ("torch/cpu/bfloat16", "torch/cuda/bfloat16")
 
 
-def gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+def gpu(monkeypatch: Patch, name: str, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -90,7 +87,7 @@ A100, T4 = ("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5))
     ],
 )
 def test_a_machine_follows_what_the_run_takes(
-    monkeypatch: pytest.MonkeyPatch, machine: tuple[str, tuple[int, int]] | None, taken: tuple[str, ...], found: Any
+    monkeypatch: Patch, machine: tuple[str, tuple[int, int]] | None, taken: tuple[str, ...], found: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if machine is not None:
@@ -100,9 +97,7 @@ def test_a_machine_follows_what_the_run_takes(
         assert kind_of("torch", "cuda", "auto") == "torch/cuda/float32"
 
 
-def test_a_gpu_without_bfloat16_is_refused_in_words_where_the_run_takes_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_without_bfloat16_is_refused_in_words_where_the_run_takes_nothing_else(monkeypatch: Patch) -> None:
     gpu(monkeypatch, *T4)
     with pytest.raises(ConfigError, match=r"the GPU Tesla T4 \(compute capability 7.5; bfloat16 needs 8.0\)") as told:
         choose("torch", "cuda", "auto", BFLOAT16)
@@ -112,7 +107,7 @@ def test_a_gpu_without_bfloat16_is_refused_in_words_where_the_run_takes_nothing_
         kind_of("torch", "cuda", "bfloat16")
 
 
-def test_what_was_asked_for_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_is_never_replaced(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes"):
         choose("torch", "cpu", "float32", BFLOAT16)
@@ -149,9 +144,13 @@ class Source:
         return ScriptedEngine()
 
 
-def test_a_policy_is_fetched_once_and_in_place() -> None:
+def shelf_of(held: int) -> tuple[Source, EngineShelf]:
     source = Source()
-    shelf = EngineShelf(source.fetch, source.build, held=2)
+    return source, EngineShelf(source.fetch, source.build, held)
+
+
+def test_a_policy_is_fetched_once_and_in_place() -> None:
+    source, shelf = shelf_of(2)
     first = shelf.get(ref(1), 1)
     assert shelf.get(ref(1), 1) is first
     assert first.engine.policy == ref(1)
@@ -159,8 +158,7 @@ def test_a_policy_is_fetched_once_and_in_place() -> None:
 
 
 def test_the_least_lately_used_goes_and_its_engine_is_used_again() -> None:
-    source = Source()
-    shelf = EngineShelf(source.fetch, source.build, held=2)
+    source, shelf = shelf_of(2)
     one, two = shelf.get(ref(1), 1), shelf.get(ref(2), 1)
     shelf.get(ref(1), 1)
     three = shelf.get(ref(3), 1)
@@ -173,8 +171,7 @@ def test_the_least_lately_used_goes_and_its_engine_is_used_again() -> None:
 
 
 def test_another_model_gets_another_engine() -> None:
-    source = Source()
-    shelf = EngineShelf(source.fetch, source.build, held=1)
+    source, shelf = shelf_of(1)
     shelf.get(ref(1), 1)
     source.files = {"config.json": b"{}"}
     assert shelf.get(ref(2), 1).files == {"config.json": b"{}"}
@@ -183,17 +180,15 @@ def test_another_model_gets_another_engine() -> None:
 
 @pytest.mark.parametrize("published", [ref(1, "b"), ref(2)])
 def test_weights_that_were_not_promised_are_never_loaded(published: PolicyRef) -> None:
-    source = Source()
+    source, shelf = shelf_of(1)
     source.publishes = published
-    shelf = EngineShelf(source.fetch, source.build, held=1)
     with pytest.raises(PolicyMismatch, match=r"policy 0\.1 was promised"):
         shelf.get(ref(1), 1)
     assert source.built == 0
 
 
 def test_a_failed_fetch_leaves_the_shelf_as_it_was() -> None:
-    source = Source()
-    shelf = EngineShelf(source.fetch, source.build, held=1)
+    _source, shelf = shelf_of(1)
     one = shelf.get(ref(1), 1)
     with pytest.raises(VersionNotFound):
         shelf.get(ref(99), 1)

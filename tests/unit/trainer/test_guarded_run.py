@@ -65,9 +65,8 @@ def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_pat
 def test_skip_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     """Every update moves too far for this limit, so none is made; warnings reach the hub once."""
     hub = FakeHub(3)
-    run, made = training_run(
-        tmp_path, hub, changed(guards={"effective_samples": {"react": "skip", "limit": 0.999999999}}, minibatches=1)
-    )
+    skipping = {"effective_samples": {"react": "skip", "limit": 0.999999999}}
+    run, made = training_run(tmp_path, hub, changed(guards=skipping, minibatches=1))
     with torch.no_grad():  # another model than the one that drew the tokens
         made.model.model.norm.weight.mul_(0.9)
     before = weights(made)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_stubs import same, tiny_model, weights
 
+from kit import Patch
 from kit.sft import chosen, sort_files, sort_rows
 from shoal.errors import CheckpointError, TrainingDiverged
 from shoal.models.load import load_model
@@ -203,7 +204,7 @@ def diverges(tmp: Path, run: WarmStart) -> str:
     return str(caught.value)
 
 
-def ruin_at(run: WarmStart, monkeypatch: pytest.MonkeyPatch, step: int, rate: float) -> None:
+def ruin_at(run: WarmStart, monkeypatch: Patch, step: int, rate: float) -> None:
     """Only that step has the rate: the others are as they should be."""
     train = run._train
     factor = rate / run._settings.learning_rate
@@ -233,7 +234,7 @@ def test_an_only_step_that_destroys_the_model_is_no_success(
 
 
 def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_it(
-    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: Corpus, monkeypatch: Patch
 ) -> None:
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=3)
     ruin_at(run, monkeypatch, 2, 10.0)
@@ -242,9 +243,7 @@ def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_
     assert rows(tmp_path)[2]["alarm_divergence"] > 3
 
 
-def test_what_an_earlier_step_destroyed_is_seen_as_well(
-    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_earlier_step_destroyed_is_seen_as_well(tmp_path: Path, corpus: Corpus, monkeypatch: Patch) -> None:
     """The last step did no harm: only the model that it began with tells."""
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-6), steps=3)
     ruin_at(run, monkeypatch, 0, 10.0)

@@ -110,9 +110,8 @@ def test_recomputing_a_layer_gives_the_same_gradient_bit_for_bit(groups) -> None
 def test_the_reference_computes_by_itself(groups) -> None:
     """It shares no weight with the learner, and no layer of it is a wrapped one of the learner's."""
     memory = MemorySettings(precision="bfloat16", recompute=True)
-    made = new_learner(
-        tiny_model(), SETTINGS.model_copy(update={"memory": memory, "objective": ObjectiveSettings(kl=0.1)})
-    )
+    held = {"memory": memory, "objective": ObjectiveSettings(kl=0.1)}
+    made = new_learner(tiny_model(), SETTINGS.model_copy(update=held))
     start = {name: value.clone() for name, value in policy_state(made.reference).items()}
     assert train(made, groups)["reference_kl"] >= 0
     ids = torch.tensor([[3, 4, 5]])

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from trainer_stubs import RUN, FakeHub, rows_of, tiny_files, tiny_model, training_run
 
+from kit import Logs, Patch
 from shoal.errors import ConfigError, ResourceError, TrainingDiverged
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import (
@@ -77,9 +78,7 @@ def test_a_resume_goes_on_without_doubled_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("works", range(5))
-def test_a_tracker_that_fails_is_warned_about_once_and_holds_up_nobody(
-    works: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_is_warned_about_once_and_holds_up_nobody(works: int, caplog: Logs) -> None:
     failing, other = Mock(), Mock()
     calls = [failing.begin, *[failing.write] * 4, failing.amend, failing.close]
     calls[works].side_effect = [*[None] * calls[:works].count(calls[works]), OSError(28, "No space left on device")]
@@ -116,7 +115,7 @@ def test_a_run_is_tracked_step_by_step_with_late_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["tensorboard", "wandb"])
-def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(record, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=rf"with: \S*python -m pip install {word}, or"):
         require_trackers([word])
@@ -133,7 +132,7 @@ def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch
     ],
 )  # fmt: skip
 def test_no_key_means_no_network_and_no_question(
-    tmp_path: Path, wanted: str, key: str | None, mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wanted: str, key: str | None, mode: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", wanted)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "unset")
@@ -142,9 +141,7 @@ def test_no_key_means_no_network_and_no_question(
     assert record.start_wandb(Tracked(tmp_path, RUN)) == mode
 
 
-def test_wandb_gets_each_step_once_and_its_own_count_only_rises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_each_step_once_and_its_own_count_only_rises(tmp_path: Path, monkeypatch: Patch) -> None:
     run = Mock()
     monkeypatch.setattr(record, "start_wandb", lambda _tracked: run)
     for at, rows in ((0, []), (2, [row(0, 0.0), row(1, 1.0)])):
@@ -178,7 +175,7 @@ trackers.close()
 
 
 @pytest.mark.slow
-def test_wandb_offline_writes_one_run_over_two_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_writes_one_run_over_two_starts(tmp_path: Path, monkeypatch: Patch) -> None:
     """Without a key and without a terminal: nothing is asked, nothing leaves the machine, the rows are in the file."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -269,7 +266,7 @@ def test_the_same_batch_gives_the_same_bytes_and_replaces_what_a_kill_left_there
     assert [path.name for path in archive.folder.iterdir()] == ["step-00007.parquet"]
 
 
-def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Actions, "train", Mock(side_effect=TrainingDiverged("step 0")))
     with pytest.raises(TrainingDiverged):
         training_run(tmp_path, FakeHub(1))[0].run()
@@ -277,7 +274,7 @@ def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monk
 
 
 def test_a_batch_that_cannot_be_put_down_ends_the_run_before_its_row_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(RolloutArchive, "write", Mock(side_effect=ResourceError("cannot write: the disk is full")))
     with pytest.raises(ResourceError, match="disk is full"):

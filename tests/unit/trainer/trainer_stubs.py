@@ -113,10 +113,8 @@ def make_group(
 def written_down(steps: int, max_staleness: int) -> list[list[TrainingGroup]]:
     """Three groups per step, as old as the bound allows."""
     behaviour = tiny_model()
-    return [
-        [make_group(step * 3 + unit, max(0, step - max_staleness), behaviour) for unit in range(3)]
-        for step in range(steps)
-    ]
+    ages = [max(0, step - max_staleness) for step in range(steps)]
+    return [[make_group(step * 3 + unit, version, behaviour) for unit in range(3)] for step, version in enumerate(ages)]
 
 
 class FakeHub:
@@ -158,9 +156,6 @@ class FakeHub:
             max_staleness=self.max_staleness, units={}, submissions={}, nodes=(), waits=(), verdicts=(), reports=(),
             alarms=(), ledger=self.ledger_head(),
         )  # fmt: skip
-
-    def register(self, name: str, role: Any, certificate: SignedDocument | None) -> protocol.NodeView:
-        return protocol.NodeView(node=KEY.node, name=name, role=role, state=protocol.NodeState.ACTIVE)
 
     def ledger_head(self) -> protocol.LedgerHead:
         return protocol.LedgerHead(run=RUN, index=len(self.policies), hash="ab" * 32)
@@ -212,9 +207,8 @@ class FakeHub:
 
     def measure(self, version: int, mean: float | None, complete: bool = True, partial: bool = False) -> None:
         ref = PolicyRef(incarnation=0, version=version, digest="ab" * 32)
-        self.evaluated[version] = Evaluation(
-            policy=ref, tasks=8, scored=8, mean=mean, complete=complete, partial=partial
-        )
+        made = {"policy": ref, "tasks": 8, "scored": 8, "mean": mean, "complete": complete, "partial": partial}
+        self.evaluated[version] = Evaluation.model_validate(made)
 
 
 class Killed(BaseException):

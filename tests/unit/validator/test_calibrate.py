@@ -17,6 +17,7 @@ from honest import LengthEnvironment, docket, lease, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit import Patch
 from shoal.engines import Engine, build
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
@@ -209,12 +210,8 @@ def test_another_kernel_raises_means_and_leaves_the_spread_to_the_main_series() 
     every run refused bfloat16 workers."""
     worker, validators, plan = engines("bfloat16", "float32", 12)
     ((_, validator),) = validators.items()
-    main, other = (
-        calibrate_module.replayed(
-            validator, calibrate_module.Subject(worker, plan, lambda _text: None).drawn(label, rows, 12)
-        )
-        for label, rows in ((calibrate_module.MAIN, 64), ("other", 16))
-    )
+    subject = Subject(worker, plan, lambda _text: None)
+    main, other = (replayed(validator, subject.drawn(label, rows, 12)) for label, rows in (("main", 64), ("other", 16)))
     for case in other:  # four times as far off in the mantissas
         seen = case.replayed.comparisons
         worse = replace(seen, mant_err_sum=4 * seen.mant_err_sum)
@@ -226,20 +223,17 @@ def test_another_kernel_raises_means_and_leaves_the_spread_to_the_main_series() 
     assert ours.shared == theirs.shared
 
 
-def test_a_machine_too_slow_for_a_whole_block_of_cheaper_weights_tries_what_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_too_slow_for_a_whole_block_of_cheaper_weights_tries_what_it_has(monkeypatch: Patch) -> None:
     monkeypatch.setattr(calibrate_module, "DRAW_S", 0.0)
     measurement = measure(*engines("bfloat16", "float32", 4))
     (int8,) = [catch for catch in measurement.catches if catch.cheat == calibrate_module.INT8_NAME]
     assert (int8.tokens, int8.blocks > 0) == (4 * 32, True)
 
 
-def test_limits_that_honest_groups_do_not_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_honest_groups_do_not_keep_are_refused(monkeypatch: Patch) -> None:
     narrow = ProofTolerance(exponents=0.0, boundary=0, mantissa_median=0.0, mantissa_mean=0.0)
-    too_narrow = BUILT_IN["torch/cpu/float32"].model_copy(
-        update={"proofs": narrow, "logprobs": LogprobLimits(largest=1e-12)}
-    )
+    changes = {"proofs": narrow, "logprobs": LogprobLimits(largest=1e-12)}
+    too_narrow = BUILT_IN["torch/cpu/float32"].model_copy(update=changes)
     monkeypatch.setattr(calibrate_module, "limits_from", lambda _bands, _key: too_narrow)
     measurement = measure(*engines("float32", "float32", 10, sequences=32))
     assert set(measurement.failures["cpu/float32"]) == {"logprobs.mismatch"}
@@ -254,7 +248,7 @@ def test_a_worker_is_measured_without_changing_the_validators_weights() -> None:
         assert all(torch.equal(before[name], each) for name, each in policy_state(model).items())
 
 
-def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: Patch) -> None:
     """Gemma without <bos> repeats one word: limits measured so are refused, and nobody could work in bfloat16."""
     long = tuple(range(2000))
     monkeypatch.setattr(calibrate_module.Asking, "ids", lambda *_: long)
@@ -287,12 +281,10 @@ def without_choice(seen: Replay) -> Replay:
 
 def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(measured: Measurement, tmp_path: Path) -> None:
     profile = measured.profile
-    assert profile.key == "torch/cpu/float32"
     assert profile.measured is not None
     assert (profile.measured.model, profile.measured.validators) == ("tiny", ("cpu/float32",))
     (tmp_path / "p.toml").write_text(to_toml(profile))
-    assert read_profile(tmp_path / "p.toml") == profile
-    assert load_profiles([tmp_path / "p.toml"])[profile.key] == profile
+    assert load_profiles([tmp_path / "p.toml"])["torch/cpu/float32"] == profile
 
 
 def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(measured: Measurement) -> None:
@@ -378,7 +370,7 @@ def test_a_profile_that_lets_everything_pass_fails_the_self_test() -> None:
     assert "NOT caught" in trials["edited tokens"].text
 
 
-def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: Patch) -> None:
     """On a GPU a batch takes as long with one row as with many. Before, 32 sequences were drawn there, not 256."""
     now_s, drawn = [0.0], dict[str, int]()
 
@@ -394,7 +386,7 @@ def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: pytest.MonkeyPatch) -
     assert list(drawn.items()) == [("main", 256), ("batch 1", 1), ("batch 8", 8), ("batch 64", 64)]
 
 
-def test_a_group_that_is_only_unsure_does_not_count_as_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_only_unsure_does_not_count_as_rejected(monkeypatch: Patch) -> None:
     """Two accidents in 139 honest groups would have refused the limits that they were measured for."""
     findings = iter([unsure("sampling.accident", "far off"), failed("sampling.seed", "other tokens")])
     monkeypatch.setattr(calibrate_module, "run_checks", lambda _checks, _case: [next(findings)])

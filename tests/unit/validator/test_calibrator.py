@@ -77,13 +77,10 @@ def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:
     return Measurement(profile, {}, {}, 1, {}, (catch,), problems, 0.0, {}, under)
 
 
-def publish(
-    by: Calibrator,
-    hub: Hub,
-    distance: float,
-    formats: Sequence[str] = ("bfloat16", "float32"),
-    blind_above: float = 1.0,
-) -> None:
+BOTH = ("bfloat16", "float32")
+
+
+def publish(by: Calibrator, hub: Hub, distance: float, formats: Sequence[str] = BOTH, blind_above: float = 1.0) -> None:
     """What a validator does after it has measured: limits of bfloat16 workers as it sees them."""
     for number_format in formats:
         key = f"torch/cpu/{number_format}"
@@ -279,11 +276,9 @@ def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
 
 def off_by_little(of: Lease) -> Docket:
     """An honest group with log-probabilities that only limits of nothing reject."""
-    rollouts = [
-        msgspec.structs.replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6))
-        for each in submission(of).rollouts
-    ]
-    return docket(of, msgspec.structs.replace(submission(of), rollouts=rollouts))
+    honest, replace = submission(of), msgspec.structs.replace
+    rollouts = [replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6)) for each in honest.rollouts]
+    return docket(of, replace(honest, rollouts=rollouts))
 
 
 NOTHING = LogprobLimits(largest=1e-30)

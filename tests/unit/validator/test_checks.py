@@ -185,10 +185,8 @@ def test_an_honest_group_passes_every_check_and_gets_its_reward(unit: int) -> No
     group = completions(lease(unit))
     verdict = judged(lease(unit), submission(lease(unit)))
     assert verdict.outcome is Outcome.ACCEPTED
-    assert [check.check for check in verdict.checks] == [
-        *(check.__name__ for check in (*BEFORE_PREFILL, *AFTER_PREFILL)),
-        "reward",
-    ]
+    made = [check.__name__ for check in (*BEFORE_PREFILL, *AFTER_PREFILL)]
+    assert [check.check for check in verdict.checks] == [*made, "reward"]
     assert all(check.passed for check in verdict.checks)
     lengths = [len(c.token_ids) - (c.finish == "eos") for c in group]
     assert [reward.value for reward in verdict.rewards] == lengths

@@ -136,11 +136,9 @@ def test_short_and_constant_proofs_tell_nothing() -> None:
     short = lease(sampling=SamplingParameters(temperature=1.0, max_new_tokens=1, eos_token_id=500))
     assert {len(rollout.proofs) for rollout in submission(short).rollouts} == {18}  # 8 values each
     assert [mark.kind for mark in case(short, submission(short)).marks] == []
-    rollouts = [
-        msgspec.structs.replace(each, proofs=each.proofs[:4] + bytes(len(each.proofs) - 4))
-        for each in submission(hot()).rollouts
-    ]
-    flat = msgspec.structs.replace(submission(hot()), rollouts=rollouts)
+    honest, replace = submission(hot()), msgspec.structs.replace
+    rollouts = [replace(each, proofs=each.proofs[:4] + bytes(len(each.proofs) - 4)) for each in honest.rollouts]
+    flat = replace(honest, rollouts=rollouts)
     assert {mark.kind for mark in case(hot(), flat).marks} == {"rollout"}
     assert {mark.kind for mark in case(hot(), submission(hot())).marks} == {"rollout", "proof"}
 

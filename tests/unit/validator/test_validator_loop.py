@@ -167,9 +167,8 @@ class OneShelf(ListShelf):
 
 def test_a_rehearsal_with_the_tiny_model_computes_what_an_audit_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, judge = list[str](), Judge(LengthEnvironment(), load_profiles())
-    monkeypatch.setattr(
-        side_jobs, "run_all", lambda checks, case: seen.append(case.lease.profile) or run_all(checks, case)
-    )
+    looking = lambda checks, case: seen.append(case.lease.profile) or run_all(checks, case)  # noqa: E731
+    monkeypatch.setattr(side_jobs, "run_all", looking)
     side_jobs.rehearse_with_tiny(judge, ListHub().run_info(), "cpu")
     assert seen == ["torch/cpu/bfloat16"]
 
@@ -385,9 +384,8 @@ def test_a_stop_while_it_registers_is_no_failure(tmp_path: Path) -> None:
         stop.set("SIGTERM")
         raise httpx.ConnectError("nobody there")
 
-    certificate = sign_document(
-        RoleCertificate(run=RUN, role="validator", public_key=KEY.public_key, issued_at_ms=0), KEY
-    )
+    role = RoleCertificate(run=RUN, role="validator", public_key=KEY.public_key, issued_at_ms=0)
+    certificate = sign_document(role, KEY)
     config = ValidatorConfig(
         tmp_path, ValidatorSettings(), LengthEnvironment(), "scripted", "http://hub.test", None, KEY, certificate,
         http=httpx.Client(transport=httpx.MockTransport(away)),
