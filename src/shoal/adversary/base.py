@@ -158,10 +158,9 @@ def vouched(
     proof: ProofParameters | None,
 ) -> Groups:  # fmt: skip
     """The same tokens with the log-probabilities and the proofs that `engine` gives for them in one prefill."""
+    drawn = [(request, each) for request, group in zip(requests, groups, strict=True) for each in group]
     asked = [
-        PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature)
-        for request, group in zip(requests, groups, strict=True)
-        for each in group
+        PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature) for request, each in drawn
     ]
     answers = iter(engine.prefill(asked, proof))
 

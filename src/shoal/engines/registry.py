@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.engines.protocol import Engine
@@ -21,16 +21,12 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """How an engine is made, here the scripted one, and what it computes in. `profile` is the name in its `kind`: an
-    engine that computes as another does may go by the other's."""
+    """How an engine is made, and what it computes in. `profile` is the name in its `kind`: an engine that computes as
+    another does may go by the other's."""
 
     profile: str
+    make: Callable[[Files, str, str], Engine]
     dtypes: tuple[str, ...] = ("float32",)
-
-    def make(self, files: Files, _device: str, _dtype: str) -> Engine:
-        from shoal.engines.scripted import ScriptedEngine
-
-        return ScriptedEngine(files)
 
     def device(self, device: str) -> str:
         """The device that it takes when asked for one, or for "auto"."""
@@ -50,11 +46,6 @@ class EngineEntry:
 
 
 class TorchEntry(EngineEntry):
-    def make(self, files: Files, device: str, dtype: str) -> Engine:
-        from shoal.engines.torch import TorchEngine
-
-        return TorchEngine(files, dtype, device)
-
     def device(self, device: str) -> str:
         import torch
 
@@ -88,7 +79,19 @@ class TorchEntry(EngineEntry):
         check_policy(files, entries, dtype, memory_bytes)
 
 
-ENGINES: dict[str, EngineEntry] = {"torch": TorchEntry("torch", DTYPES), "scripted": EngineEntry("scripted")}
+def _torch(files: Files, device: str, dtype: str) -> Engine:
+    from shoal.engines.torch import TorchEngine
+
+    return TorchEngine(files, dtype, device)
+
+
+def _scripted(files: Files, _device: str, _dtype: str) -> Engine:
+    from shoal.engines.scripted import ScriptedEngine
+
+    return ScriptedEngine(files)
+
+
+ENGINES = {"torch": TorchEntry("torch", _torch, DTYPES), "scripted": EngineEntry("scripted", _scripted)}
 
 
 def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:

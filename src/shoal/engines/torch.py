@@ -446,12 +446,9 @@ class TorchEngine:
         head = Head.of(self._model)
         tokens_N, temperatures_N = tokens_N.to(hidden_NH.device), temperatures_N.double().to(hidden_NH.device)
         rows = max(1, self._tile_elements() // self.vocabulary_size)
-        tiles = [
-            token_statistics(head.logits(hidden), tokens, temperatures[:, None])
-            for hidden, tokens, temperatures in zip(
-                *(torch.split(column, rows) for column in (hidden_NH, tokens_N, temperatures_N)), strict=True
-            )
-        ]
+        columns = (torch.split(column, rows) for column in (hidden_NH, tokens_N, temperatures_N))
+        parts = zip(*columns, strict=True)
+        tiles = [token_statistics(head.logits(hidden), tokens, heat[:, None]) for hidden, tokens, heat in parts]
         return [torch.cat(column) for column in zip(*tiles, strict=True)]
 
     def _tile_elements(self) -> int:

@@ -27,7 +27,7 @@ from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, ProofTolerance
 from shoal.toploc.check import LARGEST_ERROR
 from shoal.validator.case import Case, joined
-from shoal.validator.evidence import MOST_NATS, SUM_VARIANCE, Measures, weights
+from shoal.validator.evidence import MOST_NATS, SEEDS, SUM_VARIANCE, Measures, weights
 from shoal.validator.profiles import (
     COUNTS,
     ON_REQUEST,
@@ -153,10 +153,7 @@ def _with_usual_seeds(limits: Profile) -> Profile:
     """The limits, of seeds no tighter than the built-in ones: too few tokens left a choice to measure anything by."""
     usual = ON_REQUEST["torch/cuda/bfloat16"]
     wider, noises = widest(limits, usual), (limits.noise, usual.noise)
-    seeds = {
-        name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate)
-        for name in ("outside", "distance")
-    }
+    seeds = {name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate) for name in SEEDS}
     noise = limits.noise.model_copy(update=seeds)
     return limits.model_copy(update={"sampling": wider.sampling, "certain": wider.certain, "noise": noise})
 
@@ -303,7 +300,7 @@ def _proof_terms(name: str, pool: _Pool) -> tuple[Floats, Floats] | None:
 
 
 def _rates(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: LogprobLimits) -> tuple[float, float]:
-    if name in ("outside", "distance"):
+    if name in SEEDS:
         seen_T = pool.outside.astype(np.float64) if name == "outside" else np.minimum(pool.distance, 1.0)
         line, curve = _line_and_curve(seen_T, pool.nats)
         scale = _largest(seen_T, line * pool.nats + curve * pool.nats**2, pool.part) if line + curve > 0 else 0.0

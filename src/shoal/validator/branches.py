@@ -174,10 +174,10 @@ class Lookout:
 def choice_bits(cases: Sequence[Case], reach: float) -> tuple[float, float]:
     """What a worker may choose where it stays within `reach` of u: the share of tokens with a neighbour that near, and
     bits per token (1 where one neighbour is, log2 3 where one is on either side; farther ones are not counted)."""
-    near = [
-        (case.replayed.uniforms - case.replayed.low < reach).astype(int)
-        + (case.replayed.high - case.replayed.uniforms < reach)
-        for case in cases
-    ]
-    edges = np.concatenate([each[case.drawn] for each, case in zip(near, cases, strict=True)])
+    found = []
+    for case in cases:
+        seen = case.replayed
+        near_T = (seen.uniforms - seen.low < reach).astype(int) + (seen.high - seen.uniforms < reach)
+        found.append(near_T[case.drawn])
+    edges = np.concatenate(found)
     return float((edges > 0).mean()), float(np.log2(1 + edges).mean())

@@ -88,14 +88,11 @@ class Canary:
     def check(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
         """Which canary was caught, None if it was the turn of none; `CanaryMissed` if one passed."""
         self.due_in -= sum(verdict.depth == "full" for verdict in verdicts)
-        accepted = (
-            docket
-            for docket, verdict in zip(dockets, verdicts, strict=True)
-            if verdict.outcome is Outcome.ACCEPTED and verdict.depth == "full"
-        )
-        docket = next(accepted, None) if self.due_in <= 0 else None
-        if docket is None:
+        pairs = zip(dockets, verdicts, strict=True)
+        accepted = [docket for docket, each in pairs if (each.outcome, each.depth) == (Outcome.ACCEPTED, "full")]
+        if self.due_in > 0 or not accepted:
             return None
+        docket = accepted[0]
         name, twin = self._twin(original_of(docket, self.judge, loaded.engine))
         [verdict] = replace(self.judge, seen=SeenWork()).verdicts([twin], loaded)
         if verdict.outcome is Outcome.UNSURE:

@@ -203,7 +203,7 @@ class Measures:
 
     def expected(self, channel: str, limits: ChannelLimits) -> Floats:
         """What honest work shows on average at most, likewise."""
-        if channel in ("outside", "distance"):
+        if channel in SEEDS:
             return limits.rate * self.nats + limits.curve * self.nats2
         if channel in ("exponents", "mantissa"):
             exposure = self.proofs.values if channel == "exponents" else self.proofs.matches

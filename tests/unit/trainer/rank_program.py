@@ -67,7 +67,7 @@ def _die_if_told(ranks: RankGroup) -> None:
     finish = steps.Update._finish
 
     def die(self: steps.Update, *arguments: Any) -> None:
-        if self.plan.step == int(step):
+        if self.work.step == int(step):
             os.kill(os.getpid(), signal.SIGKILL)
         finish(self, *arguments)
 
