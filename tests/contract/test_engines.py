@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engines import (
-    ENGINES,
-    Chunks,
-    Completion,
-    Engine,
-    GenerationRequest,
-    Prefill,
-    PrefillRequest,
-    build,
-    kind_of,
-)
+from shoal.engines import ENGINES, build, kind_of
+from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView

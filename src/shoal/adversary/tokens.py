@@ -15,18 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace as changed
 
-from shoal.adversary.base import (
-    OTHER_TOKENS,
-    OTHER_WEIGHTS,
-    Cheat,
-    Disguise,
-    Loot,
-    Worth,
-    cheating,
-    each_completion,
-    each_rollout,
-    vouched,
-)
+from shoal.adversary import base
+from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Loot, Worth, cheating, each_completion, each_rollout
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.protocol import Groups, TokenIds
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
@@ -141,13 +131,13 @@ def likeliest(engine: Engine, requests: Requests, proof: ProofParameters | None)
         [tokens] = engine.greedy([request.prompt_ids], request.sampling.max_new_tokens, eos)
         same = replace(drawn[0], token_ids=tokens, finish="eos" if int(tokens[-1]) == eos else "length")
         groups.append([same] * len(request.seeds))
-    return vouched(engine, requests, groups, proof)
+    return base.vouched(engine, requests, groups, proof)
 
 
 def cooled(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
     colder = [each.sampling.model_copy(update={"temperature": COLD * each.sampling.temperature}) for each in requests]
     asked = [replace(request, sampling=sampling) for request, sampling in zip(requests, colder, strict=True)]
-    return vouched(engine, requests, engine.generate(asked, None), proof)
+    return base.vouched(engine, requests, engine.generate(asked, None), proof)
 
 
 def loosest(profile: str, known: Sequence[str]) -> str:
@@ -190,7 +180,7 @@ def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -
 class ReplayFirst(Cheat):
     name = "replay"
     what = "generates for its first lease and submits that for every later one"
-    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
+    reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     def __init__(self) -> None:
         self._first: list[Rollout] = []
@@ -203,7 +193,7 @@ class ReplayFirst(Cheat):
 class Steal(Cheat):
     name = "steal"
     what = "submits what another node made, if it can get at it"
-    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
+    reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     library: ClassVar[list[Submission]] = []
     """Others' submissions. No honest party gives them away: whoever tests the worst case lays them in here."""
@@ -261,7 +251,7 @@ CHEATS = (
         "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
         OTHER_TOKENS | {"duplicate.rollout"}, draw=each_completion(running_on)),
     cheating("swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
-        OTHER_WEIGHTS | COPIES, engine=swapping),
+        base.OTHER_WEIGHTS | COPIES, engine=swapping),
     cheating("copy", "generates one completion of every group and submits it for all of them",
         OTHER_TOKENS | COPIES | {"proofs.malformed"}, draw=_copied),
     ReplayFirst,

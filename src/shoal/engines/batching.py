@@ -76,8 +76,8 @@ class RowBatch:
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
 
     def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
-        """Draw all rows within `memory_bytes`. Returns those for which memory did not suffice, each with the whole
-        chunks that there are of it."""
+        """Draw all rows within `memory_bytes`. Returns those for which it did not suffice, each with its whole
+        chunks."""
         rows = min(len(self._waiting), most_rows)
         needed = max(pages_for(len(each.prompt_ids) + each.sampling.max_new_tokens - 1) for each in self._requests)
         try:

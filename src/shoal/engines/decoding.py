@@ -1,8 +1,7 @@
-"""What is being decoded: the rows still in the batch, their dice, what they have said so far, and its proofs.
+"""What is being decoded: the rows still in the batch, their seeds, what they have said so far, and its proofs.
 
-The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed. A
-block of steps is one chunk of every sequence that lived in it, and is folded into points before the next one begins: so
-memory stays bounded, and only points leave the device.
+The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed, and
+folded into points before the next block begins: memory stays bounded, and only points leave the device.
 
 R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: given tokens.
 """
@@ -36,8 +35,8 @@ Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 class Uniforms:
-    """The streams of all rows, each from its own position `begun`, a block of positions at a time (a long limit would
-    need gigabytes at once)."""
+    """The streams of all rows, each from its position `begun`, a block at a time: a long limit would need gigabytes at
+    once."""
 
     def __init__(self, seeds: Sequence[int], begun: Sequence[int], block: int, device: torch.device) -> None:
         self._seeds_R1 = np.array(seeds, dtype=np.uint64)[:, None]

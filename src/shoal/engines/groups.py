@@ -24,9 +24,8 @@ def generate(
     loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None,
     on_chunks: Callable[[Lease], OnChunks | None] | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
-    """The groups of leases of one policy, with proofs as the leases want them. `on_tokens` hears now and then of a
-    lease how many tokens it has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes one
-    sentence."""
+    """The groups of leases of one policy, with proofs as the leases want them. `on_tokens` hears now and then how many
+    tokens a lease has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes a sentence."""
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):

@@ -119,8 +119,8 @@ class Engine(Protocol):
 
     @property
     def kind(self) -> str:
-        """What its rounding depends on, `engine path/device/number format`: the key of a profile. Known for sure once
-        the policy is in place."""
+        """What its rounding depends on, `engine path/device/number format`; known for sure once the policy is in
+        place."""
         ...
 
     @property
@@ -167,8 +167,7 @@ class UpdatableEngine(Engine, Protocol):
 
 @runtime_checkable
 class BoundedEngine(Engine, Protocol):
-    """An engine that knows how much fits into memory. `memory_bytes` is the most that it may take, weights included;
-    None: as much as is free."""
+    """An engine that knows how much fits into memory. `memory_bytes`, weights included; None: as much as is free."""
 
     memory_bytes: int | None
 

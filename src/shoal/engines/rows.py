@@ -138,8 +138,8 @@ def follows_with_cache(model: Any) -> bool:
 
 
 def _tried(model: Any, at_once: int) -> bool:
-    """Attention does both. Models with other layers are tried, in inference mode, with the weights that they have; the
-    answer is kept."""
+    """Attention does both. Models with other layers are tried once, in inference mode, with the weights that they
+    have."""
     known = _known.setdefault(model, {})
     if at_once not in known:
         try:

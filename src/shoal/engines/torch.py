@@ -62,8 +62,8 @@ PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches:
 
 
 class TorchEngine:
-    """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound memory, not what may be asked for; within
-    them, as much is computed at once as fits into free memory, or into `memory_bytes` if those are set."""
+    """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound what is computed at once, not what may be
+    asked for; within them, as much as fits into free memory, or into `memory_bytes` if those are set."""
 
     name = "torch"
     memory_bytes: int | None = None

@@ -180,9 +180,8 @@ def export_checkpoint(
     trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32",
     manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
 ) -> Path:  # fmt: skip
-    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. What the
-    folder tells is filled into the card: progress, metrics, scores; digest and ledger head from the manifest of that
-    version."""
+    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. The card is
+    completed by what the folder tells, and by the manifest of that version (digest, ledger head)."""
     rows = MetricsLog(trainer_folder / "metrics.jsonl")
     scores, store = scores_of(rows), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     stored, chosen = _choose(store, which, scores)

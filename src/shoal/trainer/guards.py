@@ -134,8 +134,8 @@ LOWER = "What to do: lower trainer.learning_rate"
 
 @dataclass(frozen=True)
 class Guard:
-    """`of_step` judges a row, `of_update` one update before it is made. What it judges may be `rows` older than what
-    shows it. `of_beginning`: of the policy that a step begins with: it refuses all its updates, and judges the last
+    """`of_step` judges a row, `of_update` an update before it is made; the cause may be `rows` older than what shows
+    it. `of_beginning`: of the policy that a step begins with: it refuses all its updates, and judges the last
     version."""
 
     name: str

@@ -280,9 +280,8 @@ class TrainingRun:
 
 @dataclass
 class HeldOut:
-    """The greedy scores on held-out tasks, by validators: `page` asks the hub for those of versions from a number on.
-    What comes twice changes nothing; a score of a part of the tasks (`Evaluation.partial`) is none, for it would be
-    read as a rise or a fall."""
+    """The greedy scores on held-out tasks, by validators: `page` asks the hub for those of versions from a number on. A
+    score of a part of the tasks (`Evaluation.partial`) is none: it would be read as a rise or a fall."""
 
     every: int
     page: Callable[[int], EvaluationPage]

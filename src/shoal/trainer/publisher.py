@@ -52,9 +52,8 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 @dataclass
 class Publisher:
     """Publishes one version at a time in its own thread; its failures are raised in the main one. Versions up to
-    `republished_until` were out before this process started: past it a conflict of digests means a second trainer, and
-    is an error. `worked_s` is how long the thread worked on the last version, `saved_s` the part before it was
-    published."""
+    `republished_until` were out before this process started: past it a conflict of digests means a second trainer.
+    `worked_s` is how long the thread worked on the last version, `saved_s` the part before it was published."""
 
     origin: Origin
     hub: HubClient
@@ -80,8 +79,8 @@ class Publisher:
         publish: bool = True,
     ) -> None:  # fmt: skip
         """Start with a version, once the one before is out (or has failed: then its failure is raised). `rows` are
-        reported first; it is saved, with `scores`, if `copied` is captured. Nobody writes to the memory of `copied`
-        before it is out."""
+        reported first; it is saved, with `scores`, if `copied` is captured, whose memory nobody writes to before it is
+        out."""
         self.wait()
         self._current = self._pool.submit(self._work, version, copied, rows, scores, publish)
 

@@ -2,12 +2,12 @@
 
     cases with replays ─► Bands.of ─► joined over validators and kernels ─► limits_from ─► a `Profile`
 
-Two kinds of limits. Of single tokens and proofs: what one token in three million exceeds, by continuing the tail
-from the 99 % and 99.9 % quantiles as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to
-1.8 times as far). Beyond it is an accident, and these are counted. Of sums: the mean, which is the largest of those of
-the first, the second and the later parts of rollouts (next to the prompt two engines of one format agree to the bit,
-further on they do not), with a quarter more and three standard errors; how it varies between rollouts, and between
-submissions. Nothing is tighter than the float32 profile.
+Limits of single tokens and proofs: what one token in three million exceeds, by continuing the tail from the 99 % and
+99.9 % quantiles as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to 1.8 times as far).
+Beyond it is an accident, and these are counted. Limits of sums: the mean, which is the largest of those of the first,
+the second and the later parts of rollouts (next to the prompt two engines of one format agree to the bit), with a
+quarter more and three standard errors; how it varies between rollouts, and between submissions. Nothing is tighter than
+the float32 profile.
 """
 
 from __future__ import annotations
@@ -26,19 +26,10 @@ from shoal.sampling import SeedTolerance
 from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, ProofTolerance
 from shoal.toploc.check import LARGEST_ERROR
+from shoal.validator import profiles
 from shoal.validator.case import Case, joined
-from shoal.validator.evidence import MOST_NATS, SEEDS, SUM_VARIANCE, Measures, weights
-from shoal.validator.profiles import (
-    COUNTS,
-    ON_REQUEST,
-    AccidentLimits,
-    CertainLimits,
-    ChannelLimits,
-    LogprobLimits,
-    NoiseLimits,
-    Profile,
-    widest,
-)
+from shoal.validator.evidence import COUNTS, MOST_NATS, SEEDS, SUM_VARIANCE, Measures, weights
+from shoal.validator.profiles import AccidentLimits, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 
 Floats = npt.NDArray[np.float64]
 
@@ -104,7 +95,7 @@ class Bands:
     def joined(self, other: Bands) -> Bands:
         """The wider of both in everything: limits for a validator of either kind."""
         worst = {name: max(value, getattr(other, name)) for name, value in self._plain().items()}
-        limits, tokens = widest(self.limits, other.limits), min(self.tokens, other.tokens)
+        limits, tokens = profiles.widest(self.limits, other.limits), min(self.tokens, other.tokens)
         return Bands(**{**vars(self), **worst, "tokens": tokens, "limits": limits})
 
     def numbers(self) -> dict[str, float]:
@@ -151,8 +142,8 @@ class _Pool:
 
 def _with_usual_seeds(limits: Profile) -> Profile:
     """The limits, of seeds no tighter than the built-in ones: too few tokens left a choice to measure anything by."""
-    usual = ON_REQUEST["torch/cuda/bfloat16"]
-    wider, noises = widest(limits, usual), (limits.noise, usual.noise)
+    usual = profiles.ON_REQUEST["torch/cuda/bfloat16"]
+    wider, noises = profiles.widest(limits, usual), (limits.noise, usual.noise)
     seeds = {name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate) for name in SEEDS}
     noise = limits.noise.model_copy(update=seeds)
     return limits.model_copy(update={"sampling": wider.sampling, "certain": wider.certain, "noise": noise})
@@ -218,8 +209,8 @@ def _sum_limits(single: Profile, cases: Sequence[Case]) -> Profile:
 
 
 def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
-    """The limits with the means of these cases where they are larger; where each error is, not where there are more of
-    them, their spread grows with it."""
+    """The limits with the means of these cases where they are larger. Where each error is, their spread grows with
+    it."""
     measures = [replace(case, profile=limits).measures for case in cases]
     noise = {}
     for name in NoiseLimits.model_fields:

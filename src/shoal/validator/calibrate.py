@@ -148,8 +148,8 @@ def measure(
     worker: Engine, validators: Mapping[str, Engine], plan: Plan, tell: Progress = log.debug, sizes: Sequence[int] = ()
 ) -> Measurement:
     """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of these, as for a second
-    look: its weights change while it draws, and are its own again afterwards. How much is caught is told of blocks of
-    `sizes`, too."""
+    look: its weights change while it draws, and are its own again afterwards. Blocks of `sizes` tokens are tried,
+    too."""
     began = time.monotonic()
     subject = Subject(worker, plan, tell)
     honest = subject.honest()
@@ -205,8 +205,8 @@ def measure(
 
 
 def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) -> bool:
-    """Whether honest work has left, or is about to leave, what these limits were measured on: groups fail, or a mean
-    has used up half of its margin."""
+    """Whether honest work has left, or nearly left, the limits: groups fail, or a mean has used up half of its
+    margin."""
     tokens = min(VARIANT_TOKENS, plan.tokens)
     cases = replayed(validator, Subject(worker, plan, log.debug).drawn("probe", PROBE_SEQUENCES, tokens))
     if len(failed_checks(cases, limits)) > HONEST_FAILING * len(cases):
@@ -336,8 +336,7 @@ def model_of(engine: Engine) -> Any:
 
 @contextmanager
 def attention(model: Any, name: str) -> Iterator[None]:
-    """Compute attention with another kernel: the same in another order, so rounded in another way. One that cannot is a
-    `RuntimeError`."""
+    """Compute attention with another kernel: rounded in another way. One that cannot is a `RuntimeError`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     of_torch = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}

@@ -27,20 +27,8 @@ from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import CanaryMissed
 from shoal.models import TensorView, TextTokenizer
-from shoal.protocol import (
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    SigningKey,
-    Submission,
-    Verdict,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    submission_digest,
-    unpack,
-)
+from shoal.protocol import Outcome, ProofParameters, SamplingParameters, SigningKey, Verdict, pack, unpack
+from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_tokens, submission_digest
 from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import ON_REQUEST, Profiles

@@ -33,20 +33,8 @@ import numpy.typing as npt
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
-from shoal.protocol import (
-    BodyLimits,
-    CheckResult,
-    Lease,
-    ProofParameters,
-    Rollout,
-    Severity,
-    Submission,
-    Sums,
-    Tally,
-    pack_tokens,
-    unpack,
-)
-from shoal.protocol.submission import ShownPrefix, drawn_mask
+from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
+from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
 from shoal.sampling import SeedCheck, check_seeded
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
@@ -141,8 +129,8 @@ class Case:
     """One submission under audit. The lease is the hub's signed word; the submission is only a claim: None, with a
     `problem`, if the body could not be decoded. What is derived from the tokens may be asked for once `shape` has
     passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` sums what its node submitted before,
-    `shown` is what it showed of this before it was finished. Of a part (`only`), `first` is the number of its first
-    rollout."""
+    `shown` is what it showed of this before it was finished. Of a part (`only`), `first` is its first rollout's
+    number."""
 
     lease: Lease
     submission: Submission | None

@@ -203,8 +203,7 @@ def talk(case: Case) -> Finding:
 
 def termination(case: Case) -> Finding:
     """A rollout ends with the first end-of-sequence token, a dialogue where `Dialogue.read` says, or at exactly the
-    length limit, and says which. Whether the end-of-sequence token was drawn by the lease's seed is for `sampling` to
-    see, as for any token."""
+    length limit, and says which. Whether the seed drew the end-of-sequence token is for `sampling` to see."""
     limit, eos = case.lease.sampling.max_new_tokens, case.lease.sampling.eos_token_id
     if case.dialogue is None:
         stops = np.append(np.flatnonzero(case.tokens == eos), len(case.tokens))

@@ -28,15 +28,7 @@ import numpy.typing as npt
 from shoal.protocol import Sums
 from shoal.sampling.check import distances
 from shoal.toploc.check import ProofSums, proof_sums, severity_of
-from shoal.validator.profiles import (
-    CHANNELS,
-    COUNTS,
-    AccidentLimits,
-    ChannelLimits,
-    LogprobLimits,
-    NoiseLimits,
-    Profile,
-)
+from shoal.validator.profiles import CHANNELS, AccidentLimits, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 
 if TYPE_CHECKING:
     from shoal.validator.case import Replay
@@ -45,6 +37,7 @@ Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
+COUNTS = frozenset({"outside", "exponents", "accidents"})
 ALPHA = 1e-6  # of one beginning: in 10⁴ nodes × 10³ groups 10 strikes are expected, and 0.005 nodes with two
 STRIKE = math.log(len(CHANNELS) / ALPHA)
 CERTAIN = math.log(1e12)

@@ -44,37 +44,17 @@ from shoal.engines.memory import release_memory
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError, ScoringFailure
-from shoal.protocol import (
-    Audit,
-    CheckResult,
-    Lease,
-    Outcome,
-    PolicyRef,
-    Severity,
-    SignedDocument,
-    Tally,
-    Verdict,
-    pack_logprobs,
-    submission_digest,
-)
+from shoal.protocol import Lease, PolicyRef, SignedDocument, pack_logprobs, submission_digest
 from shoal.protocol.lease import format_of
 from shoal.protocol.submission import pack_spans
-from shoal.protocol.verdict import Branches
+from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, Severity, Tally, Verdict
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.validator import checks
 from shoal.validator.branches import Lookout
 from shoal.validator.case import Case, Finding, Replay, SeenWork, passed, read_body, replay_all, unsure
-from shoal.validator.checks import (
-    AFTER_PREFILL,
-    BEFORE_PREFILL,
-    SHOWN_AFTER_PREFILL,
-    SHOWN_BEFORE_PREFILL,
-    bought,
-    duplicate,
-    run_all,
-    run_checks,
-)
+from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL, bought, duplicate, run_all, run_checks
 from shoal.validator.profiles import Profile, Profiles, limits_for
 from shoal.validator.rewards import Group, Notebook, Scored, Scoring, shuffled
 from shoal.validator.verdicts import NO_BRANCHES, NOTHING_COUNTED, Docket
@@ -85,11 +65,8 @@ log = logging.getLogger(__name__)
 NOT_SCORED = "the reward of this group could not be computed, so it is unscored; the validator's log says why"
 
 SHOWN_REASONS: Mapping[str, str] = {
-    "shape": "progress.shape",
-    "dialogue": "progress.dialogue",
-    "proofs": "progress.proofs",
-    "sampling": "progress.seed",
-}
+    "shape": "progress.shape", "dialogue": "progress.dialogue", "proofs": "progress.proofs", "sampling": "progress.seed",
+}  # fmt: skip
 """What a failed check of shown progress is called, by the check. Others are about the hub's own framing."""
 
 
@@ -225,7 +202,7 @@ class Judge:
         )  # fmt: skip
         is_shown = docket.audit.depth == "progress"
         case = _unfinished(case) if is_shown else case
-        findings = run_checks(SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
+        findings = run_checks(checks.SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, now_ms)
         unsure_rate = 0.0 if is_shown else case.unsure_rate
@@ -260,13 +237,13 @@ class Judge:
 
     def _certain(self, cases: Sequence[tuple[_Open, Case]], engine: Engine) -> list[tuple[_Open, Case, list[Finding]]]:
         """Those that fail for certain, by one prefill. One that the engine fails on is none: the whole group will show
-        it, and whose fault it is."""
+        it."""
         found = []
         for (entry, case), replay in zip(cases, replay_all(engine, [case for _, case in cases]), strict=True):
             if isinstance(replay, Replay) and replay.is_finite:
                 is_shown = entry.docket.audit.depth == "progress"
                 seen = _replayed(case, replay) if is_shown else replace(case, replay=replay)
-                findings = run_all(SHOWN_AFTER_PREFILL if is_shown else AFTER_PREFILL, seen)
+                findings = run_all(checks.SHOWN_AFTER_PREFILL if is_shown else AFTER_PREFILL, seen)
                 if findings[-1].severity is Severity.CERTAIN:
                     found.append((entry, seen, findings))
         return found
@@ -280,7 +257,7 @@ class Judge:
             message = "the validator's own computation gave NaN or infinity: the policy, or this machine, is broken"
             return docket.unsure(findings, "machinery.prefill", message, now_ms)
         if replay is not None and docket.audit.depth == "progress":
-            findings += run_all(SHOWN_AFTER_PREFILL, _replayed(case, replay))
+            findings += run_all(checks.SHOWN_AFTER_PREFILL, _replayed(case, replay))
             is_bad = not findings[-1].passed and self._certain([(entry, case)], loaded.engine)
             return docket.rejected(findings, now_ms) if is_bad else None
         if replay is not None:

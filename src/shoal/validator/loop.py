@@ -20,21 +20,14 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
+from shoal import errors
 from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
 from shoal.engines.memory import free_bytes, keep_to_share
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import identity_of, judges_of, require_scoring
-from shoal.errors import (
-    BroadcastError,
-    CanaryMissed,
-    ConfigError,
-    DeadlineExceeded,
-    EnvironmentSetupError,
-    HubRefused,
-    ProtocolError,
-)
+from shoal.errors import BroadcastError, CanaryMissed, ConfigError, DeadlineExceeded, HubRefused, ProtocolError
 from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, PolicyRef, Verdict, sign_document
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
 from shoal.rewards import DirectScorer, Scorer, ScoringPool
@@ -80,7 +73,7 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
             client.register(config.folder.name, "validator", config.certificate)
             run = client.run_info()
             if config.environment.digest != run.environment_digest:
-                raise EnvironmentSetupError(
+                raise errors.EnvironmentSetupError(
                     f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is "
                     f"not the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
                 )

@@ -79,7 +79,6 @@ class NoiseLimits(_Table):
 
 
 CHANNELS = (*NoiseLimits.model_fields, "accidents")
-COUNTS = frozenset({"outside", "exponents", "accidents"})
 
 
 class LikelihoodLimits(_Table):

@@ -25,19 +25,8 @@ from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Environment
 from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
-from shoal.protocol import (
-    AuditRequest,
-    EvaluationReport,
-    EvaluationSlice,
-    HeartbeatReply,
-    Lease,
-    PolicyRef,
-    RunInfo,
-    SignedDocument,
-    pack,
-    sign_document,
-)
-from shoal.protocol.verdict import MAX_REWARD, Readiness
+from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, SignedDocument, pack, sign_document
+from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
 from shoal.rewards.protocol import settled
 from shoal.runtime.clock import Clock, SystemClock
@@ -58,8 +47,8 @@ PROBLEM_LIMIT = 200
 
 @dataclass
 class SliceRunner:
-    """When this validator is ready for a slice, and one slice from the hub to the hub. Without a `scorer`, scores are
-    computed in this process."""
+    """When this validator is ready for a slice, and one slice from the hub to the hub. Without a `scorer`, scores it
+    here."""
 
     client: HubClient
     shelf: EngineShelf
@@ -84,8 +73,8 @@ class SliceRunner:
         self._saved_s = min(self._saved_s + took_s * SHARE / (1 - SHARE), MOST_SAVED_S)
 
     def measure(self, signed: SignedDocument | None) -> None:
-        """Answer, score and report a slice, and more while there are any and time is saved up. That a hub does not want
-        one any more is no failure."""
+        """Answer, score and report a slice, and more while time is saved up. That a hub wants none any more is no
+        failure."""
         while signed is not None and not self.stop.is_set():
             began_s = self.clock.monotonic_s()
             try:

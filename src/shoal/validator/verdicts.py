@@ -14,23 +14,9 @@ from shoal.engines import Completion, Engine
 from shoal.engines.groups import submission_of
 from shoal.environments import Identity
 from shoal.errors import ConfigError
-from shoal.protocol import (
-    Audit,
-    CheckResult,
-    Lease,
-    Outcome,
-    PolicyRef,
-    ProofParameters,
-    RolloutReward,
-    SamplingParameters,
-    SigningKey,
-    Tally,
-    Verdict,
-    pack,
-    sign_document,
-    submission_digest,
-)
-from shoal.protocol.verdict import Branches
+from shoal.protocol import PolicyRef, SigningKey, pack, sign_document, submission_digest
+from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
+from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, RolloutReward, Tally, Verdict
 from shoal.rewards.pool import LIMIT_PART
 from shoal.validator.case import MESSAGE_LIMIT, Finding
 

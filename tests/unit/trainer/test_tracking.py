@@ -16,22 +16,13 @@ from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
-from trainer_stubs import RUN, FakeHub, rows_of, tiny_files, tiny_model, training_run
+from trainer_stubs import RUN, FakeHub, rows_of, tiny_files, tiny_model, training_run, written_batch
 
 from kit import Logs, Patch
 from shoal.errors import ConfigError, ResourceError, TrainingDiverged
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import (
-    Batch,
-    BatchGroup,
-    PolicyRef,
-    TrainingBatch,
-    TrainingGroup,
-    TrainingRollout,
-    pack_logprobs,
-    pack_tokens,
-)
-from shoal.protocol.submission import pack_spans
+from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout
+from shoal.protocol.submission import pack_logprobs, pack_spans, pack_tokens
 from shoal.run.preflight import check_machine
 from shoal.run.recipe import Recipe
 from shoal.trainer import record
@@ -207,15 +198,7 @@ def group(unit: int, version: int, prompt: str, *completions: tuple[str, str, fl
 
 
 def written_down(step: int, *groups: TrainingGroup) -> tuple[Batch, TrainingBatch]:
-    written = tuple(
-        BatchGroup(
-            unit=group.unit, submission="", node=f"node-{group.unit}",
-            policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
-            rewards=tuple(rollout.reward for rollout in group.rollouts),
-        )
-        for group in groups
-    )  # fmt: skip
-    return Batch(step=step, groups=written, written_at_ms=0), TrainingBatch(step=step, groups=list(groups))
+    return written_batch(step, groups), TrainingBatch(step=step, groups=list(groups))
 
 
 STEP_7 = written_down(

@@ -12,20 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from trainer_stubs import (
-    KEY,
-    RUN,
-    SETTINGS,
-    FakeHub,
-    Killed,
-    killing,
-    learner,
-    rows_of,
-    same,
-    stored_in,
-    training_run,
-    weights,
-)
+import trainer_stubs as stubs
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, Killed, killing, learner, rows_of, same, training_run, weights
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError
@@ -152,7 +140,7 @@ def test_a_digest_that_cannot_be_reproduced_begins_a_new_incarnation(
         training_run(tmp_path, hub)[0].run()
     assert sorted(hub.policies) == [*before, (1, 2), (1, 3), (1, 4)]
     assert "incarnation 1" in caplog.text
-    assert stored_in(tmp_path / "trainer" / "checkpoints").progress == Progress(RUN, STEPS, 1)
+    assert stubs.stored_in(tmp_path / "trainer" / "checkpoints").progress == Progress(RUN, STEPS, 1)
     # and once more: the new incarnation is continued, not left
     training_run(tmp_path, hub)[0].run()
     assert max(hub.policies) == (1, 4)
@@ -256,7 +244,7 @@ def test_the_policy_is_published_and_exported_in_the_type_asked_for(tmp_path: Pa
     assert head is not None
     assert head.policy == hub.policy
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trainer" / "export").lm_head.weight
-    exact = stored_in(tmp_path / "trainer" / "checkpoints").tensors()["lm_head.weight"]
+    exact = stubs.stored_in(tmp_path / "trainer" / "checkpoints").tensors()["lm_head.weight"]
     assert (loaded.dtype, exact.dtype) == (torch.bfloat16, torch.float32)  # the master copy keeps its precision
     assert torch.equal(loaded, exact.to(torch.bfloat16))
     card = (tmp_path / "trainer" / "export" / "README.md").read_text()

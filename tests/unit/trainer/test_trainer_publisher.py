@@ -12,22 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import trainer_stubs as stubs
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_stubs import (
-    KEY,
-    RUN,
-    SETTINGS,
-    FakeHub,
-    Killed,
-    killing,
-    same,
-    stored_in,
-    tiny_files,
-    tiny_model,
-    training_run,
-    weights,
-)
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, Killed, killing, same, tiny_model, training_run, weights
 
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
 from shoal.models.state import policy_state
@@ -66,7 +54,7 @@ def publisher(tmp_path: Path, hub: FakeHub) -> Iterator[Make]:
     def make(at: str = "origin", **changes: object) -> Publisher:
         given: dict[str, Any] = {
             "origin": Origin(tmp_path / at, RUN, KEY), "hub": hub, "key": KEY, "run": RUN, "incarnation": 0,
-            "republished_until": -1, "deadline_s": 20.0, "files": tiny_files(tiny_model()), "dtype": "float32",
+            "republished_until": -1, "deadline_s": 20.0, "files": stubs.tiny_files(tiny_model()), "dtype": "float32",
             "record": RunRecord(tmp_path / "metrics.jsonl", hub, Trackers(), SystemClock()),
             "store": CheckpointStore(tmp_path / "checkpoints", 1),
         }  # fmt: skip
@@ -127,7 +115,7 @@ def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, publisher: Make
     weights = {"weight": weight}
     first = published(made, (0, Copied(weights, {"model.safetensors": weights}, lambda: weight.fill_(2))))
     second = published(made, (1, Copied({"weight": torch.full((4,), 2.0)}, None)))
-    assert stored_in(tmp_path / "checkpoints").tensors()["weight"].tolist() == [2.0] * 4
+    assert stubs.stored_in(tmp_path / "checkpoints").tensors()["weight"].tolist() == [2.0] * 4
     assert first.policy.digest == second.policy.digest
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,8 @@ from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.lora import AdapterShape
 from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import (
-    Batch,
-    BatchReply,
-    Evaluation,
-    PolicyRef,
-    SamplingParameters,
-    SignedDocument,
-    SigningKey,
-    TrainingBatch,
-    TrainingGroup,
-    TrainingRollout,
-)
+from shoal.protocol import Evaluation, PolicyRef, SamplingParameters, SignedDocument, SigningKey
+from shoal.protocol.batch import Batch, BatchReply, TrainingBatch, TrainingGroup, TrainingRollout
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
@@ -117,6 +107,19 @@ def written_down(steps: int, max_staleness: int) -> list[list[TrainingGroup]]:
     return [[make_group(step * 3 + unit, version, behaviour) for unit in range(3)] for step, version in enumerate(ages)]
 
 
+def written_batch(step: int, groups: Sequence[TrainingGroup], **fields: Any) -> Batch:
+    """What the hub has written down of these groups."""
+    written = tuple(
+        protocol.BatchGroup(
+            unit=group.unit, submission="", node=f"node-{group.unit}",
+            policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
+            rewards=tuple(rollout.reward for rollout in group.rollouts),
+        )
+        for group in groups
+    )  # fmt: skip
+    return Batch(step=step, groups=written, written_at_ms=0, **fields)
+
+
 class FakeHub:
     """In place of `HubClient`. Batches are fixed in advance, as a hub's are once written down. `before[name]` is
     called, with the step or version, before a call is served: a test raises or stops there. `score` is what validators
@@ -179,15 +182,7 @@ class FakeHub:
             ready = self._arrived.wait_for(lambda: newest() >= step - self.max_staleness, timeout=wait_s)
         if not ready:
             return BatchReply(waiting="3 more groups")
-        groups = tuple(
-            protocol.BatchGroup(
-                unit=group.unit, submission="", node=f"{group.unit:032x}",
-                rewards=tuple(rollout.reward for rollout in group.rollouts),
-                policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
-            )
-            for group in self._groups[step]
-        )  # fmt: skip
-        batch = Batch(step=step, groups=groups, dropped_groups=2, sampled_reward=0.625, written_at_ms=0)
+        batch = written_batch(step, self._groups[step], dropped_groups=2, sampled_reward=0.625)
         return BatchReply(batch=batch)
 
     def rollouts(self, step: int) -> TrainingBatch:

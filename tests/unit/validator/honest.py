@@ -15,20 +15,9 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
-from shoal.protocol import (
-    Audit,
-    Lease,
-    PolicyRef,
-    ProofParameters,
-    SamplingParameters,
-    SigningKey,
-    Submission,
-    TensorView,
-    Verdict,
-    pack,
-    sign_document,
-    submission_digest,
-)
+from shoal.protocol import PolicyRef, SigningKey, Submission, TensorView, pack, sign_document, submission_digest
+from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
+from shoal.protocol.verdict import Audit, Verdict
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import uniforms
 from shoal.toploc import commit

@@ -29,25 +29,14 @@ from shoal.protocol import Outcome, Submission
 from shoal.runtime.config import parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, ValidatorSettings, profile_keys
+from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profile_keys
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure, model_of, prompts_of, replayed
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
-from shoal.validator.profiles import (
-    BUILT_IN,
-    ON_REQUEST,
-    ChannelLimits,
-    LogprobLimits,
-    Measured,
-    NoiseLimits,
-    Profile,
-    load_profiles,
-    read_profile,
-    to_toml,
-)
+from shoal.validator.profiles import BUILT_IN, ON_REQUEST, ChannelLimits, LogprobLimits, Measured, NoiseLimits, to_toml
 from shoal.validator.verdicts import Machine
 
 MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})
@@ -133,7 +122,7 @@ def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: s
     path = tmp_path / "p.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        read_profile(path)
+        load_profiles([path])
 
 
 def test_a_file_that_cannot_be_read_or_comes_twice(tmp_path: Path) -> None:

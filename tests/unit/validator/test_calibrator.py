@@ -16,18 +16,8 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.errors import HubRefused, SignatureError
 from shoal.models.load import load_model
-from shoal.protocol import (
-    AuditReply,
-    Calibration,
-    Lease,
-    ModelSize,
-    Outcome,
-    PolicyRef,
-    Severity,
-    SignedDocument,
-    SigningKey,
-    pack_logprobs,
-)
+from shoal.protocol import Calibration, Lease, ModelSize, PolicyRef, SignedDocument, SigningKey, pack_logprobs
+from shoal.protocol.verdict import AuditReply, Outcome, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance

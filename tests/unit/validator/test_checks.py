@@ -16,23 +16,9 @@ from hypothesis import strategies as st
 
 from shoal.engines import Completion, PrefillRequest
 from shoal.errors import CodecError
-from shoal.protocol import (
-    BodyLimits,
-    Lease,
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    Severity,
-    Submission,
-    Sums,
-    Tally,
-    canonical_json,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    unpack,
-)
+from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Severity, Sums, Tally, canonical_json
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_tokens
 from shoal.sampling import SeedTolerance
 from shoal.toploc.check import Reason as ProofReason
 from shoal.validator import canary, checks, loop, rewards, verdicts

@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 
 from shoal.engines import Completion
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import (
-    Lease,
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    Severity,
-    Submission,
-    Verdict,
-    pack_tokens,
-)
-from shoal.protocol.submission import ShownPrefix, shown_digest
+from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Severity, Verdict
+from shoal.protocol.submission import Rollout, ShownPrefix, Submission, pack_tokens, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
 from shoal.validator.case import Case, Mark, SeenWork

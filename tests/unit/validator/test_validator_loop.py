@@ -17,40 +17,15 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Score
 from shoal.errors import CanaryMissed, DeadlineExceeded, HubRefused, HubUnreachable, ScoringFailure, VersionNotFound
-from shoal.protocol import (
-    Audit,
-    AuditReply,
-    AuditRequest,
-    Heartbeat,
-    HeartbeatReply,
-    Lease,
-    NodeState,
-    NodeView,
-    Outcome,
-    PolicyRef,
-    ProofParameters,
-    RefusedVerdict,
-    RoleCertificate,
-    SignedDocument,
-    SigningKey,
-    Verdict,
-    VerdictReply,
-    open_document,
-    sign_document,
-)
+from shoal.protocol import Lease, PolicyRef, ProofParameters, SignedDocument, SigningKey, open_document, sign_document
+from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeState, NodeView, RoleCertificate
+from shoal.protocol.verdict import Audit, AuditReply, AuditRequest, Outcome, RefusedVerdict, Verdict, VerdictReply
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.validator import (
-    Judge,
-    Validator,
-    ValidatorConfig,
-    ValidatorSettings,
-    load_profiles,
-    run_validator,
-    side_jobs,
-)
+from shoal.validator import Judge, ValidatorConfig, ValidatorSettings, load_profiles, side_jobs
 from shoal.validator.checks import run_all
+from shoal.validator.loop import Validator, run_validator
 from shoal.validator.side_jobs import Ahead
 from shoal.validator.verdicts import Docket
 
