@@ -1,6 +1,6 @@
 """The validator: checks every submission before it may be trained on, and computes its reward. Trusted.
 
-settings, profiles    what it is told, and what it measures with; what honest rounding may explain, by kind of worker
+settings, profiles    what it is told, and what it measures with; what rounding may explain, by kind of worker
 calibrate, limits     measuring the limits of one kind of worker; keeping those of a run in force
 loop, side_jobs       claim audits, judge, report; evaluate, generate and load ahead beside that
 judge, verdicts       verdicts on the submissions of one policy, with one batched prefill and a second look

@@ -65,7 +65,8 @@ log = logging.getLogger(__name__)
 NOT_SCORED = "the reward of this group could not be computed, so it is unscored; the validator's log says why"
 
 SHOWN_REASONS: Mapping[str, str] = {
-    "shape": "progress.shape", "dialogue": "progress.dialogue", "proofs": "progress.proofs", "sampling": "progress.seed",
+    "shape": "progress.shape", "dialogue": "progress.dialogue",
+    "proofs": "progress.proofs", "sampling": "progress.seed",
 }  # fmt: skip
 """What a failed check of shown progress is called, by the check. Others are about the hub's own framing."""
 
@@ -393,7 +394,8 @@ class Rechecked:
 
 
 def recheck(judge: Judge, kept: KeptSubmission, loaded: LoadedPolicy) -> Rechecked:
-    """Judge it fully, whatever depth it was audited with then, and compare outcome, tokens and rewards."""
+    """Judge it fully, whatever depth it was audited with then, and compare outcome, tokens and rewards. If they differ,
+    the validator of then or this machine is wrong; what this machine cannot decide proves nothing."""
     then, lease = kept.verdict, Lease.model_validate(kept.lease.document, extra="ignore")
     if submission_digest(kept.body) != then.submission:
         return Rechecked("different", "the kept bytes are not those that the verdict names")

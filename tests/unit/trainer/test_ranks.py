@@ -31,9 +31,7 @@ def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings = 
 def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> StoredCheckpoint:
     """One process, from wherever the folder stands."""
     hub = FakeHub(steps)
-    head = Origin(folder / "origin", RUN, KEY).head()
-    if head is not None:
-        hub.policies[head.policy.incarnation, head.policy.version] = head.policy.digest
+    hub.remember(Origin(folder / "origin", RUN, KEY))
     loaded = tiny_loaded(settings)
     made = new_learner(loaded.model, settings)
     run, _ = training_run(folder, hub, settings, learner=made, files=dict(loaded.files))

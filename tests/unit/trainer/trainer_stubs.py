@@ -147,6 +147,11 @@ class FakeHub:
         incarnation, version = max(self.policies)
         return PolicyRef(incarnation=incarnation, version=version, digest=self.policies[incarnation, version])
 
+    def remember(self, origin: Origin) -> None:
+        """What an earlier life of the run has published."""
+        if (head := origin.head()) is not None:
+            self.policies[head.policy.incarnation, head.policy.version] = head.policy.digest
+
     def run_info(self) -> protocol.RunInfo:
         return protocol.RunInfo(
             run=RUN, name="test", root_key=KEY.public_key, certificates=(), sources=(), environment="stub",
