@@ -1,8 +1,7 @@
 """One step of decoding for many rows as one CUDA graph: feed every row its token, keep the state, draw the next one.
 
 Everything that a step reads and writes lies in a `PagePool` and keeps its place, so that the step of some numbers of
-rows (`SIZES`) is captured once and replayed without a word from the host. Which row is in which slot is the business of
-`batching`. Weights that are changed where they lie are seen by the captured steps.
+rows (`SIZES`) is captured once and replayed. Which row is in which slot is the business of `batching`.
 
 S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden size.
 """
@@ -113,10 +112,11 @@ class PagedDecoder:
         release_memory()
 
     def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> PagePool | None:
-        """A pool for so many rows of so many pages, or for as many of them as fit; the one that is there, if it does.
-        None if not even one row fits."""
-        size = size_for(min(rows, SIZES[-1]))
-        while size > SIZES[0] and size * self._slot_bytes(chunk) > (1 - POOL_SHARE) * memory_bytes:
+        """A pool for so many rows of so many pages, or for as many as fit (None: not one); the one that is there, if it
+        does."""
+        size, slot_bytes = size_for(min(rows, SIZES[-1])), 4 * chunk * self.hidden + 8 * self.vocabulary
+        # A slot's kept states, and logits with what sampling makes of them.
+        while size > SIZES[0] and size * slot_bytes > (1 - POOL_SHARE) * memory_bytes:
             size = SIZES[SIZES.index(size) - 1]
         pages = min(1 + rows * pages_each, 1 + size * pages_each, int(POOL_SHARE * memory_bytes) // self.page_bytes)
         if pages <= pages_each:
@@ -137,10 +137,6 @@ class PagedDecoder:
             )
         there.slots.clear(slice(None))
         return there
-
-    def _slot_bytes(self, chunk: int) -> int:
-        """What a slot takes beside its pages: kept states, and logits with what sampling makes of them."""
-        return 4 * chunk * self.hidden + 8 * self.vocabulary
 
     def run(self, size: int, steps: int, greedy: bool, proves: bool) -> None:
         """Queue so many steps of the first `size` slots. Nobody waits for them."""

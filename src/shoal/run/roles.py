@@ -125,10 +125,10 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
 
     recipe = folder.recipe
     if recipe.trainer.processes > 1 and own_rank() is None:  # the same in several processes, which this one watches
-        from shoal.trainer.elastic import run_group
+        from shoal.trainer.ranks import run_group
 
         return run_group(command_of(folder.path, "trainer"), recipe.trainer.processes, stop)
-    from shoal.trainer.process import run_trainer
+    from shoal.trainer.loop import run_trainer
     from shoal.trainer.settings import TrainerConfig
 
     config = TrainerConfig(

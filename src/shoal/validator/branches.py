@@ -3,15 +3,13 @@
     accepted so far ─► which rollouts, where (`look_at`) ─► engine.generate from there ─► scored ─► differences
 
 A worker that knows the tolerance may submit the neighbour of a token whose uniform lies near an edge, draw honestly
-afterwards, and keep whichever branch pays. Every token of it passes. But of two branches that only rounding told apart,
+afterwards, and keep whichever branch pays: every token of it passes. But of two branches that only rounding told apart,
 honest work has the better one half of the time (`protocol.verdict` makes evidence of it).
 
-Where to look must not depend on how the submission continues, unless it depends in the same way on how the seed's
-branch continues: otherwise the two cannot be exchanged, and short completions, say, would look chosen. The first token
-that passes only by the tolerance is such a place: whatever was chosen was chosen there or later, so that the difference
-is the reward that was bought. A branch from there costs about as much as the rollout. Completions of more than
-`LONGEST` tokens are cut into blocks of that size, from a random place on: of the block in which a rollout ends, the
-first such token is taken, and a branch counts only if it ends in the same block.
+Where to look must not depend on how the submission continues, or short completions, say, would look chosen. The first
+token that passes only by the tolerance is such a place: whatever was chosen was chosen there or later. Completions of
+more than `LONGEST` tokens are cut into blocks of that size, from a random place on: of the block in which a rollout
+ends, the first such token is taken, and a branch counts only if it ends in the same block.
 
 The hub says of which share of a node's tokens branches are decoded (`Audit.look_share`): a little of everybody's, more
 at first and where the evidence grows. They take `TIME_SHARE` of this validator's time at most.
@@ -176,10 +174,10 @@ class Lookout:
 def choice_bits(cases: Sequence[Case], reach: float) -> tuple[float, float]:
     """What a worker may choose where it stays within `reach` of u: the share of tokens with a neighbour that near, and
     bits per token (1 where one neighbour is, log2 3 where one is on either side; farther ones are not counted)."""
-    near = [
-        (case.replayed.uniforms - case.replayed.low < reach).astype(int)
-        + (case.replayed.high - case.replayed.uniforms < reach)
-        for case in cases
-    ]
-    edges = np.concatenate([each[case.drawn] for each, case in zip(near, cases, strict=True)])
+    found = []
+    for case in cases:
+        seen = case.replayed
+        near_T = (seen.uniforms - seen.low < reach).astype(int) + (seen.high - seen.uniforms < reach)
+        found.append(near_T[case.drawn])
+    edges = np.concatenate(found)
     return float((edges > 0).mean()), float(np.log2(1 + edges).mean())

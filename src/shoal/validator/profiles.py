@@ -4,8 +4,8 @@
               ├─► load_profiles ─► hub: work is leased to these alone      validator: its checks measure by them
     *.toml ───┘
 
-A profile is a file that the run's owner adds to `validator.profiles`; `to_toml` writes one, and its `[measured]` table
-says what its numbers come from. A file of a kind that is built in takes its place. Needs no torch.
+The run's owner adds files to `validator.profiles`; `to_toml` writes one, and its `[measured]` table says what its
+numbers come from. A file of a kind that is built in takes its place. Needs no torch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class NoiseLimits(_Table):
 
 
 CHANNELS = (*NoiseLimits.model_fields, "accidents")
-COUNTS = frozenset({"outside", "exponents", "accidents"})
 
 
 class LikelihoodLimits(_Table):

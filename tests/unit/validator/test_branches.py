@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from honest import EOS, SAMPLING, LengthEnvironment, docket, engine, lease, loaded, rounding, submission
 
+from kit import Patch
 from shoal.engines import GenerationRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
@@ -59,19 +60,9 @@ def rewards_of(case: Case) -> tuple[RolloutReward, ...]:
     return scored.rewards
 
 
-@pytest.mark.parametrize(
-    ("size", "phase", "position", "block"),
-    [
-        (8, 0, 0, (0, 8)),
-        (8, 0, 7, (0, 8)),
-        (8, 3, 2, (0, 3)),
-        (8, 3, 3, (3, 11)),
-        (4, 1, 12, (9, 13)),
-        (16, 16, 15, (0, 16)),
-    ],
-)
-def test_the_block_of_a_position(size: int, phase: int, position: int, block: tuple[int, int]) -> None:
-    assert block_around(position, size, phase) == block
+def test_the_block_of_a_position() -> None:
+    asked = [(0, 8, 0), (7, 8, 0), (2, 8, 3), (3, 8, 3), (12, 4, 1), (15, 16, 16)]  # position, size, phase
+    assert [block_around(*each) for each in asked] == [(0, 8), (0, 8), (0, 3), (3, 11), (9, 13), (0, 16)]
 
 
 def test_the_first_token_by_tolerance_in_the_last_block_is_where_the_branch_begins() -> None:
@@ -119,9 +110,7 @@ def test_differences_are_shares_of_the_range_that_all_rewards_have() -> None:
 
 
 @pytest.mark.parametrize("longest", [512, 8])
-def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths(
-    longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths(longest: int, monkeypatch: Patch) -> None:
     """Of 300 looks the sum of differences is within 4 standard errors of 0: at whole completions, and at blocks."""
     monkeypatch.setattr(branches, "LONGEST", longest)
     lookout, found = Lookout(time_share=1e9, rng=random.Random(1)), list[float]()
@@ -136,7 +125,7 @@ def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths(
 
 
 @pytest.mark.parametrize("longest", [512, 8])
-def test_about_the_share_of_the_audited_tokens_is_decoded(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_about_the_share_of_the_audited_tokens_is_decoded(longest: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr(branches, "LONGEST", longest)
     lookout, audited, decoded = Lookout(time_share=1e9, rng=random.Random(2)), 0, 0
     for unit in range(30):
@@ -186,21 +175,16 @@ def test_the_verdict_tells_what_the_branches_showed() -> None:
     lookout = Lookout(time_share=1e9, rng=random.Random(5))
     [verdict] = judge_with(lookout).verdicts([docket(of, handed_in(of), look_share=1.0)], loaded())
     assert verdict.outcome is Outcome.ACCEPTED
-    assert verdict.branches.looked > 0
-    assert verdict.branches.tokens > 0
-    assert [check.evidence["looked"] for check in verdict.checks if check.check == "branches"] == [
-        verdict.branches.looked
-    ]
+    looked = [check.evidence["looked"] for check in verdict.checks if check.check == "branches"]
+    assert looked == [verdict.branches.looked]
+    assert min(verdict.branches.looked, verdict.branches.tokens) > 0
 
 
 def test_a_node_whose_evidence_suffices_is_struck() -> None:
     of, steered = lease(seeds=32), GainEvidence().after([1.0] * 60)
     [verdict] = judge_with(None).verdicts([docket(of, handed_in(of), gains=steered)], loaded())
-    assert (verdict.outcome, verdict.reason, verdict.severity) == (
-        Outcome.REJECTED,
-        "sampling.steered",
-        Severity.STATISTICAL,
-    )
+    found = (verdict.outcome, verdict.reason, verdict.severity)
+    assert found == (Outcome.REJECTED, "sampling.steered", Severity.STATISTICAL)
     assert "60 unequal pairs" in verdict.message
 
 
@@ -208,10 +192,8 @@ def test_of_distrusted_nodes_only_groups_with_tokens_by_tolerance_are_unsure() -
     of = lease(seeds=32)
     dockets = [docket(of, handed_in(of), distrusted="newcomers"), docket(of, distrusted="newcomers")]
     verdicts = judge_with(Lookout()).verdicts(dockets, loaded())
-    assert [(each.outcome, each.reason) for each in verdicts] == [
-        (Outcome.UNSURE, "sampling.distrusted"),
-        (Outcome.ACCEPTED, ""),
-    ]
+    found = [(each.outcome, each.reason) for each in verdicts]
+    assert found == [(Outcome.UNSURE, "sampling.distrusted"), (Outcome.ACCEPTED, "")]
 
 
 def test_bits_that_may_be_chosen_by_hand() -> None:

@@ -16,22 +16,12 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.errors import HubRefused, SignatureError
 from shoal.models.load import load_model
-from shoal.protocol import (
-    AuditReply,
-    Calibration,
-    Lease,
-    ModelSize,
-    Outcome,
-    PolicyRef,
-    Severity,
-    SignedDocument,
-    SigningKey,
-    pack_logprobs,
-)
+from shoal.protocol import Calibration, Lease, ModelSize, PolicyRef, SignedDocument, SigningKey, pack_logprobs
+from shoal.protocol.verdict import AuditReply, Outcome, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profiles
+from shoal.validator import Judge, Profile, load_profiles, profiles
 from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
@@ -65,8 +55,7 @@ class Hub:
 
 def calibrator(hub: Hub, dtype: Any) -> Calibrator:
     judge: Any = SimpleNamespace(profiles=load_profiles(), plain_kinds=set())
-    settings = ValidatorSettings(device="cpu", dtype=dtype)
-    return Calibrator(hub, None, judge, "torch", settings, ManualClock())  # type: ignore[arg-type]
+    return Calibrator(hub, None, judge, f"torch/cpu/{dtype}", ManualClock())  # type: ignore[arg-type]
 
 
 def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:
@@ -78,13 +67,10 @@ def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:
     return Measurement(profile, {}, {}, 1, {}, (catch,), problems, 0.0, {}, under)
 
 
-def publish(
-    by: Calibrator,
-    hub: Hub,
-    distance: float,
-    formats: Sequence[str] = ("bfloat16", "float32"),
-    blind_above: float = 1.0,
-) -> None:
+BOTH = ("bfloat16", "float32")
+
+
+def publish(by: Calibrator, hub: Hub, distance: float, formats: Sequence[str] = BOTH, blind_above: float = 1.0) -> None:
     """What a validator does after it has measured: limits of bfloat16 workers as it sees them."""
     for number_format in formats:
         key = f"torch/cpu/{number_format}"
@@ -280,11 +266,9 @@ def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
 
 def off_by_little(of: Lease) -> Docket:
     """An honest group with log-probabilities that only limits of nothing reject."""
-    rollouts = [
-        msgspec.structs.replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6))
-        for each in submission(of).rollouts
-    ]
-    return docket(of, msgspec.structs.replace(submission(of), rollouts=rollouts))
+    honest, replace = submission(of), msgspec.structs.replace
+    rollouts = [replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6)) for each in honest.rollouts]
+    return docket(of, replace(honest, rollouts=rollouts))
 
 
 NOTHING = LogprobLimits(largest=1e-30)

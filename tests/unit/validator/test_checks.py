@@ -16,26 +16,13 @@ from hypothesis import strategies as st
 
 from shoal.engines import Completion, PrefillRequest
 from shoal.errors import CodecError
-from shoal.protocol import (
-    BodyLimits,
-    Lease,
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    Severity,
-    Submission,
-    Sums,
-    Tally,
-    canonical_json,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    unpack,
-)
+from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Severity, Sums, Tally, canonical_json
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_tokens
 from shoal.sampling import SeedTolerance
 from shoal.toploc.check import Reason as ProofReason
-from shoal.validator import canary, checks, rewards, verdicts
+from shoal.validator import canary, checks, loop, rewards, verdicts
+from shoal.validator import judge as judge_module
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL
 from shoal.validator.judge import SHOWN_REASONS
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LikelihoodLimits, NoiseLimits
@@ -184,10 +171,8 @@ def test_an_honest_group_passes_every_check_and_gets_its_reward(unit: int) -> No
     group = completions(lease(unit))
     verdict = judged(lease(unit), submission(lease(unit)))
     assert verdict.outcome is Outcome.ACCEPTED
-    assert [check.check for check in verdict.checks] == [
-        *(check.__name__ for check in (*BEFORE_PREFILL, *AFTER_PREFILL)),
-        "reward",
-    ]
+    made = [check.__name__ for check in (*BEFORE_PREFILL, *AFTER_PREFILL)]
+    assert [check.check for check in verdict.checks] == [*made, "reward"]
     assert all(check.passed for check in verdict.checks)
     lengths = [len(c.token_ids) - (c.finish == "eos") for c in group]
     assert [reward.value for reward in verdict.rewards] == lengths
@@ -412,12 +397,6 @@ def test_a_light_audit_makes_the_cheap_checks_and_the_reward_without_a_prefill()
     assert two.reason == "envelope.malformed"
 
 
-@pytest.mark.parametrize("depth", ["full", "light"])
-def test_a_lease_of_another_environment_is_not_judged(depth: str) -> None:
-    verdict = judged(lease(environment_digest="f" * 64), depth=depth)
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
-
-
 SOURCES = [Path(module.__file__ or "") for module in (checks, rewards, canary)]
 
 
@@ -430,5 +409,6 @@ def test_the_table_has_every_reason_that_the_checks_give() -> None:
 
 
 def test_every_unsure_reason_is_explained() -> None:
-    constants = {value for name, value in vars(verdicts).items() if name.startswith("MACHINERY_")}
-    assert constants == set(verdicts.MACHINERY)
+    sources = "".join(Path(module.__file__ or "").read_text() for module in (checks, judge_module, loop))
+    given = re.findall(r'unsure\((?:\(\), |\[\], |findings, )?"([a-z]+\.[a-z]+)"', sources)
+    assert set(given) == set(verdicts.MACHINERY)

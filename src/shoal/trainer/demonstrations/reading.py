@@ -182,8 +182,8 @@ class Encoder:
 
     def _turns(self, demonstration: Demonstration) -> Iterator[Tokens]:
         """A turn is put behind the one before if the ids of its prompt begin with everything so far. Where they do not
-        (templates leave out earlier thinking, or end a turn otherwise), it becomes a sequence of its own. So each turn
-        is trained on behind the very ids that the model will be asked with."""
+        (templates leave out earlier thinking, or end a turn otherwise), it becomes a sequence of its own: each turn is
+        trained on behind the very ids that the model will be asked with."""
         said = demonstration.messages
         ids: tuple[int, ...] = () if said else self._spoken(demonstration.text)
         trained = [True] * len(ids)
