@@ -15,7 +15,18 @@ from shoal.runtime.config import parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profile_keys
-from shoal.validator.profiles import BUILT_IN, ON_REQUEST, LogprobLimits, Measured, read_profile, to_toml
+from shoal.validator.profiles import (
+    BUILT_IN,
+    LEAST,
+    MOST,
+    ON_REQUEST,
+    ChannelLimits,
+    LogprobLimits,
+    Measured,
+    NoiseLimits,
+    read_profile,
+    to_toml,
+)
 
 MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})
 
@@ -41,6 +52,17 @@ def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_te
     [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([docket(lease())], loaded())
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
     assert "scripted/cpu/float32" in verdict.message
+
+
+@pytest.mark.parametrize("value", [LEAST, MOST])
+@pytest.mark.parametrize("unit", [LEAST, MOST])
+def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(value: float, unit: float) -> None:
+    of, channel = lease(), ChannelLimits(rate=value, curve=value, unit=unit, shared=value)
+    noise = NoiseLimits(**dict.fromkeys(NoiseLimits.model_fields, channel))
+    logprobs = LogprobLimits(spread=value, lean=value, drift=value)
+    profile = Profile(key=of.profile, noise=noise, logprobs=logprobs)
+    [verdict] = Judge(LengthEnvironment(), {of.profile: profile}).verdicts([docket(of)], loaded())
+    assert verdict.model_dump_json()
 
 
 small = st.floats(1e-12, 1.0)
@@ -89,6 +111,9 @@ def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -
         ("key = 'a/b/c'\n[logprobs]\nspread = inf", "spread"),
         ("key = 'a/b/c'\n[noise.bias]\nrate = 1.0", "unit"),
         ("key = 'a/b/c'\n[noise.outside]\nrate = nan\nunit = 1.0", "rate"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1e300\nunit = 1.0", "rate"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1e-300", "unit"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1.0\nshared = 1e200", "shared"),
         ("key = 'a/b/c'\nvalidators = []", "validators"),
         ("key = 'a/b/c'\n[sampling]\ndistance = 'far'", r"sampling.*distance"),
         ("key = 'a/b/c'\n[logprobs]\nmean = 0", "mean"),
