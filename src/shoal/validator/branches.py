@@ -78,8 +78,8 @@ class BranchLook:
     limit: int
 
     def request(self, steps: int) -> GenerationRequest:
-        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once, and
-        for no more than their leases have left: the model's context may end there."""
+        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once, or
+        for what their leases have left: the model's context may end there."""
         lease, kept = self.case.lease, self.case.rollouts[self.rollout].token_ids[: self.token]
         steps = min(steps, lease.sampling.max_new_tokens - self.token)
         sampling = lease.sampling.model_copy(update={"max_new_tokens": steps})

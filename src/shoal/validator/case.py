@@ -393,7 +393,8 @@ def _finite(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
     return {**evidence, **odd}
 
 
-ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, MemoryError)  # torch reports a full device as RuntimeError
+# torch reports a full device as RuntimeError, and a position beyond the model's last one as IndexError.
+ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError)
 
 
 def replay_all(engine: Engine, cases: Sequence[Case]) -> list[Replay | Exception]:

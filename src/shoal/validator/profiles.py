@@ -27,6 +27,7 @@ from shoal.toploc import ProofTolerance
 MAX_PROFILE_BYTES = 1_000_000
 SMALLER_IS_WIDER = frozenset({"floor", "significance"})
 LEAST, MOST = 1e-12, 1e12  # of limits: whoever signs others must not make a validator compute with infinity
+MOST_BY_NAT = 1e100  # a policy that is sure has next to no nats to measure by
 
 
 class _Table(BaseModel):
@@ -61,9 +62,9 @@ class AccidentLimits(_Table):
 class ChannelLimits(_Table):
     """What honest work of one channel shows at most: see `shoal.validator.evidence`."""
 
-    rate: float = Field(gt=0, le=MOST, description="mean per nat, value, token or rollout")
-    curve: float = Field(0.0, ge=0, le=MOST, description="the same per square nat, added to it")
-    unit: float = Field(ge=LEAST, le=MOST, description="the lumps that it varies in")
+    rate: float = Field(gt=0, le=MOST_BY_NAT, description="mean per nat, value, token or rollout")
+    curve: float = Field(0.0, ge=0, le=MOST_BY_NAT, description="the same per square nat, added to it")
+    unit: float = Field(ge=LEAST, le=MOST_BY_NAT, description="the lumps that it varies in")
     shared: float = Field(0.0, ge=0, le=MOST, description="relative error that a submission shares")
     most: float = Field(1e9, gt=0, allow_inf_nan=False, description="what a token, or a proof's value, counts for")
 

@@ -19,6 +19,7 @@ from shoal.validator.profiles import (
     BUILT_IN,
     LEAST,
     MOST,
+    MOST_BY_NAT,
     ON_REQUEST,
     ChannelLimits,
     LogprobLimits,
@@ -55,9 +56,12 @@ def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_te
 
 
 @pytest.mark.parametrize("value", [LEAST, MOST])
-@pytest.mark.parametrize("unit", [LEAST, MOST])
-def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(value: float, unit: float) -> None:
-    of, channel = lease(), ChannelLimits(rate=value, curve=value, unit=unit, shared=value)
+@pytest.mark.parametrize("rate", [LEAST, MOST_BY_NAT])
+@pytest.mark.parametrize("unit", [LEAST, MOST_BY_NAT])
+def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(
+    value: float, rate: float, unit: float
+) -> None:
+    of, channel = lease(), ChannelLimits(rate=rate, curve=rate, unit=unit, shared=value)
     noise = NoiseLimits(**dict.fromkeys(NoiseLimits.model_fields, channel))
     logprobs = LogprobLimits(spread=value, lean=value, drift=value)
     profile = Profile(key=of.profile, noise=noise, logprobs=logprobs)
