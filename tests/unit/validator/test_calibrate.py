@@ -167,9 +167,9 @@ def test_a_policy_that_leaves_no_choice_has_limits_that_its_honest_work_keeps(nu
     assert ((limits.accidents.first > 0), limits.sampling.distance > 0.1) == (is_coarse, is_coarse)
 
 
-@pytest.mark.parametrize(("number_format", "temperature"), [("float32", 1e-4), ("bfloat16", 3e-3)])
+@pytest.mark.parametrize(("number_format", "temperature"), [("float32", 1e-7), ("bfloat16", 3e-3)])
 def test_a_temperature_that_leaves_no_nat_ends_no_validator(number_format: str, temperature: float) -> None:
-    found = measure(*engines(number_format, "float32", 4, sequences=32, temperature=temperature))
+    found = measure(*engines(number_format, "float32", 10, sequences=32, temperature=temperature))
     assert all(math.isfinite(getattr(found.profile.noise, name).rate) for name in NoiseLimits.model_fields)
 
 
