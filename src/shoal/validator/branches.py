@@ -162,16 +162,19 @@ class Lookout:
         return found
 
     def _chosen(self, case: Case, share: float) -> Iterator[BranchLook]:
-        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded."""
+        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded. Of
+        rollouts that are alike up to there one: rounding errs in all of them for the same side."""
         if case.replay is None or case.dialogue:
             return
-        longest = case.lease.sampling.max_new_tokens
-        for rollout, length in enumerate(case.lengths):
+        longest, begun = case.lease.sampling.max_new_tokens, set[bytes]()
+        for rollout in self.rng.sample(range(len(case.lengths)), len(case.lengths)):
             whole = longest <= LONGEST
             size, phase = (longest, longest) if whole else (LONGEST, self.rng.randrange(LONGEST))
-            if self.rng.random() < (share if whole else min(1.0, share * length / LONGEST)):
+            if self.rng.random() < (share if whole else min(1.0, share * case.lengths[rollout] / LONGEST)):
                 look = look_at(case, rollout, size, phase)
-                if look is not None:
+                kept = b"" if look is None else case.rollouts[rollout].tokens[: 4 * look.token]
+                if look is not None and kept not in begun:
+                    begun.add(kept)
                     yield look
 
 
