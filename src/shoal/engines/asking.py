@@ -27,7 +27,8 @@ class Asking:
     """Tasks as prompts of one model. One whose prompt the model cannot take is `CannotBeAsked`: another is drawn."""
 
     def __init__(self, files: Mapping[str, bytes], environment: Environment, max_new_tokens: int) -> None:
-        positions = read_config(files).get("max_position_embeddings")
+        config = read_config(files)
+        positions = config.get("max_position_embeddings", config.get("n_positions"))  # as GPT-2's kin calls them
         self.encoder = PromptEncoder(files, **prompt_settings_of(environment).model_dump())
         self._budget = budget_of(environment)
         self._name = environment.name

@@ -216,7 +216,8 @@ def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
     for name in NoiseLimits.model_fields:
         own: ChannelLimits = getattr(limits.noise, name)
         seen = sum(float(each.seen(name, limits.logprobs).sum()) for each in measures)
-        factor = max(1.0, seen / sum(float(each.expected(name, own).sum()) for each in measures))
+        expected = sum(float(each.expected(name, own).sum()) for each in measures)
+        factor = max(1.0, seen / expected) if expected > 0 else 1.0  # without a nat there is nothing to go by
         grown = ["rate", "curve", *(["unit"] if name not in COUNTS else []), *(["most"] if name in MOST else [])]
         noise[name] = own.model_copy(update={each: factor * getattr(own, each) for each in grown})
     return limits.model_copy(update={"noise": NoiseLimits(**noise)})

@@ -76,8 +76,10 @@ class BranchLook:
     limit: int
 
     def request(self, steps: int) -> GenerationRequest:
-        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once."""
+        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once, or
+        for what their leases have left: the model's context may end there."""
         lease, kept = self.case.lease, self.case.rollouts[self.rollout].token_ids[: self.token]
+        steps = min(steps, lease.sampling.max_new_tokens - self.token)
         sampling = lease.sampling.model_copy(update={"max_new_tokens": steps})
         prompt = (*lease.prompt_ids, *kept.tolist())
         return GenerationRequest(prompt, (lease.seed_numbers[self.rollout],), sampling, begun=self.token)
@@ -158,16 +160,19 @@ class Lookout:
         return found
 
     def _chosen(self, case: Case, share: float) -> Iterator[BranchLook]:
-        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded."""
+        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded. Of
+        rollouts that are alike up to there one: rounding errs in all of them for the same side."""
         if case.replay is None or case.dialogue:
             return
-        longest = case.lease.sampling.max_new_tokens
-        for rollout, length in enumerate(case.lengths):
+        longest, begun = case.lease.sampling.max_new_tokens, set[bytes]()
+        for rollout in self.rng.sample(range(len(case.lengths)), len(case.lengths)):
             whole = longest <= LONGEST
             size, phase = (longest, longest) if whole else (LONGEST, self.rng.randrange(LONGEST))
-            if self.rng.random() < (share if whole else min(1.0, share * length / LONGEST)):
+            if self.rng.random() < (share if whole else min(1.0, share * case.lengths[rollout] / LONGEST)):
                 look = look_at(case, rollout, size, phase)
-                if look is not None:
+                kept = b"" if look is None else case.rollouts[rollout].tokens[: 4 * look.token]
+                if look is not None and kept not in begun:
+                    begun.add(kept)
                     yield look
 
 

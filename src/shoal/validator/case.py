@@ -236,6 +236,13 @@ class Case:
                     marks.append(Mark("proof", digest("proof", proof), whose, (index, start // 4)))
         return marks
 
+    @property
+    def proven(self) -> list[Mark]:
+        """The marks without those of odd proofs: who submits the proof that another is about to give, as an accident,
+        must not make a copyist of the other."""
+        odd = {self.chunk_place(chunk) for chunk in np.flatnonzero(self.odd.proofs).tolist()}
+        return [mark for mark in self.marks if mark.kind == "rollout" or mark.place not in odd]
+
     @cached_property
     def odd(self) -> Odd:
         return Odd.of(self.replayed, self.claimed, self.drawn, self.chunk_of, self.profile)
@@ -368,7 +375,8 @@ def _finite(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
     return {**evidence, **odd}
 
 
-ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, MemoryError)  # torch reports a full device as RuntimeError
+# torch reports a full device as RuntimeError, and a position beyond the model's last one as IndexError.
+ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError)
 
 
 def replay_all(engine: Engine, cases: Sequence[Case]) -> list[Replay | Exception]:

@@ -72,6 +72,7 @@ from shoal.validator.profiles import CHANNELS
 Check = Callable[[Case], Finding]
 
 LOGPROB_ABOVE_ZERO = 1e-5  # float32 rounding of a probability next to 1
+LEAST_NATS = -1000.0  # a token that cannot be has a log-probability of -inf
 NO_DIALOGUE = Reading(given=(), turns=1, finish=None)
 
 
@@ -333,11 +334,14 @@ def logprobs(case: Case) -> Finding:
 
 def likelihood(case: Case) -> Finding:
     """The tokens are, in sum, as likely as drawn tokens are: neither picked for their likelihood nor against it. The
-    log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it."""
+    log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it. A
+    policy that is nearly sure draws a token of 20 nats now and then, and two of these are no bell: on the unlikely side
+    what one token adds widens the limit, as in Bernstein's inequality."""
     replay, limits = case.replayed, case.profile.likelihood
-    excess = float((replay.logprobs + replay.entropy)[case.drawn].sum())
-    variance = float(replay.varentropy[case.drawn].sum())
-    deviations = excess / variance**0.5 if variance > 0 else 0.0
+    excess_T = np.maximum((replay.logprobs + replay.entropy)[case.drawn], LEAST_NATS)
+    excess, variance = float(excess_T.sum()), float(replay.varentropy[case.drawn].sum())
+    rare = -float(excess_T.min(initial=0.0)) * max(0.0, -excess) / 3
+    deviations = excess / (variance + rare) ** 0.5 if variance > 0 else 0.0
     evidence = {"deviations": deviations, "excess": excess, "variance": variance}
     is_enough = case.generated >= limits.tokens and variance >= limits.variance
     if not is_enough or abs(deviations) <= limits.deviations:

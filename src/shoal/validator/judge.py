@@ -318,7 +318,7 @@ class Judge:
             return docket.rejected([*findings, gain], now_ms, tally)
         findings = [*findings, gain] if branches.looked else findings
         if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
-            self.seen.remember(case.marks)
+            self.seen.remember(case.proven)
         if self.notebook is not None:
             self.notebook.write(case.lease.unit, case.lease.task, scored.notes)
         rewards = scored.rewards

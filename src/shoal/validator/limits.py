@@ -23,7 +23,7 @@ from shoal.client import HubClient
 from shoal.engines import ENGINES, PLAIN
 from shoal.engines.memory import release_memory
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ShoalError
+from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, UserError
 from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, sign_document
 from shoal.protocol.lease import format_of
 from shoal.runtime.clock import Clock
@@ -180,7 +180,7 @@ class Calibrator:
         for kind in kinds:
             try:
                 measured = self._one(loaded, kind, plan)
-            except ShoalError as error:
+            except UserError as error:  # not for want of memory, which may be there later
                 self._unable.add(kind)
                 log.warning("work of %s cannot be measured here: %s", kind, error)
                 continue

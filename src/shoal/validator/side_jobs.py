@@ -24,14 +24,23 @@ from shoal.engines.dialogue import Talks, greedy_answers, texts_of
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Environment
-from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
-from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, SignedDocument, pack, sign_document
+from shoal.errors import (
+    BroadcastError,
+    CanaryMissed,
+    DeadlineExceeded,
+    HubRefused,
+    ProtocolError,
+    ResourceError,
+    ScoringFailure,
+)
+from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, SignedDocument, pack, sign_document
+from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
 from shoal.rewards.protocol import settled
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.validator.case import ENGINE_ERRORS, Case, Replay, replay_all
+from shoal.validator.case import ENGINE_ERRORS, Case, Replay, passed, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
@@ -254,12 +263,13 @@ def rehearse_with_tiny(judge: Judge, run: RunInfo, device: str) -> None:
 
 
 def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: bool = False) -> None:
-    """Draw a group as the run's are, and compute what an audit of it computes; the outcome does not matter. Whoever has
-    measured limits has computed more than that already."""
+    """Draw a group as the run's are, and compute what an audit of it computes. Whoever has measured limits has computed
+    more than that already. Whoever rejects a group of its own for certain, in float32, would ban everybody."""
     engine, tokens = loaded.engine, min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
     sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
     prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
     lease = Terms("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
+    found = passed("rehearsal")
     try:
         if not has_measured:
             [group] = engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling)], run.proof)
@@ -268,9 +278,15 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
             [replay] = replay_all(engine, [case])
             if isinstance(replay, Replay):
                 case.replay = replay
-                run_all(AFTER_PREFILL, case)
+                *_, last = run_all(AFTER_PREFILL, case)
+                found = last if replay.is_finite else found
         texts_of(loaded.files)
         if judge.scorer is not None:
             judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "")])
     except ENGINE_ERRORS as error:
         log.warning("the rehearsal of an audit failed; audits will show whether that matters: %s", error)
+    if found.severity is Severity.CERTAIN and format_of(engine.kind) == "float32":
+        raise CanaryMissed(
+            f"this validator rejects a group that it has drawn itself ({found.result.message}): it must not judge; "
+            f"look at this machine and its engine, {engine.kind}"
+        )

@@ -92,6 +92,35 @@ def test_a_branch_is_what_the_seed_gives_by_the_validators_own_interval() -> Non
         assert rest.token_ids.tolist() == honest[rollout].token_ids[cut:].tolist()
 
 
+def test_no_branch_is_asked_for_tokens_beyond_its_leases() -> None:
+    """The model's context may end there: beyond it an engine with learned positions fails."""
+    asked: list[GenerationRequest] = []
+
+    class Asked(ScriptedEngine):
+        def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
+            asked.extend(requests)
+            return engine().generate(requests, proof)
+
+    case = nth_case(0)
+    Lookout(time_share=1e9, rng=random.Random(1)).look([(case, rewards_of(case), 1.0)], Asked(), by_length)
+    room = len(case.lease.prompt_ids) + SAMPLING.max_new_tokens
+    assert len({len(each.prompt_ids) for each in asked}) > 1
+    assert {len(each.prompt_ids) + each.sampling.max_new_tokens for each in asked} == {room}
+
+
+def test_of_rollouts_that_begin_alike_one_is_looked_at() -> None:
+    """All of a group draw their first token from the same distribution: where rounding favours the better of two
+    answers, it does so in each of them, and that is one piece of evidence."""
+    case = case_of(lease(seeds=32))
+    assert case.replay is not None
+    low, high = case.replay.low.copy(), case.replay.high.copy()
+    low[case.starts], high[case.starts] = 0.0, 0.0  # the first tokens pass only by the tolerance
+    case.replay = replace(case.replay, low=low, high=high)
+    looked = {look.rollout for seed in range(8) for look in Lookout(rng=random.Random(seed))._chosen(case, 1.0)}
+    assert len(list(Lookout()._chosen(case, 1.0))) == 1
+    assert len(looked) > 3, "any of them, so that nobody has one that is looked at for all"
+
+
 def test_a_branch_that_does_not_end_in_its_block_is_none() -> None:
     case = case_of(lease(seeds=1))
     look = BranchLook(case, 0, 0, 3)

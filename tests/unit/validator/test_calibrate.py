@@ -4,6 +4,7 @@ honest work and catches what it says it catches."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,18 @@ from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure, model_of, prompts_of, replayed
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
-from shoal.validator.profiles import BUILT_IN, ON_REQUEST, ChannelLimits, LogprobLimits, Measured, NoiseLimits, to_toml
+from shoal.validator.profiles import (
+    BUILT_IN,
+    LEAST,
+    MOST,
+    MOST_BY_NAT,
+    ON_REQUEST,
+    ChannelLimits,
+    LogprobLimits,
+    Measured,
+    NoiseLimits,
+    to_toml,
+)
 from shoal.validator.verdicts import Machine
 
 MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})
@@ -63,6 +75,20 @@ def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_te
     [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([docket(lease())], loaded())
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
     assert "scripted/cpu/float32" in verdict.message
+
+
+@pytest.mark.parametrize("value", [LEAST, MOST])
+@pytest.mark.parametrize("rate", [LEAST, MOST_BY_NAT])
+@pytest.mark.parametrize("unit", [LEAST, MOST_BY_NAT])
+def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(
+    value: float, rate: float, unit: float
+) -> None:
+    of, channel = lease(), ChannelLimits(rate=rate, curve=rate, unit=unit, shared=value)
+    noise = NoiseLimits(**dict.fromkeys(NoiseLimits.model_fields, channel))
+    logprobs = LogprobLimits(spread=value, lean=value, drift=value)
+    profile = Profile(key=of.profile, noise=noise, logprobs=logprobs)
+    [verdict] = Judge(LengthEnvironment(), {of.profile: profile}).verdicts([docket(of)], loaded())
+    assert verdict.model_dump_json()
 
 
 small = st.floats(1e-12, 1.0)
@@ -111,6 +137,9 @@ def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -
         ("key = 'a/b/c'\n[logprobs]\nspread = inf", "spread"),
         ("key = 'a/b/c'\n[noise.bias]\nrate = 1.0", "unit"),
         ("key = 'a/b/c'\n[noise.outside]\nrate = nan\nunit = 1.0", "rate"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1e300\nunit = 1.0", "rate"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1e-300", "unit"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1.0\nshared = 1e200", "shared"),
         ("key = 'a/b/c'\nvalidators = []", "validators"),
         ("key = 'a/b/c'\n[sampling]\ndistance = 'far'", r"sampling.*distance"),
         ("key = 'a/b/c'\n[logprobs]\nmean = 0", "mean"),
@@ -256,6 +285,12 @@ def test_a_policy_that_leaves_no_choice_has_limits_that_its_honest_work_keeps(nu
     assert calibrate_module.failed_checks(cases, limits) == []
     is_coarse = number_format != "float32"
     assert ((limits.accidents.first > 0), limits.sampling.distance > 0.1) == (is_coarse, is_coarse)
+
+
+@pytest.mark.parametrize(("number_format", "temperature"), [("float32", 1e-7), ("bfloat16", 3e-3)])
+def test_a_temperature_that_leaves_no_nat_ends_no_validator(number_format: str, temperature: float) -> None:
+    found = measure(*engines(number_format, "float32", 10, sequences=32, temperature=temperature))
+    assert all(math.isfinite(getattr(found.profile.noise, name).rate) for name in NoiseLimits.model_fields)
 
 
 def certain_of(case: Case) -> Submission:

@@ -14,7 +14,7 @@ from honest import POLICY, LengthEnvironment, completions, docket, lease, loaded
 from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
-from shoal.errors import HubRefused, SignatureError
+from shoal.errors import HubRefused, ModelError, ResourceError, ShoalError, SignatureError
 from shoal.models.load import load_model
 from shoal.protocol import Calibration, Lease, ModelSize, PolicyRef, SignedDocument, SigningKey, pack_logprobs
 from shoal.protocol.verdict import AuditReply, Outcome, Severity
@@ -186,6 +186,24 @@ def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.Mon
     assert set(hub.in_force.kinds) == {plain}
     assert mine._missing(hub.in_force, POLICY, ()) == []
     assert mine._missing(hub.in_force, POLICY, (paged,)) == [], "it cannot be measured here"
+
+
+@pytest.mark.parametrize(("error", "is_tried_again"), [(ResourceError("no memory"), True), (ModelError("no"), False)])
+def test_what_has_no_memory_now_is_measured_later(
+    error: ShoalError, is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = calibrator(Hub(), "float32")
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(mine, "_shelf", SimpleNamespace(get=lambda *_: None, wait_s=0.0))
+    monkeypatch.setattr(mine, "_plan", lambda _loaded: None)
+    monkeypatch.setattr(mine, "_one", fails)
+    mine.attempt(partial(mine._measure, POLICY, [BFLOAT16], None, ""))
+    mine._clock.advance(60)  # type: ignore[attr-defined]
+    assert is_due(mine)
+    assert (BFLOAT16 in mine._missing(None, POLICY, (BFLOAT16,))) is is_tried_again
 
 
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])

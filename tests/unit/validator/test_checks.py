@@ -20,9 +20,11 @@ from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, 
 from shoal.protocol.codec import BodyLimits, pack, unpack
 from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_tokens
 from shoal.sampling import SeedTolerance
+from shoal.toploc import PointBatch, compare
 from shoal.toploc.check import Reason as ProofReason
 from shoal.validator import canary, checks, loop, rewards, verdicts
 from shoal.validator import judge as judge_module
+from shoal.validator.case import Case, Finding, Replay
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL
 from shoal.validator.judge import SHOWN_REASONS
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LikelihoodLimits, NoiseLimits
@@ -349,6 +351,29 @@ def test_honest_deviations_are_those_of_a_bell() -> None:
     assert len(found) == 24
     assert abs(np.mean(found)) < 4 / 24**0.5
     assert 0.5 < np.std(found) < 1.6
+
+
+def test_rare_tokens_of_a_nearly_sure_policy_are_honest() -> None:
+    """512 tokens, each of which is the likeliest but for one in 10⁴, and then any of 151,936. Two such tokens come once
+    in 800 groups: 8 standard deviations, and nobody's fault."""
+    vocabulary, count, share = 151_936, 512, 1e-4
+    nats = np.array([-np.log1p(-share), -np.log(share / vocabulary)])
+    chances = np.array([1 - share, share])
+    entropy = float(chances @ nats)
+    varentropy = float(chances @ (nats - entropy) ** 2)
+
+    def finding(rare: int) -> Finding:
+        of = lease(seeds=1, sampling=SamplingParameters(temperature=1.0, max_new_tokens=count, eos_token_id=EOS))
+        rollout = Rollout(pack_tokens(range(count)), pack_logprobs(np.zeros(count)), "length", b"")
+        what = msgspec.structs.replace(submission(lease()), rollouts=[rollout])
+        logprobs = -np.repeat(nats, [count - rare, rare])
+        each = np.ones(count)
+        nothing = compare(PointBatch.concat([]), [])
+        replay = Replay(logprobs, 0 * each, each, entropy * each, varentropy * each, each / 2, nothing)
+        return checks.likelihood(Case(of, what, "", vocabulary, 64, BUILT_IN[KEY], replay=replay))
+
+    assert [finding(rare).passed for rare in (0, 1, 2, 3, 100)] == [True, True, True, True, False]
+    assert finding(count).result.evidence["deviations"] < -8
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, 
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, pack_tokens, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
-from shoal.validator.case import Case, Mark, SeenWork
+from shoal.validator.case import PROOF_BYTES_TOLD_APART, Case, Mark, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile, Profiles, load_profiles
 
@@ -100,6 +100,19 @@ def test_a_proof_handed_in_for_other_tokens_is_a_copy() -> None:
     verdict = judged(by, second, cheat, depth="light")
     assert (verdict.reason, verdict.severity) == ("duplicate.proof", "statistical")
     assert judged(by, second, depth="light").outcome is Outcome.ACCEPTED
+
+
+def test_nobody_becomes_a_copyist_by_a_proof_that_another_submitted_before_as_an_accident() -> None:
+    """In coarse formats one wrong proof in a long group is accepted. Whoever guesses the first tokens of another's
+    rollout can put its proof there."""
+    by, first = judge(limits={"accidents": AccidentLimits(first=0.02, later=2e-3)}), long_lease()
+    second = first.model_copy(update={"unit": 6, "prompt_ids": (*first.prompt_ids, 90)})
+    mine, theirs = submission(first), submission(second).rollouts[0].proofs
+    one = mine.rollouts[0]
+    planted = msgspec.structs.replace(one, proofs=theirs[:PROOF_BYTES_TOLD_APART] + one.proofs[PROOF_BYTES_TOLD_APART:])
+    verdict = judged(by, first, msgspec.structs.replace(mine, rollouts=[planted, *mine.rollouts[1:]]))
+    assert (verdict.outcome, verdict.tally.accidents) == (Outcome.ACCEPTED, 1)
+    assert judged(by, second).outcome is Outcome.ACCEPTED
 
 
 def test_rollouts_that_part_late_may_have_the_same_proof() -> None:

@@ -148,6 +148,22 @@ def test_a_rehearsal_with_the_tiny_model_computes_what_an_audit_computes(monkeyp
     assert seen == ["torch/cpu/bfloat16"]
 
 
+def test_a_validator_that_rejects_its_own_work_for_certain_judges_nobody() -> None:
+    """Its prefill is broken, twice in the same way: no canary is made where nothing is accepted, and the first verdict
+    on everybody's work would be a ban."""
+
+    class Broken(OneShelf):
+        def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+            other = engine(99.0)
+            self.engine.prefill = other.prefill  # type: ignore[method-assign]
+            return super().get(ref, deadline_s)
+
+    hub = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True))
+    hub.newest = POLICY
+    with pytest.raises(CanaryMissed, match="rejects a group that it has drawn itself"):
+        validator(hub, Broken()).run()
+
+
 @pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
 def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills: int) -> None:
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
