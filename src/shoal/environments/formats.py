@@ -193,8 +193,15 @@ def described(columns: Names, wanted: DatasetOptions) -> Format:
 def kind_of(task_type: object) -> str:
     known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
     if known not in GRADERS:
-        raise UnusableTask(f"task_type {str(task_type)[:60]!r} is unknown: no grader judges it")
+        said = "is missing" if task_type is None else f"{str(task_type)[:60]!r} is unknown"
+        raise UnusableTask(f"task_type {said}: no grader judges it")
     return str(known)
+
+
+def known_kinds(problem: str) -> str:
+    """What to do where a problem is that a kind is not known; empty if it is another one."""
+    ways = f"known are {', '.join([*TASK_TYPES, *GRADERS])}; one for all rows: --set environment.options.grader=NAME"
+    return f" ({ways})" if "task_type" in problem else ""
 
 
 def _verification(column: str, row: Row) -> str:
@@ -223,6 +230,8 @@ ANSWERS = (
 )  # fmt: skip
 WORKED = ("####", "\\boxed", "\\fbox")
 """What a worked solution has where it comes to its answer."""
+LONGEST_BARE = 300
+"""Characters of a solution that may be an answer without such a mark; proofs and programs are longer."""
 KINDS = ("question_type", "problem_type", "ability")
 """Columns that say of which kind a row is: those of NuminaMath and Eurus-2-RL-Data."""
 AIME_LARGEST = 999
@@ -254,9 +263,13 @@ def _answer(column: str, grader: str, row: Row) -> str:
     if isinstance(value, list) and mathematics:
         return json.dumps({"answers": value})
     text = answer_text(value, column)
-    if not mathematics or column.lower() not in ("answer", "solution") or not any(mark in text for mark in WORKED):
+    if not mathematics or column.lower() not in ("answer", "solution"):
         return text
-    return final_answer(text) or text
+    if any(mark in text for mark in WORKED):
+        return final_answer(text) or text
+    if column.lower() == "solution" and len(text) > LONGEST_BARE and "answer is" not in text:
+        raise UnusableTask(f"{column} is long and ends in no answer (\\boxed{{}} or ####) to compare with")
+    return text
 
 
 def aime(columns: Names, wanted: DatasetOptions) -> Format:
@@ -302,10 +315,11 @@ def gpqa(columns: Names, wanted: DatasetOptions) -> Format:
     )  # fmt: skip
 
 
-# Programming problems: LiveCodeBench, and those with one column of tests (APPS, TACO, DeepCoder and others)
+# Programming problems: LiveCodeBench, and those with columns of tests (APPS, TACO, DeepCoder, code_contests and others)
 
 PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", "starter_code", "metadata"
 TESTS = ("input_output", "tests", "test_cases", "official_tests")
+CONTESTS = ("public_tests", "private_tests", "generated_tests")
 PROBLEMS = ("problem", "question", "prompt", "description")
 UNPACKED_LIMIT_BYTES = 256 * 2**20
 HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
@@ -317,13 +331,26 @@ ASK_STARTER = "Complete this Python code so that it solves the problem, and put 
 def code(columns: Names, wanted: DatasetOptions) -> Format:
     """The tests are in any spelling that the code grader reads."""
     question = wanted.question or first_of(columns, PROBLEMS) or PROBLEMS[0]
-    tests = wanted.answer or first_of(columns, TESTS) or TESTS[0]
-    need(columns, question, tests, what="code")
+    found = wanted.answer or first_of(columns, TESTS)
+    contests = () if found else tuple(name for name in CONTESTS if name in columns)
+    tests = found or TESTS[0]
+    need(columns, question, *(contests or (tests,)), what="code")
 
     def answer(row: Row) -> str:
+        if contests:
+            return json.dumps([case for name in contests for case in _contest_cases(row.get(name), name)])
         return json.dumps({"test_cases": answer_text(row.get(tests), tests), METADATA: row.get(METADATA)})
 
-    return _programming("code", columns, question, (tests,), answer, wanted.id or first_of(columns, IDS))
+    return _programming("code", columns, question, contests or (tests,), answer, wanted.id or first_of(columns, IDS))
+
+
+def _contest_cases(value: object, column: str) -> list[dict[str, Any]]:
+    """What a column of code_contests holds: {"input": […], "output": […]}."""
+    given = parsed(value, column) or {"input": [], "output": []}
+    sides = [given.get(side) for side in ("input", "output")] if isinstance(given, dict) else [None]
+    if not all(isinstance(side, list) for side in sides) or len({len(side) for side in sides}) > 1:
+        raise UnusableTask(f"{column} is no object of as many inputs as outputs")
+    return [{"input": given, "output": wanted} for given, wanted in zip(*sides, strict=True)]
 
 
 def livecodebench(columns: Names, wanted: DatasetOptions) -> Format:
@@ -396,6 +423,7 @@ TELLING: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
+    ("code", frozenset({"description", "public_tests", "private_tests"})),
 )
 """Columns by which a format is known; any other has a column of tests, or question and answer columns."""
 

@@ -28,7 +28,7 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Graders = Callable[[str], Grader]
-VERSION, CHECK_VERSION = 6, 1
+VERSION, CHECK_VERSION = 7, 2
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
