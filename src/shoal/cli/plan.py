@@ -168,7 +168,8 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     yield f"time of a step of {found.tokens:,.0f} tokens, s, on GPUs of the speeds assumed below, not on this machine:"
     for stage in found.stages():
         yield f"  {stage.name:<32}{_cell(stage.seconds)}   {stage.what}"
-    yield f"  {'a step':<32}{_cell(found.step_s)}   training, or what takes longer; times {run.steps}"
+    what = "training, or what takes longer" if run.max_staleness else "one stage after another"
+    yield f"  {'a step':<32}{_cell(found.step_s)}   {what}; times {run.steps}"
     machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
     yield f"machines needed: {found.processes} to train, {machines}"
     yield from _remedy_lines(found)
