@@ -173,7 +173,8 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
     yield f"machines needed: {found.processes} to train, {machines}"
     yield from _remedy_lines(found)
-    if found.validators > (started := found.recipe.validator.count):
+    started = found.recipe.validator.count
+    if found.validators > started and found.kind == "cuda":  # the speeds of GPUs say nothing of a CPU's trainer
         yield f"  the recipe starts {started} of the validators: raise validator.count, or every step waits for audits"
     if gpu_hour_price is not None:
         yield f"money: {found.cost(gpu_hour_price):,.0f}, at {gpu_hour_price:g} for a GPU and hour"

@@ -148,6 +148,13 @@ def test_the_command_says_what_fits_and_what_would(
     assert ("guessed" in said) == ("--parameters" in options)
 
 
+@pytest.mark.parametrize(("where", "advised"), [(["--set", "trainer.device=cpu"], False), (["--memory", "8"], True)])
+def test_more_validators_are_advised_for_gpus_only(where: list[str], advised: bool, capsys: Capture) -> None:
+    """By the speeds of a GPU 300 steps of a toy need four; of a processor's trainer these speeds say nothing."""
+    assert main(["plan", str(TINY), "--set", "run.steps=300", *where]) == 0
+    assert ("raise validator.count" in capsys.readouterr().out) == advised
+
+
 def test_on_a_cpu_only_the_first_process_holds_copies_and_more_processes_save_nothing() -> None:
     recipe, given = parse_config(LARGE, Recipe, "test"), settings(objective={"kl": 0.1})
     planned = plan(SHAPE, given, 2, kind="cpu")
