@@ -134,6 +134,12 @@ def test_contest_tests_that_are_no_pairs_cannot_be_used(tests: Any, tmp_path: Pa
     assert checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows))).first == [(1, reason)]
 
 
+def test_a_band_without_a_column_of_rates_says_how_to_name_one(tmp_path: Path) -> None:
+    rows = [{"problem": f"{row}?", "answer": "1", "llama8b_solve_rate": 0.3} for row in range(6)]
+    said = refused(write_jsonl(tmp_path / "a.jsonl", rows), keep_solve_rate=(0.1, 0.8))
+    assert "needs one column of solve rates, not none (by its name, solve_rate…); there are problem, answer, " in said
+
+
 def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", described(20, verification_info={3: "{'a': open('x')}", 4: "{'a'"}))
     problems = checked(open_data(path))

@@ -129,7 +129,7 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
         usual = [name for name in table.columns if name.startswith("solve_rate")]
         rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
         if more or rates not in table.columns:
-            found = ", ".join([rates, *more])
+            found = ", ".join([rates, *more]) or "none (by its name, solve_rate…)"
             told = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
             raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {told}")
     table.agree([*layout.columns, *([rates] if rates else [])])
