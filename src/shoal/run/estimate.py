@@ -15,6 +15,7 @@ from math import ceil, log, log2, pow
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.engines.memory import ALLOWANCE
 from shoal.hub.settings import CONCURRENT_UPLOADS
 from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
@@ -196,7 +197,7 @@ class Planning:
         }
         for role, (count, dtype, what) in models.items():
             device, host = count * self.shape.weights * WIDTHS[dtype] + base, self.payload + base
-            device += self._row if role == "worker" else 0
+            device += self._row // ALLOWANCE if role == "worker" else 0
             yield role, device + (0 if on_gpu else self.payload), host if on_gpu else 0, f"{what}; a payload is mapped"
         upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
         yield "hub", 0, PROCESS_BYTES["hub"] + CONCURRENT_UPLOADS * upload, f"with {CONCURRENT_UPLOADS} uploads"
@@ -241,7 +242,7 @@ class Planning:
 
     @property
     def _row(self) -> int:
-        """Keys and values of one sequence at its longest."""
+        """What an engine reckons with for one sequence at its longest: keys and values, and room for as much again."""
         return max(1, self.shape.cached_bytes * self.recipe.run.max_new_tokens)
 
     @property

@@ -322,8 +322,8 @@ def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
 
 
 def test_a_worker_needs_room_for_one_sequence() -> None:
-    """500,000 bytes for each of 32,768 tokens beside 64 GB of weights: a worker without it could finish none."""
-    assert planning().device_bytes("worker") == 64 * 10**9 + GIB + 500_000 * 32_768
+    """Half of 500,000 bytes for each of 32,768 tokens beside 64 GB of weights; a worker without it finishes none."""
+    assert planning().device_bytes("worker") == 64 * 10**9 + GIB + 250_000 * 32_768
 
 
 def test_roles_that_share_a_gpu_have_their_parts_of_it() -> None:
