@@ -208,9 +208,9 @@ def _verification(column: str, row: Row) -> str:
     """The verification info as JSON, which graders read: an object, or a list of test cases."""
     value = row.get(column)
     text = json.dumps(value) if isinstance(value, dict | list) else required(value, column)
-    if text.startswith("{'"):  # as Python writes a dictionary, which is how SYNTHETIC-1 has it: read, never run
+    if text.lstrip().startswith(("{'", "[{'")):  # as Python writes it, which is how SYNTHETIC-1 has it: read, never run
         try:
-            text = json.dumps(ast.literal_eval(text))
+            text = json.dumps(ast.literal_eval(text.strip()))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise UnusableTask(f"{column} is neither JSON nor a dictionary as Python writes it") from None
     info = parsed(text, column)

@@ -147,6 +147,16 @@ def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     assert problems.first == [(3, reason), (4, reason)]
 
 
+@pytest.mark.parametrize(("info", "read"), [
+    (" {'ground_truth': \"it's\"}", {"ground_truth": "it's"}),
+    ("[{'input': '1', 'output': None}]", [{"input": "1", "output": None}]),
+])  # fmt: skip
+def test_what_python_wrote_is_read(info: str, read: Any, tmp_path: Path) -> None:
+    rows = described(6, verification_info={0: info})
+    task = open_data(write_jsonl(tmp_path / "a.jsonl", rows), grader="exact").task("0/p0")
+    assert json.loads(task.answer) == read
+
+
 SHALLOW: list[tuple[str, Any, str]] = [
     ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
     ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type is missing"),
