@@ -321,6 +321,7 @@ PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", 
 TESTS = ("input_output", "tests", "test_cases", "official_tests")
 CONTESTS = ("public_tests", "private_tests", "generated_tests")
 PROBLEMS = ("problem", "question", "prompt", "description")
+STATED = {"input_format": "Input", "output_format": "Output"}  # what Codeforces states beside the description
 UNPACKED_LIMIT_BYTES = 256 * 2**20
 HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
@@ -374,9 +375,11 @@ def _programming(
         if not isinstance(starter, str):
             raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")
         asked = f"{ASK_STARTER}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else ASK
-        return f"{content.rstrip()}\n\n{asked}"
+        parts = [f"{title}:\n{row[name]}" for name, title in STATED.items() if row.get(name)]
+        return "\n\n".join([*(part.rstrip() for part in (content, *parts)), asked])
 
-    asks, answers = ([one for one in some if one in columns] for some in ((question, STARTER), (*tests, METADATA)))
+    wanted = ((question, *STATED, STARTER), (*tests, METADATA))
+    asks, answers = ([one for one in some if one in columns] for some in wanted)
     return Format(name, tuple(asks), tuple(answers), answer, id=row_id, write=written, grader="code")
 
 
