@@ -348,10 +348,10 @@ def code(columns: Names, wanted: DatasetOptions) -> Format:
 def _contest_cases(value: object, column: str) -> list[dict[str, Any]]:
     """What a column of code_contests holds: {"input": […], "output": […]}."""
     given = parsed(value, column) or {"input": [], "output": []}
-    sides = [given.get(side) for side in ("input", "output")] if isinstance(given, dict) else [None]
-    if not all(isinstance(side, list) for side in sides) or len({len(side) for side in sides}) > 1:
+    inputs, outputs = (given.get(side) if isinstance(given, dict) else None for side in ("input", "output"))
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise UnusableTask(f"{column} is no object of as many inputs as outputs")
-    return [{"input": given, "output": wanted} for given, wanted in zip(*sides, strict=True)]
+    return [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 
 
 def livecodebench(columns: Names, wanted: DatasetOptions) -> Format:
