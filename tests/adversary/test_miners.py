@@ -27,13 +27,11 @@ from kit.miner import (
     rewritten,
     typical,
 )
-from kit.trial import Judged, Trial, docket
+from kit.trial import Judged, Trial, docket, farthest
 from shoal.adversary import Cheat
-from shoal.engines import Engine, GenerationRequest, PrefillRequest
+from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.protocol import Outcome, Rollout, Severity, Submission, Verdict, pack_logprobs, pack_tokens
-from shoal.sampling import uniforms
-from shoal.sampling.check import distances
 from shoal.validator.canary import SPOILERS, original_of
 from shoal.validator.case import SeenWork
 from shoal.validator.verdicts import Docket
@@ -223,17 +221,6 @@ def honest_long(long: Mine) -> Trial:
     return trial
 
 
-def farthest(mine: Mine, engine: Engine, each: Judged) -> float:
-    """How far a uniform lies outside the interval of its token, at most, as this engine sees it."""
-    lease = each.lease
-    asked = [
-        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
-        for rollout in each.submission.rollouts
-    ]
-    seen = zip(lease.seed_numbers, engine.prefill(asked), strict=True)
-    return max(float(distances(uniforms(s, 0, len(p.cdf_low)), p.cdf_low, p.cdf_high).max()) for s, p in seen)
-
-
 @pytest.mark.parametrize("name", ["an early end", "a suppressed end"])
 def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, coarse: Mine) -> None:
     """Not trained on, not paid, and struck when their number shows: what a far token would have to pass for, an
@@ -247,7 +234,7 @@ def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, c
     limit = coarse.judge.profiles[coarse.profile].sampling.distance
     accepted = [each for each in trial.judged if each.verdict.outcome is Outcome.ACCEPTED]
     for each in accepted:
-        assert min(farthest(coarse, engine, each) for engine in coarse.engines.values()) <= limit
+        assert min(farthest(engine, each.lease, each.submission) for engine in coarse.engines.values()) <= limit
     assert len(accepted) < len(trial.judged) / 2
     assert trial.until_caught() is not None
 

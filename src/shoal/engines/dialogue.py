@@ -184,7 +184,7 @@ class Talks:
         self._environment, self._files, self._sampling = environment, files, sampling
         self._frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if has_dialogues(environment) and "tokenizer.json" in files:
-            self._frame = PromptEncoder.of(files, prompt_settings_of(environment)).frame()
+            self._frame = PromptEncoder(files, **prompt_settings_of(environment).model_dump()).frame()
 
     def of(self, task: str | Task) -> Dialogue | None:
         """The dialogue of a task; None if nobody answers in it."""

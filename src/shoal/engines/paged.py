@@ -21,8 +21,7 @@ from torch import Tensor
 from shoal.engines.memory import release_memory
 from shoal.engines.pages import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
-from shoal.sampling.sampler import sample
-from shoal.sampling.stream_torch import LOW_32, as_uniforms, philox4x32
+from shoal.sampling.sampler import sample, uniforms_of
 
 SIZES = (4, 16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 WINDOW = 16  # steps between two looks of the host; at most the rows of a chunk
@@ -207,10 +206,8 @@ class PagedDecoder:
         drawn = [(logits.argmax(dim=1), logits.new_zeros(len(logits))) for logits in tiles]
         if not greedy:
             place_R = slots.begun[here] + slots.drawn[here]
-            zero_R = torch.zeros_like(place_R)
-            counter = (place_R & LOW_32, place_R >> 32, zero_R, zero_R)
-            word0, word1, *_ = philox4x32(counter, (slots.key_low[here], slots.key_high[here]))
-            columns = (hidden_RH, as_uniforms(word0, word1), slots.temperature[here])
+            uniforms_R = uniforms_of(place_R, slots.key_low[here], slots.key_high[here])
+            columns = (hidden_RH, uniforms_R, slots.temperature[here])
             for hidden, uniforms, heat in zip(*(torch.split(column, self._tile) for column in columns), strict=True):
                 drawn.append(sample(self.head.logits(hidden), uniforms, heat))
         return (torch.cat(column) for column in zip(*drawn, strict=True))

@@ -23,9 +23,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
-from shoal.environments.generated import Options
 from shoal.environments.graders.mathematics.answer import final_answer
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Row = Mapping[str, Any]
@@ -124,10 +124,8 @@ def required(value: object, column: str) -> str:
 
 
 def answer_text(value: object, column: str) -> str:
-    """An answer of any simple type as text: numbers as they are written, lists and mappings as JSON.
-
-    Of `true` nobody can say how a model should write it (yes? True? correct?), so its row must.
-    """
+    """An answer of any simple type as text: numbers as they are written, lists and mappings as JSON. Of `true` nobody
+    can say how a model should write it (yes? True? correct?), so its row must."""
     if isinstance(value, bool):
         raise UnusableTask(f"{column} is {json.dumps(value)}, neither text nor a number: write it as text")
     if isinstance(value, float):
@@ -431,7 +429,7 @@ TELLING: tuple[tuple[str, frozenset[str]], ...] = (
 """Columns by which a format is known; any other has a column of tests, or question and answer columns."""
 
 
-class DatasetOptions(Options):
+class DatasetOptions(Table):
     """How to read a data set, [environment.options]; with none of these, the columns tell."""
 
     grader: str = Field(default="", description="who scores all rows; empty: by row (task_type), or by the format")

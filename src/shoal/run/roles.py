@@ -74,7 +74,8 @@ def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
 def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.engines.asking import Asking
     from shoal.environments import build, has_dialogues
-    from shoal.hub import EvaluationPlan, HubConfig, run_hub
+    from shoal.hub import EvaluationPlan, HubConfig
+    from shoal.hub.http.server import run_hub
     from shoal.models import model_folder, read_files
     from shoal.run.estimate import announced_size
     from shoal.validator import measurable_kinds, profile_keys
@@ -165,15 +166,10 @@ def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = 
 
     recipe, name = folder.recipe, f"worker-{index}"
     config = WorkerConfig(
-        folder=folder.path / name,
-        settings=recipe.worker,
-        engine=recipe.worker.engine,
-        hub_url=folder.endpoints.hub,
-        root_fingerprint=fingerprint(folder.root_key),
-        name=name,
-        cheat=cheat,
+        folder=folder.path / name, settings=recipe.worker, engine=recipe.worker.engine, name=name, cheat=cheat,
+        hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
         limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # whoever runs the trainer runs this, too
-    )
+    )  # fmt: skip
     run_worker(config, stop)
 
 

@@ -112,7 +112,7 @@ class Scoring:
         lease, eos, budget = group.lease, group.lease.sampling.eos_token_id, budget_of(self.environment)
         task = self.environment.task(lease.task)
         texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
-        left_out = None if budget is not None and budget.settings.count_eos else eos
+        left_out = None if budget is not None and budget.count_eos else eos
         lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
         return _Text(task, lease.length_target, tuple(Job(lease.task, text) for text in texts), lengths)
 

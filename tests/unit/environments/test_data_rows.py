@@ -31,8 +31,7 @@ from kit.sandbox import needs_bubblewrap
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
-from shoal.environments.protocol import SPLITS, Task
-from shoal.environments.questions import prompt_digest, question_digest
+from shoal.environments.protocol import SPLITS, Task, prompt_digest, question_digest
 from shoal.errors import ScoringFailure, UnusableTask
 
 PRINTS = "```python\nprint(sum(map(int, input().split())))\n```"
@@ -354,6 +353,7 @@ def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFix
     task = environment.tasks("held_out")[1]
     assert environment.task(task.id) == task
     assert environment.score(task, "\\boxed{16}").value == 1.0
+    assert list(environment.prompt_digests("held_out"))[1] == prompt_digest(task.prompt)
     ids = {task.id for task in environment.tasks("train")}
     assert len(ids) == 28
     assert not ids & {"3/p3", "8/p8"}
@@ -397,13 +397,3 @@ def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> Non
         ([0.13, 0.2], "solve_rate_tiny", "no row has a solve rate within"),
     ]:
         assert said in refused(path, keep_solve_rate=band, solve_rate=column)
-
-
-def test_the_digests_of_a_split_are_those_of_its_prompts(tmp_path: Path) -> None:
-    environment = open_data(write_parquet(tmp_path / "a.parquet", described(30)))
-    for split in SPLITS:
-        found = [prompt_digest(task.prompt) for task in environment.tasks(split)]
-        assert list(environment.prompt_digests(split)) == found
-    path = write_jsonl(tmp_path / "test.jsonl", [{"question": "New?", "answer": "1"}])
-    other = open_data(tmp_path / "a.parquet", held_out=path)
-    assert list(other.prompt_digests("held_out")) == [prompt_digest("new?")]

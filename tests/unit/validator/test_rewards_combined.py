@@ -13,7 +13,6 @@ from honest import RUN, LengthEnvironment, docket, lease, loaded, submission
 
 from shoal.engines.dialogue import texts_of
 from shoal.environments import Environment, EnvironmentSettings, Score, budget_of, build, identity_of
-from shoal.environments.composed import LengthBudget
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
@@ -93,7 +92,7 @@ def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path
     of = leased(environment)
     verdict = verdict_of(environment, of)
     assert verdict.outcome is Outcome.ACCEPTED
-    target = LengthBudget(settings).target(RUN, of.unit)
+    target = settings.target(RUN, of.unit)
     for rollout, reward in zip(submission(of).rollouts, verdict.rewards, strict=True):
         tokens = sampled_tokens(rollout, of.sampling.eos_token_id)
         task = float(tokens % 3)  # the scripted engine's tokens are characters
