@@ -20,8 +20,8 @@ import numpy as np
 
 from shoal.environments.data import scanning
 from shoal.environments.data.scanning import Opened, Problems, Splits
-from shoal.environments.formats import DatasetOptions
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES, grader
+from shoal.environments.formats import DatasetOptions, known_kinds
+from shoal.environments.graders.registry import grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task, require_scoring
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.text import count_of
@@ -204,9 +204,8 @@ class DatasetEnvironment:
                 if kind and not fine:
                     why = self._wrong(opened, looked[0] if looked else int(rows[0]))
                     told.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
-            types = opened.layout.kinds and "task_type" in "".join(told)
             if told:
-                yield opened, "; ".join(told) + (f" (known are {', '.join([*TASK_TYPES, *GRADERS])})" if types else "")
+                yield opened, "; ".join(told) + known_kinds("".join(told))
 
     def _wrong(self, opened: Opened, row: int) -> str:
         try:
@@ -223,6 +222,7 @@ class DatasetEnvironment:
         why = "all of its questions are held-out ones"
         if found.problems.count:
             why = found.problems.sentence(self._main.where)
+            why += known_kinds(why)
         elif not found.kept.all():
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")

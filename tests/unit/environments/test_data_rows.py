@@ -45,6 +45,7 @@ MATHEMATICS: dict[str, dict[int, tuple[str, ...]]] = {
 CODE: dict[str, dict[int, str]] = {
     "intellect2": {3: PRINTS, 4: RETURNS}, "synthetic1": {2: PRINTS, 3: RETURNS}, "eurus2": {2: PRINTS},
     "deepcoder": {0: PRINTS, 1: RETURNS, 2: PRINTS, 3: METHOD, 4: PRINTS}, "taco": {0: PRINTS, 1: RETURNS},
+    "code_contests": {0: PRINTS, 1: PRINTS},
 }  # fmt: skip
 
 
@@ -112,6 +113,32 @@ def test_a_kind_whose_answers_cannot_be_read_is_refused_at_opening(tmp_path: Pat
     assert open_data(write_jsonl(tmp_path / "b.jsonl", rows))._main.table.rows == 60  # one good row was seen
 
 
+@pytest.mark.parametrize("solution", ["We prove it by induction. " * 20, "def f(n):\n    return n\n" * 20])
+def test_long_solutions_without_an_answer_are_not_compared(solution: str, tmp_path: Path) -> None:
+    """Proofs of NuminaMath-CoT, which names no kinds, and programs of data sets whose tests are not read."""
+    rows = [{"problem": f"{row}?", "solution": solution if row < 3 else "so \\boxed{2}"} for row in range(9)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    problems = checked(open_data(path))
+    assert [row for row, _ in problems.first] == [0, 1, 2]
+    assert "ends in no answer" in problems.first[0][1]
+    assert "kind 'mathematics', 3 rows" in refused(write_jsonl(tmp_path / "b.jsonl", rows[:3]))
+
+
+@pytest.mark.parametrize("tests", [{"input": ["1"], "output": []}, {"input": "1", "output": "1"}, ["1"]])
+def test_contest_tests_that_are_no_pairs_cannot_be_used(tests: Any, tmp_path: Path) -> None:
+    rows = [{"description": f"{row}?", "public_tests": {"input": ["1"], "output": ["1"]}, "private_tests": None}
+            for row in range(6)]  # fmt: skip
+    rows[1]["public_tests"] = tests
+    reason = "public_tests is no object of as many inputs as outputs"
+    assert checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows))).first == [(1, reason)]
+
+
+def test_a_band_without_a_column_of_rates_says_how_to_name_one(tmp_path: Path) -> None:
+    rows = [{"problem": f"{row}?", "answer": "1", "llama8b_solve_rate": 0.3} for row in range(6)]
+    said = refused(write_jsonl(tmp_path / "a.jsonl", rows), keep_solve_rate=(0.1, 0.8))
+    assert "needs one column of solve rates, not none (by its name, solve_rate…); there are problem, answer, " in said
+
+
 def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", described(20, verification_info={3: "{'a': open('x')}", 4: "{'a'"}))
     problems = checked(open_data(path))
@@ -119,9 +146,19 @@ def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     assert problems.first == [(3, reason), (4, reason)]
 
 
+@pytest.mark.parametrize(("info", "read"), [
+    (" {'ground_truth': \"it's\"}", {"ground_truth": "it's"}),
+    ("[{'input': '1', 'output': None}]", [{"input": "1", "output": None}]),
+])  # fmt: skip
+def test_what_python_wrote_is_read(info: str, read: Any, tmp_path: Path) -> None:
+    rows = described(6, verification_info={0: info})
+    task = open_data(write_jsonl(tmp_path / "a.jsonl", rows), grader="exact").task("0/p0")
+    assert json.loads(task.answer) == read
+
+
 SHALLOW: list[tuple[str, Any, str]] = [
     ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
-    ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type 'None' is unknown"),
+    ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type is missing"),
 ]  # fmt: skip
 DEEP: list[tuple[Any, str]] = [
     (None, "verification_info is missing"), ("", "verification_info is empty"),
@@ -197,7 +234,10 @@ def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: py
 @pytest.mark.parametrize("value", [["verifiable_math"], {"name": "verifiable_math"}, 7, b"\xff"])
 def test_a_task_type_that_is_no_text_is_unknown(value: object, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", described(10, task_type=dict.fromkeys(range(10), value)))
-    assert re.search(r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is", refused(path))
+    assert re.search(
+        r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is .*known are verifiable_math, .*--set ",
+        refused(path),
+    )
 
 
 @pytest.mark.parametrize("column", ["task_type", "verification_info", "problem_id", "prompt"])

@@ -89,7 +89,9 @@ CALLED = {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 
     ("info", "right", "wrong"),
     [
         ({"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"}, [b"5", b"[5]"], [b"[[5]]"]),  # APPS wraps it
-        ({"test_cases": [{**CALLED, "output": [5]}]}, [b"[5]"], [b"5"]),
+        ({"test_cases": [{**CALLED, "output": [5]}]}, [b"5", b"[5]"], [b"[[5]]"]),  # so do sets that were made of it
+        ([{"input": "2\n3", "output": "[5]", "testtype": "functional", "metadata": {"func_name": "add"}}],
+         [b"[5]"], [b"5"]),
         ({"test_cases": [CALLED]}, [b" 5 "],
          [b"", b"5 5", b"{", b"[" * 50_000, b"9" * 5000, b"[" + b"1," * 50_000 + b"5]"]),
     ],
@@ -97,6 +99,15 @@ CALLED = {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 
 def test_what_a_call_may_return(info: Any, right: list[bytes], wrong: list[bytes]) -> None:
     (case,) = read_tests(json.dumps(info)).cases
     assert [case.passed(b"5", returned) for returned in right + wrong] == [True] * len(right) + [False] * len(wrong)
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c"])
+def test_only_a_line_break_ends_an_argument(separator: str) -> None:
+    """JSON may hold other characters at which Python ends a line, most of them as they are."""
+    given = [f"a{separator}b", 3]
+    info = {"inputs": ["\r\n".join(json.dumps(one, ensure_ascii=False) for one in given)], "outputs": ["5"]}
+    (case,) = read_tests(json.dumps({**info, "fn_name": "add"})).cases
+    assert json.loads(case.given)["arguments"] == given
 
 
 ADD_2_3 = json.dumps({"function": "add", "arguments": [2, 3]})

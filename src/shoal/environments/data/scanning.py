@@ -29,7 +29,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Graders = Callable[[str], Grader]
 Checked = dict[int, str]  # rows whose answer is no good, and why
-VERSION, CHECK_VERSION = 6, 1
+VERSION, CHECK_VERSION = 7, 2
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
@@ -133,7 +133,7 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
         usual = [name for name in table.columns if name.startswith("solve_rate")]
         rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
         if more or rates not in table.columns:
-            found = ", ".join([rates, *more])
+            found = ", ".join([rates, *more]) or "none (by its name, solve_rate…)"
             told = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
             raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {told}")
     table.agree([*layout.columns, *([rates] if rates else [])])

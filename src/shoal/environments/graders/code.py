@@ -35,7 +35,7 @@ class CodeGrader:
     """Implements `Grader`. `parts` has the share of tests that were passed before the first failure."""
 
     name: ClassVar[str] = "code"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
 
     def problem(self, answer: str) -> str:
         try:
