@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -31,9 +32,10 @@ from kit.trial import Judged, Trial, docket, farthest
 from shoal.adversary import Cheat
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import Outcome, Rollout, Severity, Submission, Verdict, pack_logprobs, pack_tokens
+from shoal.protocol import Outcome, Rollout, Severity, Submission, Tally, Verdict, pack_logprobs, pack_tokens
 from shoal.validator.canary import SPOILERS, original_of
 from shoal.validator.case import SeenWork
+from shoal.validator.profiles import NoiseLimits
 from shoal.validator.verdicts import Docket
 
 FILLER, SPACE = 5, 4  # the digit 0, and " "
@@ -248,10 +250,21 @@ def test_one_declared_log_probability_that_is_far_off_is_never_accepted(coarse: 
         assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
 
 
-def test_early_exit_of_the_last_layer_is_caught(coarse: Mine) -> None:
-    trial = coarse.tried(Miner(lambda engine, _loot: EarlyExit(engine)), range(16), stop_when_banned=True)
+@pytest.mark.parametrize("name", ["fp8-cache", "fp8-cache-vouched-for", "early-exit"])
+def test_shortcuts_that_are_coarser_than_bfloat16_are_banned(name: str, long: Mine) -> None:
+    make, _, reasons = BANNED_BY[name]
+    trial = tried(long, make)
     assert trial.until_banned() is not None
-    assert {each.verdict.reason for each in trial.rejected} <= {"sampling.seed", "likelihood.unlikely"}
+    also = {"sampling.drift", "logprobs.mismatch", "likelihood.unlikely"}
+    assert {each.verdict.reason for each in trial.rejected} <= reasons | also
+
+
+def test_an_int8_cache_of_a_bfloat16_worker_passes_as_its_errors_are_within_bfloat16s_own(long: Mine) -> None:
+    """A bound, not a guard (docs/guides/attack-your-run.md): in float32 it is banned, see above."""
+    trial = tried(long, lambda engine: CoarseCache(engine, int8))
+    assert not trial.rejected
+    sums = reduce(Tally.plus, [each.verdict.tally for each in trial.judged])
+    assert all(sums.of(name).seen < sums.of(name).expected for name in NoiseLimits.model_fields)
 
 
 # ── canaries ─────────────────────────────────────────────────────────────────────────────────────────────────────

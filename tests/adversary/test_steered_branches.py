@@ -34,8 +34,7 @@ from shoal.validator.branches import Lookout
 from shoal.validator.case import Case, read_body, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.specimens import POLICY, Terms, docket_of
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import POLICY, Docket, Terms, docket_of
 
 KEY = protocol.SigningKey.from_seed(b"k" * 32)
 EOS, TOKENS, GROUP = 1, 16, 16

@@ -16,11 +16,10 @@ from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace as replace_fields
 
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.protocol import Finish, Groups
+from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.engines.shelf import Fetch
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
@@ -47,19 +46,20 @@ Draw = Callable[[Engine, Sequence[GenerationRequest], ProofParameters | None], G
 """What an engine generates, given the honest engine."""
 Rewrite = Callable[[Engine, GenerationRequest, list[Completion]], list[Completion]]
 """Other completions for those that were drawn for a request."""
-Tokens = npt.NDArray[np.int32]
 
 
 class Cheat:
-    """One way to cheat: `what` it does, for people, and the `reasons` for which it may be rejected, or refused. One
-    object serves one worker, so it may remember things. Each hook is honest until it is overridden."""
+    """One way to cheat: `what` it does, for people, and the `reasons` for which it may be rejected, or refused.
+
+    One object serves one worker, so it may remember things. Each hook is honest until it is overridden.
+    """
 
     name: ClassVar[str]
     what: ClassVar[str]
     reasons: ClassVar[frozenset[str]]
 
     def profile(self, profile: str, _known: Sequence[str], /) -> str:
-        """What it says that it generates with; the run takes work of `_known`."""
+        """What it says that it generates with; `_known` are those that the run takes work of."""
         return profile
 
     def fetch(self, fetch: Fetch, /) -> Fetch:
@@ -90,6 +90,7 @@ def cheating(
 
 
 def each_rollout(change: Callable[[Rollout], Rollout]) -> Callable[[Submission, Lease], Submission]:
+    """The hook that submits every rollout changed."""
     return lambda given, _lease: replace_fields(given, rollouts=[change(rollout) for rollout in given.rollouts])
 
 
@@ -122,12 +123,15 @@ class Disguise:
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return self._engine.prefill(requests, proof)
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[Tokens]:
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         return self._engine.greedy(prompts, max_new_tokens, eos_token_id)
 
 
 def rewriting(rewrite: Rewrite) -> Draw:
-    """Draw honestly, rewrite the completions, and let the right policy vouch for them: only the seeds can tell."""
+    """Draw honestly, rewrite the completions, and let the right policy vouch for what came of it.
+
+    Log-probabilities and proofs are then honest ones of tokens that were never drawn: only the seeds can tell.
+    """
 
     def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
         drawn = engine.generate(requests, None)
@@ -137,7 +141,7 @@ def rewriting(rewrite: Rewrite) -> Draw:
     return draw
 
 
-def each_completion(change: Callable[[Engine, GenerationRequest, Tokens], Tokens]) -> Draw:
+def each_completion(change: Callable[[Engine, GenerationRequest, TokenIds], TokenIds]) -> Draw:
     """The same with the tokens of every completion changed by themselves."""
 
     def rewrite(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
@@ -154,10 +158,9 @@ def vouched(
     proof: ProofParameters | None,
 ) -> Groups:  # fmt: skip
     """The same tokens with the log-probabilities and the proofs that `engine` gives for them in one prefill."""
+    drawn = [(request, each) for request, group in zip(requests, groups, strict=True) for each in group]
     asked = [
-        PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature)
-        for request, group in zip(requests, groups, strict=True)
-        for each in group
+        PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature) for request, each in drawn
     ]
     answers = iter(engine.prefill(asked, proof))
 
@@ -176,13 +179,16 @@ _listing = threading.Lock()
 
 
 class Worth:
-    """A completion's reward if the task can be found, else how likely the policy finds it. A lease gives away only
-    prompts, but a built-in environment is public, with its tasks and answers."""
+    """A completion's reward if the task can be found, else how likely the policy finds it.
+
+    Prompts are all that a lease gives away, but a built-in environment is public, its tasks and answers with it.
+    """
 
     def __init__(self, loot: Loot) -> None:
         self._loot = loot
 
     def of(self, prompt_ids: Sequence[int]) -> Callable[[Completion], float]:
+        """How to value completions of this prompt."""
         task = self.task(prompt_ids)
         if task is None:
             return likelihood
@@ -196,7 +202,7 @@ class Worth:
         return reward
 
     def task(self, prompt_ids: Sequence[int]) -> Task | None:
-        """None if nobody can know it."""
+        """The task of this prompt, if anyone can know it."""
         if self._loot.environment not in ENVIRONMENTS or "tokenizer.json" not in self._loot.files:
             return None
         with _listing:  # every training task by its prompt: takes seconds, once

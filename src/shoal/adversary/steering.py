@@ -1,7 +1,7 @@
 """Steering inside the tolerance: cheats for whoever knows how far off a token may be and still pass.
 
-Where the uniform falls within the tolerance of the edge of a token's interval, the token on the other side of the edge
-passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
+Where the uniform falls next to the edge of a token's interval, within the tolerance, the token on the other side of the
+edge passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import Cheat, Disguise, Tokens, Worth, cheating, vouched
+from shoal.adversary.base import Cheat, Disguise, Worth, cheating, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.protocol import Finish, Groups
+from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms, uniforms_at
 
@@ -33,14 +33,16 @@ class Fork:
     group: int
     rollout: int
     request: GenerationRequest
-    kept: Tokens
+    kept: TokenIds
     seed: int
 
 
 class Branching(Disguise):
     """One token of a rollout is another one, by the tolerance; all others are what the lease's seed gives after it.
-    `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. A seed of its own,
-    whose uniform lies beyond the edge, draws the neighbour, without a look at the vocabulary."""
+
+    `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. It needs no look at
+    the vocabulary: a seed of its own choice, whose uniform lies beyond the edge, draws the neighbour.
+    """
 
     def __init__(
         self, engine: Engine, value_of: Callable[[tuple[int, ...]], Callable[[Completion], float]], reach: float,
@@ -96,7 +98,7 @@ class Branching(Disguise):
 
 
 def seed_of(uniform: float) -> int:
-    """Its first uniform is next to this one."""
+    """A seed whose first uniform is next to this one."""
     values, seeds = _sorted_seeds()
     return int(seeds[min(int(np.searchsorted(values, uniform)), len(seeds) - 1)])
 
@@ -155,6 +157,7 @@ class Steering(Disguise):
 
 
 def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
+    """The cheat that knows this tolerance."""
     return cheating(
         "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
         {"sampling.seed", "sampling.drift"}, engine=lambda engine, _loot: Steering(engine, tolerance),
@@ -165,6 +168,7 @@ CHEATS = (
     steer(),
     cheating("branch",
         f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
-        "them, and submits the branch that pays best", {"sampling.seed", "sampling.drift", "sampling.steered"},
+        "them, and submits the branch that pays best",
+        {"sampling.seed", "sampling.drift", "sampling.steered"},
         engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH)),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`shoal ledger verify`: a run's ledger, wherever it is, against every head that is at hand (`ledger.verification`).
+"""`shoal ledger verify`: a run's ledger, wherever it is, against every head that is at hand (`ledger.evidence`).
 
 heads:  the hub's · those inside policy manifests and receipts · the one kept from last time · --head · --witness
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
-from shoal.ledger.verification import Checked, begun, check_rows, pages
+from shoal.ledger.evidence import Checked, begun, check_rows, pages
 from shoal.protocol import LedgerEntry
 from shoal.run.ledger.places import (
     FolderPlace,
