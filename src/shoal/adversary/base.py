@@ -49,17 +49,15 @@ Rewrite = Callable[[Engine, GenerationRequest, list[Completion]], list[Completio
 
 
 class Cheat:
-    """One way to cheat: `what` it does, for people, and the `reasons` for which it may be rejected, or refused.
-
-    One object serves one worker, so it may remember things. Each hook is honest until it is overridden.
-    """
+    """One way to cheat: `what` it does, for people, and the `reasons` for which it may be rejected, or refused. One
+    object serves one worker, so it may remember things. Each hook is honest until it is overridden."""
 
     name: ClassVar[str]
     what: ClassVar[str]
     reasons: ClassVar[frozenset[str]]
 
     def profile(self, profile: str, _known: Sequence[str], /) -> str:
-        """What it says that it generates with; `_known` are those that the run takes work of."""
+        """What it says that it generates with; the run takes work of `_known`."""
         return profile
 
     def fetch(self, fetch: Fetch, /) -> Fetch:
@@ -90,7 +88,6 @@ def cheating(
 
 
 def each_rollout(change: Callable[[Rollout], Rollout]) -> Callable[[Submission, Lease], Submission]:
-    """The hook that submits every rollout changed."""
     return lambda given, _lease: replace_fields(given, rollouts=[change(rollout) for rollout in given.rollouts])
 
 
@@ -128,10 +125,7 @@ class Disguise:
 
 
 def rewriting(rewrite: Rewrite) -> Draw:
-    """Draw honestly, rewrite the completions, and let the right policy vouch for what came of it.
-
-    Log-probabilities and proofs are then honest ones of tokens that were never drawn: only the seeds can tell.
-    """
+    """Draw honestly, rewrite the completions, and let the right policy vouch for them: only the seeds can tell."""
 
     def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
         drawn = engine.generate(requests, None)
@@ -179,16 +173,13 @@ _listing = threading.Lock()
 
 
 class Worth:
-    """A completion's reward if the task can be found, else how likely the policy finds it.
-
-    Prompts are all that a lease gives away, but a built-in environment is public, its tasks and answers with it.
-    """
+    """A completion's reward if the task can be found, else how likely the policy finds it. A lease gives away only
+    prompts, but a built-in environment is public, with its tasks and answers."""
 
     def __init__(self, loot: Loot) -> None:
         self._loot = loot
 
     def of(self, prompt_ids: Sequence[int]) -> Callable[[Completion], float]:
-        """How to value completions of this prompt."""
         task = self.task(prompt_ids)
         if task is None:
             return likelihood
@@ -202,7 +193,7 @@ class Worth:
         return reward
 
     def task(self, prompt_ids: Sequence[int]) -> Task | None:
-        """The task of this prompt, if anyone can know it."""
+        """None if nobody can know it."""
         if self._loot.environment not in ENVIRONMENTS or "tokenizer.json" not in self._loot.files:
             return None
         with _listing:  # every training task by its prompt: takes seconds, once

@@ -1,7 +1,7 @@
 """Steering inside the tolerance: cheats for whoever knows how far off a token may be and still pass.
 
-Where the uniform falls next to the edge of a token's interval, within the tolerance, the token on the other side of the
-edge passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
+Where the uniform falls within the tolerance of the edge of a token's interval, the token on the other side of the edge
+passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ class Fork:
 
 class Branching(Disguise):
     """One token of a rollout is another one, by the tolerance; all others are what the lease's seed gives after it.
-
-    `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. It needs no look at
-    the vocabulary: a seed of its own choice, whose uniform lies beyond the edge, draws the neighbour.
-    """
+    `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. A seed of its own,
+    whose uniform lies beyond the edge, draws the neighbour, without a look at the vocabulary."""
 
     def __init__(
         self, engine: Engine, value_of: Callable[[tuple[int, ...]], Callable[[Completion], float]], reach: float,
@@ -98,7 +96,7 @@ class Branching(Disguise):
 
 
 def seed_of(uniform: float) -> int:
-    """A seed whose first uniform is next to this one."""
+    """Its first uniform is next to this one."""
     values, seeds = _sorted_seeds()
     return int(seeds[min(int(np.searchsorted(values, uniform)), len(seeds) - 1)])
 

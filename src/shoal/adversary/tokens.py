@@ -39,16 +39,12 @@ def edited(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> Tok
     return changed
 
 
-def cut_short(_engine: Engine, _request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-    return tokens[: max(1, len(tokens) // 2)]
-
-
 def ended_early(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
     return np.append(tokens[: len(tokens) // 2], request.sampling.eos_token_id)
 
 
 def padded(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-    """As many of the likeliest tokens behind it as there is room for, none of them an end."""
+    """With as many of the likeliest tokens behind it as there is room for, none of them an end."""
     most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_id
     [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, -1)
     added = more[: most - len(tokens)]
@@ -92,13 +88,11 @@ def by_own_seeds(engine: Engine, requests: Requests, proof: ProofParameters | No
 
 
 def _best(worth: Worth, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    """Of every few completions the one that is worth most."""
     value = worth.of(request.prompt_ids)
     return [max(group[start : start + TRIES], key=value) for start in range(0, len(group), TRIES)]
 
 
 def choosing(engine: Engine, loot: Loot) -> Engine:
-    """Draws by seeds of its own, several times for every rollout."""
     worth = Worth(loot)
 
     def draw(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
@@ -172,7 +166,6 @@ def shown_as_the_next(progress: ShownProgress, lease: Lease) -> ShownProgress:
 
 
 def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
-    """Generates for the first seed of a group only."""
     drawn = engine.generate([replace(request, seeds=request.seeds[:1]) for request in requests], proof)
     return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
 
@@ -244,7 +237,7 @@ CHEATS = (
     cheating("early-end", "ends every completion halfway by writing the end-of-sequence token",
         OTHER_TOKENS, draw=each_completion(ended_early)),
     cheating("cut-short", "stops halfway and says that the length limit was reached",
-        {"termination.early"}, draw=each_completion(cut_short)),
+        {"termination.early"}, draw=each_completion(lambda _engine, _request, ids: ids[: max(1, len(ids) // 2)])),
     cheating("pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
         {"termination.past_eos"}, draw=each_completion(padded)),
     cheating("run-on",

@@ -61,7 +61,6 @@ def layers_kept(files: Mapping[str, bytes]) -> int:
 
 
 def shallow_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files of the model that consists of the first third of the layers."""
     config, kept = json.loads(files.get("config.json", b"{}")), layers_kept(files)
     cut = {"num_hidden_layers": kept, "layer_types": (config.get("layer_types") or [])[:kept] or None}
     return {**files, "config.json": json.dumps(config | {key: cut[key] for key in cut if key in config}).encode()}
@@ -87,7 +86,7 @@ OTHERS = {"duplicate.proof", "proofs.malformed", "proofs.mismatch"}  # another s
 
 
 def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
-    """The proofs of one rollout; only the last can be shorter than a full one."""
+    """Only the last can be shorter than a full one."""
     return [proofs[start : start + full_bytes] for start in range(0, len(proofs), full_bytes)]
 
 

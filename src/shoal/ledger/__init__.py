@@ -5,9 +5,8 @@
     evidence      Keys, Proofs: each row against the signed receipt and verdict that it points to; check_rows: all of
                   it in one pass over a ledger
 
-Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, check every
-row of credit against the receipt and the verdict behind it, and recompute every account: no number of the hub has to be
-believed.
+Anyone can fetch the ledger, verify it against a head that a signed policy manifest carries, check every row of credit,
+and recompute every account: no number of the hub has to be believed.
 """
 
 # fmt: off

@@ -1,16 +1,14 @@
 """Accounts: who earned what, folded from the ledger and nothing else.
 
-The published formula: one credit per generated token of an accepted submission, as counted by the validator.
-Credit is a whole number, is given once per submission, and is never taken away. Where a run audits by reputation it is
-pending for a window, and void if an audit of the same node fails in it.
-
-A node earns for whoever vouched for it first (`vouch` rows), or else for itself: `holder` says for whom.
+The published formula: one credit per generated token of an accepted submission, as counted by the validator. Credit is
+given once per submission, and is never taken away. Where a run audits by reputation it is pending for a window, and
+void if an audit of the same node fails in it. A node earns for whoever vouched for it first, or else for itself.
 
     share of X at step n  =  final credit of X  /  final credit of all,      both in rows 0 … b(n)
 
 b(n) is the row that wrote down the batch of step n. X is an owner (a public key) with all the machines that it had
-vouched for by that row, or a machine that nobody had vouched for. The fraction is exact, two integers, and follows from
-a prefix of the ledger, so nothing that is written later can change it.
+vouched for by that row, or a machine that nobody had vouched for. The fraction is exact, and nothing that is written
+later can change it.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ def credit_for(generated_tokens: int) -> int:
 
 @dataclass
 class Account:
-    """What the ledger says about one node."""
-
     credit: int = 0
     pending: int = 0
     void: int = 0
@@ -53,7 +49,7 @@ class Account:
 
 @dataclass
 class Accounts:
-    """Accounts by node; `add` one entry at a time, in order."""
+    """By node; `add` one entry at a time, in order."""
 
     by_node: dict[str, Account] = field(default_factory=dict)
     steps: int = 0
@@ -69,7 +65,7 @@ class Accounts:
         return self.by_node[node].owner or node
 
     def by_holder(self) -> dict[str, Account]:
-        """Accounts added up for each owner; nodes that nobody vouched for stand for themselves."""
+        """Nodes that nobody vouched for stand for themselves."""
         sums: dict[str, Account] = {}
         for node, account in self.by_node.items():
             holder = self.holder(node)
@@ -149,7 +145,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """All shares after row `index`, the largest first. They add up to `total` exactly."""
+    """After row `index`, the largest first; they add up to `total` exactly."""
 
     index: int
     total: int

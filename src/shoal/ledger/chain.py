@@ -3,9 +3,7 @@
     GENESIS ◄── entry 0 ◄── entry 1 ◄── … ◄── head
 
 Changing, dropping or reordering any entry changes every hash after it, so one remembered head pins all before it.
-
-`subjects` are what a ledger entry is about, so that all entries about a unit or a node can be found without reading the
-chain.
+`subjects` are what an entry is about (units, nodes).
 
 A fork is proven by two signed documents that cannot both be about one ledger (`ForkProof`):
 
@@ -35,12 +33,7 @@ KINDS = (
 
 
 def append(previous: LedgerEntry | None, kind: str, body: dict[str, Any], at_ms: int) -> LedgerEntry:
-    """The entry that follows `previous` (None: the first one).
-
-    >>> first = append(None, "run", {"run": "demo"}, at_ms=1)
-    >>> append(first, "node", {"node": "ab"}, at_ms=2).previous == first.hash
-    True
-    """
+    """The entry that follows `previous` (None: the first one)."""
     if kind not in KINDS:
         raise LedgerError(f"{kind!r} is not a kind of ledger entry; the kinds are {', '.join(KINDS)}")
     index = 0 if previous is None else previous.index + 1
@@ -51,8 +44,8 @@ def append(previous: LedgerEntry | None, kind: str, body: dict[str, Any], at_ms:
 
 def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after: LedgerEntry | None = None) -> None:
     """Raise `LedgerError`, naming the row, unless `entries` form a chain that contains `head`. `after` is the last
-    entry already verified, for whoever reads page by page. A `head` older than the last entry is fine if the chain
-    passes through it; one beyond the end means that the ledger was rolled back."""
+    entry already verified, for whoever reads page by page. A `head` beyond the end means that the ledger was rolled
+    back."""
     chain = Chain(() if head is None else (Pin(head, "the head"),), after)
     for entry in entries:
         chain.add(entry)
@@ -61,8 +54,8 @@ def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after
 
 @dataclass(frozen=True)
 class Pin:
-    """A head that a ledger must pass through, and who vouches for it: `the manifest of policy 0.12`. `statement` is the
-    signed document that names it, if there is one."""
+    """A head that a ledger must pass through, who vouches for it, as in `the manifest of policy 0.12`, and the signed
+    document that names it, if there is one."""
 
     head: LedgerHead
     source: str
@@ -70,7 +63,7 @@ class Pin:
 
 
 class Chain:
-    """A chain under verification, entry by entry; keeps the last one and what its pins need, however long it is."""
+    """A chain under verification, entry by entry."""
 
     def __init__(self, pins: Iterable[Pin] = (), after: LedgerEntry | None = None) -> None:
         self.last = after

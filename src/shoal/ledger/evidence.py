@@ -13,10 +13,7 @@ All that makes a ledger believable is checked in one pass (`check_rows`), withou
     entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► proofs (receipts, verdicts, orders)
 
 A row that was changed, dropped or swapped breaks the hashes. Whoever recomputes all hashes, or drops the end, is found
-out by any head from before. Whoever invents credit, and holds the hub's key, has no verdict for it.
-
-What the run's owner ordered (`open_order`): `admin` entries carry the signed document, so nobody else can have written
-them.
+out by any head from before. `admin` entries carry the order that the run's owner signed (`open_order`).
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class Keys:
     revoked: set[str] = field(default_factory=set)
 
     def certify(self, signed: Any) -> RoleCertificate:
-        """Take a certificate (JSON or parsed) in; raises if the root key did not sign it for this run."""
+        """Raises if the root key did not sign it for this run."""
         document = SignedDocument.model_validate(signed)
         certificate = open_document(document, RoleCertificate, self.root_key)
         if certificate.run != self.run:
@@ -66,8 +63,8 @@ class Keys:
 
 @dataclass
 class Proofs:
-    """Checks entries one by one, in order, after `Chain`. Raises `LedgerError` with the row and what is wrong. Without
-    `needs_documents` everything is checked but the documents themselves: a much weaker statement."""
+    """Checks entries one by one, in order, after `Chain`. Without `needs_documents` everything is checked but the
+    documents themselves: a much weaker statement."""
 
     keys: Keys
     chain: Chain
@@ -246,7 +243,6 @@ def _whole(body: dict[str, Any], name: str) -> int:
 
 
 def _present(entry: LedgerEntry, evidence: Evidence | None, name: str) -> SignedDocument:
-    """The document that a row points to, if it was handed over."""
     signed: SignedDocument | None = None if evidence is None else getattr(evidence, name)
     if signed is None:
         raise ValueError(f"its signed {name} is missing")
@@ -269,8 +265,7 @@ def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
 
 
 class Rows(Protocol):
-    """A ledger somewhere: its rows from first to last, and the signed documents behind some of them, by row; these are
-    asked for in order."""
+    """A ledger somewhere: its rows in order, and the signed documents behind some of them, by row."""
 
     label: str
     root_key: str | None
@@ -281,8 +276,6 @@ class Rows(Protocol):
 
 @dataclass
 class Checked:
-    """What was verified, and what could not be."""
-
     run: str = ""
     root_key: str = ""
     last: LedgerEntry | None = None
@@ -326,8 +319,8 @@ def begun(rows: Rows, needs_documents: bool) -> Checked:
 
 
 def check_rows(rows: Rows, checked: Checked, proofs: Proofs) -> None:
-    """Read every entry, with the documents behind it; raises `LedgerError` with the row and what is wrong. A head may
-    be ahead of a database whose last rows are not appended yet; never of a ledger that was complete."""
+    """Read every entry, with the documents behind it. A head may be ahead of a database whose last rows are not
+    appended yet; never of a ledger that was complete."""
     for page in pages(rows.entries()):
         evidence = rows.evidence(page) if checked.is_proven else {}
         for entry in page:
@@ -345,7 +338,7 @@ def check_rows(rows: Rows, checked: Checked, proofs: Proofs) -> None:
 
 
 def pages(entries: Iterable[LedgerEntry]) -> Iterator[list[LedgerEntry]]:
-    """Entries by the hundred, as evidence is asked for."""
+    """By the hundred, as evidence is asked for."""
     left = iter(entries)
     while page := list(islice(left, MAX_EVIDENCE_PER_PAGE)):
         yield page

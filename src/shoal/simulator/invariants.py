@@ -22,19 +22,12 @@ PAGE = 1000
 
 
 def problems(world: World) -> list[str]:
-    """Everything that does not hold now; nothing, if all is well."""
     with world.storage.read() as reader:
-        return [
-            *_receipts(world, reader),
-            *_units(world, reader),
-            *_credit(world, reader),
-            *_batches(world, reader),
-            *_ledger(reader),
-        ]
+        found = [check(world, reader) for check in (_receipts, _units, _credit, _batches, _ledger)]
+        return [problem for problems in found for problem in problems]
 
 
 def _receipts(world: World, reader: Reader) -> Iterator[str]:
-    """A receipt is a promise."""
     known = reader.submissions_named(list(world.receipts))
     for name, receipt in world.receipts.items():
         row = known.get(name)
@@ -103,8 +96,8 @@ def _batches(world: World, reader: Reader) -> Iterator[str]:
         yield f"{world.counts['batches changed']} batches were answered in two ways"
 
 
-def _ledger(reader: Reader) -> Iterator[str]:
-    """The chain holds, and its accounts are the nodes'. What is still outgoing is not in it yet."""
+def _ledger(_world: World, reader: Reader) -> Iterator[str]:
+    """The chain holds, and its accounts are the nodes'; what is outgoing is not in it yet."""
     entries: list[LedgerEntry] = []
     while page := reader.ledger_after(len(entries) - 1, PAGE):
         entries += page

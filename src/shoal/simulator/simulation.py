@@ -34,8 +34,8 @@ _ROLLOUT = Rollout(tokens=_TOKENS, logprobs=protocol.pack_logprobs([-0.5] * TOKE
 
 @dataclass
 class Generating:
-    """A lease at work: its document, when it will be done (or was begun, by one who does not deliver), and how many
-    of its rollouts the hub was shown."""
+    """A lease at work: its document, when it will be done (or was begun, by one who does not deliver), and how many of
+    its rollouts the hub was shown."""
 
     lease: dict[str, Any]
     at_s: float
@@ -43,7 +43,7 @@ class Generating:
 
 
 class SimulatedWorker:
-    """One machine. `_life` grows with every death: what an earlier life had planned does not happen."""
+    """`_life` grows with every death: what an earlier life had planned does not happen."""
 
     def __init__(self, world: World, crew: WorkerKind) -> None:
         self._world, self._crew = world, crew
@@ -51,8 +51,7 @@ class SimulatedWorker:
         self._life = self._asked = 0
         self._submitted = 0  # by its present key
         self._work: dict[str, Generating] = {}
-        self.node = ""
-        self.kind = "newcomer"
+        self.node, self.kind = "", "newcomer"
 
     def arrive(self) -> None:
         world, crew = self._world, self._crew
@@ -92,7 +91,7 @@ class SimulatedWorker:
                     work.shown = end
 
     def _progress(self) -> dict[str, int]:
-        """Tokens so far of each lease: in proportion to the time that has passed."""
+        """Tokens so far of each lease, by the time that has passed."""
         now_s, wanted = self._world.now_s, TOKENS * self._world.scenario.run.group_size
         if self._crew.delivers:
             shares = {name: 1 - (work.at_s - now_s) / self._pace_s for name, work in self._work.items()}
@@ -241,8 +240,7 @@ class SimulatedTrainer:
 
     def __init__(self, world: World) -> None:
         self._world, self._key = world, world.key("trainer")
-        self._version = 0
-        self.node = ""
+        self._version, self.node = 0, ""
 
     @property
     def finished(self) -> bool:
@@ -278,13 +276,7 @@ class SimulatedTrainer:
 
 
 class Simulation:
-    """One run of `scenario`. `folder` holds the run's secret and nothing else.
-
-    >>> import tempfile; from shoal.simulator import WorkerKind
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Simulation(Path(folder), Scenario(crews=(WorkerKind(8, group_s=10),), seconds=120)).run().steps > 0
-    True
-    """
+    """One run of `scenario`. `folder` holds the run's secret and nothing else."""
 
     def __init__(self, folder: Path, scenario: Scenario) -> None:
         self.world = World(folder, scenario)

@@ -4,9 +4,6 @@ at(delay, action) ─► heap ─► the clock jumps to the next event ─► ac
                                                                    │
 waiting (like long polls) ◄── nothing to do ◄──────────────────────┤
     └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
-
-Submissions stay in this process (`MemoryBlobs`): a simulated hour submits hundreds of thousands, and trains on none of
-them.
 """
 
 from __future__ import annotations
@@ -35,12 +32,11 @@ from shoal.runtime.clock import ManualClock
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """Workers of one kind. Times are means; each worker's pace is its own, and `spread` says how much they differ.
-
-    `proven`: past probation when they arrive. `lies`: the part of its groups that fail the audit. One that does not
-    `deliver` takes leases and submits nothing; if it `pretends`, it says and shows progress all the same. `network` and
-    `address` are where they ask from. One dies without a word after about `lives_s`, and is back `away_s` later: with
-    its key, or, if it is banned and `fresh_keys`, with a new one."""
+    """Times are means; each worker's pace is its own, and `spread` says how much they differ. `proven`: past probation
+    when they arrive. `lies`: the part of its groups that fail the audit. One that does not `deliver` takes leases and
+    submits nothing; if it `pretends`, it shows progress all the same. `network` and `address` are where they ask from.
+    One dies after about `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with
+    a new one."""
 
     count: int
     group_s: float = 60.0
@@ -59,11 +55,10 @@ class WorkerKind:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run of `seconds` simulated seconds at the most.
-
-    Workers arrive within `arrive_s`. Each of `validators` needs `audit_s` for a group and claims `claims` at a time;
-    one group in `equal` teaches nothing. The trainer needs `train_s` for a step and dies in the middle of one step in
-    `trainer_dies`. The hub is stopped every `restarts_s` and is back after `down_s`."""
+    """A run of at most `seconds` simulated seconds. Workers arrive within `arrive_s`. Each of `validators` needs
+    `audit_s` for a group and claims `claims` at a time; one group in `equal` teaches nothing. The trainer needs
+    `train_s` for a step and dies in the middle of one step in `trainer_dies`. The hub is stopped every `restarts_s` and
+    is back after `down_s`."""
 
     crews: tuple[WorkerKind, ...]
     seed: int = 0
@@ -111,8 +106,7 @@ class HubDown(Exception):
 
 
 class WaitingActor(Protocol):
-    """Somebody who asked in vain, and waits again if asking is in vain again. `kind` tells those apart whom the hub
-    treats differently."""
+    """Waits again if asking is in vain again. `kind`: whom the hub treats differently."""
 
     @property
     def kind(self) -> str: ...
@@ -134,19 +128,16 @@ class World:
     """One simulated run in `folder` (which holds the run's secret only)."""
 
     def __init__(self, folder: Path, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.random = random.Random(scenario.seed)
-        self.clock = ManualClock()
-        self.storage = SqliteStorage(None)
-        self.blobs = MemoryBlobs()
+        self.scenario, self.random = scenario, random.Random(scenario.seed)
+        self.clock, self.storage = ManualClock(), SqliteStorage(None)
+        self.blobs = MemoryBlobs()  # a simulated hour submits hundreds of thousands, and trains on none of them
         self.counts: Counter[str] = Counter()
         self.receipts: dict[str, Receipt] = {}
         self.lies: set[str] = set()
         self.batches: dict[int, Batch] = {}
-        self.events = 0
+        self.events = self._made = 0
         self._began_ms = self._now_ms = self.clock.now_ms()
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
-        self._made = 0
         self._waiting: dict[Topic, deque[WaitingActor]] = {topic: deque() for topic in Topic}
         self._seen: dict[Topic, int] = {}
         self._due: set[Topic] = set()
@@ -189,8 +180,7 @@ class World:
         if self._hub is not None:
             self._hub.posting.post()
         with self.storage.read() as reader:
-            last = reader.ledger_last()
-            steps = reader.progress().next_step
+            last, steps = reader.ledger_last(), reader.progress().next_step
         return SimulationResult(self.now_s, self.events, steps, last.hash if last else "", dict(self.counts))
 
     @property
@@ -299,8 +289,6 @@ class World:
 
 
 class NumberedTasks:
-    """Tasks without content: nobody generates anything here."""
-
     name = "numbers"
     digest = "ab" * 32
 
