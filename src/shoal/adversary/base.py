@@ -180,8 +180,7 @@ class Worth:
         self._loot = loot
 
     def of(self, prompt_ids: Sequence[int]) -> Callable[[Completion], float]:
-        task = self.task(prompt_ids)
-        if task is None:
+        if (task := self.task(prompt_ids)) is None:
             return likelihood
         environment, tokenizer = _environment(self._loot.environment), self.tokenizer
 

@@ -40,8 +40,7 @@ def known_root(urls: Sequence[str], given: str | None) -> str | None:
 
 def remember_root(url: str, root_fingerprint: str) -> None:
     known, address = _load(), _address(url)
-    before = known.get(address, root_fingerprint)
-    if before != root_fingerprint:
+    if (before := known.get(address, root_fingerprint)) != root_fingerprint:
         log.warning("%s had the root key %s until now; by your join URL it is %s", url, before, root_fingerprint)
     make_home()
     write_atomically(_path(), json.dumps({**known, address: root_fingerprint}, indent=2).encode() + b"\n", mode=0o600)

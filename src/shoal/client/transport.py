@@ -257,8 +257,7 @@ class Transport:
 
     def _learn_time(self, request: httpx.Request, content: bytes) -> None:
         """Go by the hub's clock from now on, if it has refused this very request for its date and has signed that."""
-        problem = _problem(content)
-        if problem is None or problem.clock is None:
+        if (problem := _problem(content)) is None or problem.clock is None:
             return
         try:
             clock = open_document(problem.clock, HubClock, self.run().hub_keys)

@@ -307,8 +307,7 @@ class Checked:
 
 def begun(rows: Rows, needs_documents: bool) -> Checked:
     """The run and its root key, as row 0 has them: the run's id holds the key's fingerprint."""
-    first = next(rows.entries(), None)
-    if first is None:
+    if (first := next(rows.entries(), None)) is None:
         raise LedgerError(f"the ledger at {rows.label} is empty: not even the run is written down")
     run, root = first.body.get("run"), first.body.get("root_key")
     if first.kind != "run" or not isinstance(run, str) or not isinstance(root, str):

@@ -52,8 +52,7 @@ def _inflate(data: bytes, limits: BodyLimits, exactly: bool = False) -> bytes:
         frame = zstandard.get_frame_parameters(data)
     except zstandard.ZstdError as error:
         raise CodecError(f"the body is not a zstd frame: {error}") from error
-    declared = frame.content_size
-    if declared == zstandard.CONTENTSIZE_UNKNOWN:
+    if (declared := frame.content_size) == zstandard.CONTENTSIZE_UNKNOWN:
         raise CodecError("the zstd frame does not declare its size")
     if declared > limits.inflated_bytes or (exactly and declared != limits.inflated_bytes):
         most = "exactly" if exactly else "at most"

@@ -281,8 +281,7 @@ def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
 
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
     """A connection to the first address that answers, of those that were checked."""
-    inside = way_out(host, port)
-    if inside is None:
+    if (inside := way_out(host, port)) is None:
         return first_answer(addresses(host, port, reach), port, timeout_s)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
@@ -303,8 +302,7 @@ def first_answer(found: list[str], port: int, timeout_s: float) -> socket.socket
 
 def way_out(host: str, port: int) -> Path | None:
     """In a sandbox the socket that leads to an address (`runtime.forwarder`), or a refusal; None outside."""
-    folder = os.environ.get(SANDBOX)
-    if not folder:
+    if not (folder := os.environ.get(SANDBOX)):
         return None
     path = Path(folder) / socket_name(host, port)
     if not path.is_socket():

@@ -167,8 +167,7 @@ class PayloadCache:
         self._made = {target.policy.digest: made}  # an engine is never further back than one version
 
     def is_whole(self, ref: PolicyRef) -> bool:
-        manifest = self.held().get(ref.digest)
-        if manifest is None:
+        if (manifest := self.held().get(ref.digest)) is None:
             return False
         scratch = memoryview(bytearray(manifest.chunk_size_bytes))
         with self._path(ref.digest, "bin").open("rb", buffering=0) as file:

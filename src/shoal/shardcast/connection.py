@@ -149,8 +149,7 @@ class Connection:
         hashed = 0
         while self._filled < buffer.nbytes:
             filled = self._filled
-            received = self._receive(buffer[filled : filled + RECEIVE_BYTES], deadline)
-            if received == 0:
+            if (received := self._receive(buffer[filled : filled + RECEIVE_BYTES], deadline)) == 0:
                 raise self._broken(f"closed the connection after {filled} of {buffer.nbytes} bytes")
             self._filled = filled + received
             # in pieces large enough for a fast hash, and small enough to be still in the processor's cache
@@ -240,8 +239,7 @@ class Connection:
         while b"\r\n\r\n" not in head:
             if len(head) >= MAX_ANSWER_HEAD_BYTES:
                 raise self._broken("sends an endless answer head")
-            received = self._receive(piece[: MAX_ANSWER_HEAD_BYTES - len(head)], deadline)
-            if received == 0:
+            if (received := self._receive(piece[: MAX_ANSWER_HEAD_BYTES - len(head)], deadline)) == 0:
                 raise self._broken("closed the connection without an answer")
             head += piece[:received]
         text, self._early = head.split(b"\r\n\r\n", 1)

@@ -98,8 +98,7 @@ class Content:
             except ValidationError as error:
                 raise BroadcastError(f"{name!r} cannot be published: {first_problem(error)}") from error
             offset += size
-        problem = entries_problem(tuple(entries), offset)
-        if problem:
+        if problem := entries_problem(tuple(entries), offset):
             raise BroadcastError(f"these files and tensors cannot be published: {problem}")
         return cls(tuple(entries), [span for _, _, span in parts])
 

@@ -143,8 +143,7 @@ class Downloader:
         deadline = Deadline(deadline_s)
         with self._turn(deadline, f"policy {ref.label}", background):
             self._scores.restore()
-            manifest = self._cache.manifest(ref)
-            if manifest is None:
+            if (manifest := self._cache.manifest(ref)) is None:
                 manifest, data = self._lookup.manifest(ref, deadline.tighter(self._settings.patience_s))
                 if self._is_too_large(manifest):
                     raise ManifestRefused(

@@ -73,8 +73,7 @@ class Lookup:
         answered = False
         refusal: ManifestRefused | None = None
         while not (deadline.passed() or self._stop.is_set()):
-            source = self._scores.choose()
-            if source is None:
+            if (source := self._scores.choose()) is None:
                 if refusal is not None and not self._scores.usable():
                     raise refusal
                 self._stop.wait(PAUSE_S)
@@ -168,8 +167,7 @@ class Lookup:
 
     def _ask_manifest(self, source: str, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
         target, connection = manifest_key(ref.place), self._connections.to(source)
-        data = get_document(connection, target, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
-        if data is None:
+        if (data := get_document(connection, target, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))) is None:
             return None
         manifest = read_manifest(data, self.run, self._trusted_key)
         if manifest.policy != ref:

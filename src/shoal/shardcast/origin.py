@@ -274,8 +274,7 @@ class Origin:
         )  # fmt: skip
 
     def _published(self, place: Place) -> PolicyManifest | None:
-        data = self._tree.read(manifest_key(place))
-        if data is None:
+        if (data := self._tree.read(manifest_key(place))) is None:
             return None
         if place not in self._read or self._read[place][0] != data:
             self._read[place] = data, manifests.read_manifest(data, self._run, self._key.public_key)

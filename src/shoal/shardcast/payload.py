@@ -131,8 +131,7 @@ def read_fully(descriptor: int, offset: int, buffer: memoryview) -> bool:
     """Fill `buffer` from a file; false if it ends before."""
     filled = 0
     while filled < buffer.nbytes:
-        count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
-        if count == 0:
+        if (count := os.preadv(descriptor, [buffer[filled:]], offset + filled)) == 0:
             return False
         filled += count
     return True

@@ -384,16 +384,14 @@ class Plan:
     def see(self, source: str, place: Place, body: bytes | None, asked_s: float, now_s: float) -> int:
         """Take HAVE and SOON, one bit per chunk, the least significant bit first (None: the source sends no maps). How
         much more there is to do now."""
-        version = self._versions.get(place)
-        if version is None:
+        if (version := self._versions.get(place)) is None:
             return 1
         before, half = self.map(source, version), -(-len(version.hashes) // 8)
         after = Map(asked_s=asked_s, mapless=True)
         if body is not None:
             after = Map(int.from_bytes(body[:half], "little"), int.from_bytes(body[half:], "little"), asked_s)
         self._maps[source, place] = after
-        grown = after.have.bit_count() - before.have.bit_count()
-        if grown > 0:
+        if (grown := after.have.bit_count() - before.have.bit_count()) > 0:
             self._progress_s = now_s
         return max(1, grown)
 

@@ -125,8 +125,7 @@ class ChunkPool:
         connection, misses = self._map_lines[source], 0
         while source in self._scores.kinds() and not self._closing.is_set():
             with self._lock:
-                question = self._plan.question(source)
-                if question is None:
+                if (question := self._plan.question(source)) is None:
                     self._question_there.wait(UNKNOWN_S)
                     continue
             asked_s, body = time.monotonic(), None
@@ -162,8 +161,7 @@ class ChunkPool:
     def _take(self) -> Flight | None:
         while not self._closing.is_set():
             with self._lock:
-                flight = self._plan.take(time.monotonic())
-                if flight is not None:
+                if (flight := self._plan.take(time.monotonic())) is not None:
                     return flight
                 self._idle += 1  # the more are idle, the more rarely each looks: it costs time
                 self._work_there.wait(TICK_S * self._idle if self._plan.pending() else None)

@@ -149,18 +149,15 @@ class Follower:
     def _poll(self) -> bool:
         """Whether something new was taken."""
         known = self._mirror.head
-        data = get_head(self._connection, known, self._config.long_poll_s, MANIFEST_S)
-        if data is None:
+        if (data := get_head(self._connection, known, self._config.long_poll_s, MANIFEST_S)) is None:
             self._say(f"{self._source} has nothing published yet")
             return False
         head, news, known = read_head(data, self._config.run, self._config.trusted_key), False, self._mirror.head
         check_not_rolled_back(head, known)
         if known is None or head.policy.place != known.policy.place:
-            manifest = self._get_manifest(head.policy.place)
-            if manifest is None:
+            if (manifest := self._get_manifest(head.policy.place)) is None:
                 raise BroadcastError(f"{self._source} names policy {head.policy.label}, but not its manifest")
-            news = self._mirror.adopt_head(head, data, manifest)
-            if news:
+            if news := self._mirror.adopt_head(head, data, manifest):
                 self._say(f"policy {head.policy.label} from {self._source}")
         # The manifests of older versions that are still offered; one that is not there is asked for later. One that
         # turns out to be no anchor makes the mirror want the one before it.
@@ -168,8 +165,7 @@ class Follower:
         while places := [place for place in self._mirror.missing_places() if place not in asked]:
             asked.update(places)
             for place in places:
-                older = self._get_manifest(place)
-                if older is not None:
+                if (older := self._get_manifest(place)) is not None:
                     self._mirror.adopt_manifest(place, older)
                     news = True
         return news
@@ -367,8 +363,7 @@ class Mirror(Catalogue):
         budget = None if settings.disk_budget_gb is None else int(settings.disk_budget_gb * 1e9)
         known = {place: self._manifests.get(place) for place in candidates}
         self._selection = manifests.select_versions(known, settings.kept_versions, budget)
-        problem = self._budget_problem(self._selection)
-        if problem != self._budget_problem(before):
+        if (problem := self._budget_problem(self._selection)) != self._budget_problem(before):
             log.warning("%s", problem or "the newest version fits into the disk budget again")
         gone = self._manifests.keys() - self._selection.wanted
         self._manifests = {place: one for place, one in self._manifests.items() if place not in gone}

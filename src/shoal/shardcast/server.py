@@ -363,8 +363,7 @@ class TreeServer:
         """A manifest or a chunk, which never change; waiting up to `hold_s` if it is on its way."""
         find, expects = self._catalogue.find, self._catalogue.expects
         await self._hold(request, key, self._limits.hold_s, lambda: find(key) is not None or not expects(key))
-        blob = find(key)
-        if blob is not None:
+        if (blob := find(key)) is not None:
             if await self._send_blob(blob, key, request):
                 return
             await asyncio.to_thread(self._catalogue.lost, key)
@@ -378,8 +377,7 @@ class TreeServer:
         if key == HEAD:
             after = parse_label(request.field("after"))
             await self._hold(request, HEAD, request.seconds("wait_s", MAX_WAIT_S), lambda: self._is_newer_than(after))
-        data = self._read(key)
-        if data is None or (key != HEAD and len(data) > MAX_WITNESS_BYTES):
+        if (data := self._read(key)) is None or (key != HEAD and len(data) > MAX_WITNESS_BYTES):
             await self._say(request, 404, "nothing has been published here yet")
             return
         await self._send(request, data, JSON, REPLACED)
@@ -412,8 +410,7 @@ class TreeServer:
         if not has_more():
             await self._hold(request, key, request.seconds("wait_s", MAX_HAVE_WAIT_S), has_more)
             await asyncio.sleep(HAVE_PAUSE_S)
-        inventory = self._catalogue.inventories.get(place)
-        if inventory is None:
+        if (inventory := self._catalogue.inventories.get(place)) is None:
             await self._say(request, 404, "there is no map of this version here")
             return
         await self._send(request, inventory.body(self._catalogue.announced()), BYTES)

@@ -149,8 +149,7 @@ class ChunkFiles(RawIOBase):
     def read_at(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on; several threads may. `DeltaRefused` if there is less."""
         while buffer.nbytes:
-            count = self._read_once(offset, buffer)
-            if count == 0:
+            if (count := self._read_once(offset, buffer)) == 0:
                 raise DeltaRefused("a version is shorter than its manifest says")
             offset, buffer = offset + count, buffer[count:]
 

@@ -23,8 +23,8 @@ PAGE = 1000
 
 def problems(world: World) -> list[str]:
     with world.storage.read() as reader:
-        found = [check(world, reader) for check in (_receipts, _units, _credit, _batches, _ledger)]
-        return [problem for problems in found for problem in problems]
+        found = (check(world, reader) for check in (_receipts, _units, _credit, _batches, _ledger))
+        return [sentence for sentences in found for sentence in sentences]
 
 
 def _receipts(world: World, reader: Reader) -> Iterator[str]:
@@ -45,8 +45,7 @@ def _units(world: World, reader: Reader) -> Iterator[str]:
         overtaken = holding.unit.state == UnitState.VOID and holding.unit.reason == VOID_STALE  # paid, not trained on
         if holding.unit.state != UnitState.LEASED and not overtaken:
             yield f"unit {holding.unit.unit} is {holding.unit.state.value} and leased to {holding.lease.node[:8]}"
-        node = reader.node(holding.lease.node)
-        if node is None or node.state == NodeState.BANNED:
+        if (node := reader.node(holding.lease.node)) is None or node.state == NodeState.BANNED:
             yield f"the banned node {holding.lease.node[:8]} holds lease {holding.lease.lease}"
     leased = [unit.unit for unit in reader.alive_units() if unit.state == UnitState.LEASED]
     yield from (f"unit {unit} is leased to nobody" for unit in leased if unit not in held)
@@ -82,8 +81,7 @@ def _credit(world: World, reader: Reader) -> Iterator[str]:
 def _batches(world: World, reader: Reader) -> Iterator[str]:
     trained: Counter[int] = Counter()
     for step, seen in world.batches.items():
-        batch = reader.batch(step)
-        if batch != seen:
+        if (batch := reader.batch(step)) != seen:
             yield f"the batch of step {step} has changed"
         for group in seen.groups:
             trained[group.unit] += 1

@@ -262,8 +262,7 @@ class SimulatedTrainer:
 
     def ask(self) -> None:
         step, world = self._version, self._world
-        batch = world.hub.training.batch(world.signed_in(self.node), step).batch
-        if batch is None:
+        if (batch := world.hub.training.batch(world.signed_in(self.node), step).batch) is None:
             world.wait(Topic.BATCHES, self)
             return
         known = world.batches.setdefault(step, batch)

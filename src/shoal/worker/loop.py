@@ -235,8 +235,7 @@ class Worker:
                 self._hear_of_policy(self._client.heartbeat(self.activity.heartbeat()))
                 if self._newest is None and not self._is_over:
                     self._stop.wait(PAUSE_S)
-        newest = self._newest
-        if newest is None or (self._is_over and self._behind):
+        if (newest := self._newest) is None or (self._is_over and self._behind):
             return False
         if not self._behind:
             return True
@@ -309,8 +308,7 @@ class Worker:
             if self._stop.is_set():
                 return
             patience_s = max(map(self._ends_at_s, self._of(policy))) - self._clock.monotonic_s()
-            loaded = self._load(policy, patience_s)
-            if loaded is not None:
+            if (loaded := self._load(policy, patience_s)) is not None:
                 self._generate(loaded)
             elif not self._stop.is_set():
                 self._release([held.lease.lease for held in self._of(policy)], f"policy {policy.label} not available")

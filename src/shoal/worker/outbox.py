@@ -88,8 +88,7 @@ class Outbox:
             return next((parcel for parcel in self._of(run) if parcel.path not in self._taken), None)
 
         with self._changed:
-            found = self._changed.wait_for(free, timeout_s)
-            if found is not None:
+            if (found := self._changed.wait_for(free, timeout_s)) is not None:
                 self._taken.add(found.path)
             return found
 
@@ -185,8 +184,7 @@ class Uploader:
 
     def _empty(self) -> None:
         while not self._end.is_set() and self.failure is None:
-            parcel = self._outbox.take(self._run, POLL_S)
-            if parcel is None:
+            if (parcel := self._outbox.take(self._run, POLL_S)) is None:
                 continue
             try:
                 self._send(parcel)

@@ -41,8 +41,7 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
         Address.parse(peer)
     settings, folder = RelaySettings.model_validate(request.settings), ensure_folder(request.directory)
     stop, run = begin(), None
-    data = Tree(folder).read(HEAD)
-    if data is not None:
+    if (data := Tree(folder).read(HEAD)) is not None:
         try:
             run = read_head(data, None, sources.key).run
         except ManifestRefused as error:
