@@ -31,10 +31,9 @@ def known_root(urls: Sequence[str], given: str | None) -> str | None:
     known = _load()
     roots = list(dict.fromkeys(known[address] for url in urls if (address := _address(url)) in known))
     if len(roots) > 1:
-        raise ConfigError(
-            f"{', '.join(urls)} were hubs of different runs ({', '.join(roots)}): give the addresses of one run, "
-            f"or its whole join URL; {_path()} is what is remembered"
-        )
+        what = f"{', '.join(urls)} were hubs of different runs ({', '.join(roots)})"
+        advice = f"give the addresses of one run, or its whole join URL; {_path()} is what is remembered"
+        raise ConfigError(f"{what}: {advice}")
     return roots[0] if roots else None
 
 
@@ -64,6 +63,5 @@ def _load() -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{_path()} is not a table of hub addresses and fingerprints; remove it to trust hubs anew"
-        ) from error
+        what = "is not a table of hub addresses and fingerprints; remove it to trust hubs anew"
+        raise ConfigError(f"{_path()} {what}") from error

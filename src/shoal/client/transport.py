@@ -146,9 +146,8 @@ class Transport:
             except _Again as failure:
                 urls = self.hubs.urls
                 if failure.is_page and not self.options.retries_pages and len(urls) == 1:
-                    raise HubUnreachable(
-                        f"{hub.url} {failure}; check the address, and whether a proxy or a network's login page answers"
-                    ) from failure
+                    advice = "check the address, and whether a proxy or a network's login page answers"
+                    raise HubUnreachable(f"{hub.url} {failure}; {advice}") from failure
                 tried_s = self.clock.monotonic_s() - began
                 pause = self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
                 if failure.elsewhere and self.hubs.failed(hub):
@@ -156,10 +155,10 @@ class Transport:
                     log.warning("the hub at %s does not answer (%s): asking %s", hub.url, failure, other)
                     pause = 0.0
                 if tried_s + pause > self.options.patience_s:
+                    who = f"the hub{'s' if len(urls) > 1 else ''} at {', '.join(urls)} ({call.method} {call.path})"
+                    advice = "check the address, that the hub is running, and this machine's network"
                     raise HubUnreachable(
-                        f"no usable answer from the hub{'s' if len(urls) > 1 else ''} at {', '.join(urls)} "
-                        f"({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
-                        "check the address, that the hub is running, and this machine's network"
+                        f"no usable answer from {who} for {tried_s:.0f} s: {failure}; {advice}"
                     ) from failure
                 if not told and tried_s >= self.options.tell_after_s:
                     log.warning("the hub at %s does not answer %s (%s); trying again", hub.url, call.path, failure)

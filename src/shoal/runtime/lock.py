@@ -33,10 +33,8 @@ class FolderLock:
                 holder = "unknown"
                 with contextlib.suppress(OSError):
                     holder = self._path.read_text().strip() or holder
-                raise ResourceError(
-                    f"the folder {self._path.parent} is in use by process {holder}; stop that one first, or use "
-                    "another folder"
-                )
+                advice = "stop that one first, or use another folder"
+                raise ResourceError(f"the folder {self._path.parent} is in use by process {holder}; {advice}")
         return self
 
     def release(self) -> None:

@@ -157,9 +157,7 @@ class TargetRefused(OSError):
     """A hub has named an address that it may not send this machine to."""
 
 
-_PRIVATE = tuple(
-    map(ipaddress.ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7"))
-)
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 _GLOBAL_IPV6, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
 # relays of 6to4 and Teredo, which carry an IPv4 address inside; examples in documents; two clouds' own services
 _NOBODYS = ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")
@@ -176,7 +174,7 @@ def nearness(address: str) -> Nearness:
         return Nearness.LOOPBACK
     if ip.is_link_local:
         return Nearness.LINK_LOCAL
-    if any(ip in network for network in _PRIVATE if network.version == ip.version):
+    if any(ip in network for network in map(ipaddress.ip_network, _PRIVATE) if network.version == ip.version):
         return Nearness.PRIVATE
     nobodys = any(ip in network for network in map(ipaddress.ip_network, _NOBODYS) if network.version == ip.version)
     outside = ip.version == 6 and ip not in _GLOBAL_IPV6
@@ -215,10 +213,8 @@ class Reach:
         near = nearness(address)
         if not self.allows(near):
             shown = host if host == address else f"{host} ({address})"
-            raise TargetRefused(
-                f"{shown} is a {near.word} address, and the hub is at a {self.nearest.word} one: it may not send this "
-                "machine there"
-            )
+            what = f"{shown} is a {near.word} address, and the hub is at a {self.nearest.word} one"
+            raise TargetRefused(f"{what}: it may not send this machine there")
 
 
 PUBLIC_ONLY = Reach(Nearness.PUBLIC)

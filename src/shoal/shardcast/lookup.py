@@ -248,7 +248,6 @@ def plan(
             heapq.heappush(frontier, (cost - ahead + manifest.size_bytes, next(order), ref, steps, manifest))
         for step in (Step(manifest, delta) for delta in manifest.deltas):
             if step.name not in closed:
-                heapq.heappush(
-                    frontier, (cost + step.delta.size_bytes, next(order), step.delta.base, (step, *steps), None)
-                )
+                further = cost + step.delta.size_bytes
+                heapq.heappush(frontier, (further, next(order), step.delta.base, (step, *steps), None))
     raise VersionNotFound(f"there is no route to policy {target.policy.label}: no anchor leads to it any more")

@@ -215,7 +215,9 @@ class Origin:
         n versions needs about log n deltas. All these bases lie on the route to the version before, unless an anchor
         lies between: its own delta leads there."""
         incarnation, version = draft.place
-        passed, chunked = route.manifests(), _chunked(route)
+        passed, anchor = route.manifests(), route.manifests()[0]
+        chunked = [(step.delta.chunks, step.manifest.chunk_size_bytes) for step in route.steps]
+        chunked.insert(0, (anchor.chunks, anchor.chunk_size_bytes))
         if any(manifest.entries != draft.content.entries for manifest in passed):
             return ()
         if not self._is_whole({chunk.hash: chunk for chunks, _ in chunked for chunk in chunks}):
@@ -320,10 +322,3 @@ class Origin:
             log.warning("old chunks are not removed this time: a manifest here cannot be read")
             return
         self._tree.remove_chunks_except({chunk.hash for manifest in known.values() for chunk in offered(manifest)})
-
-
-def _chunked(route: Route) -> list[tuple[Sequence[Chunk], int]]:
-    """The chunks of the anchor, then of every delta; with their size."""
-    anchor = route.manifests()[0]
-    steps = [(step.delta.chunks, step.manifest.chunk_size_bytes) for step in route.steps]
-    return [(anchor.chunks, anchor.chunk_size_bytes), *steps]

@@ -336,9 +336,8 @@ class Mirror(Catalogue):
                 return  # a version that was retired just now, or a chunk that is back already
             log.warning("chunk %s… has gone from this disk; it is fetched again", match[2][:16])
             self._complete.discard(match[2])
-            self.inventories = {
-                place: Inventory(offered(one), self._complete) for place, one in self._manifests.items()
-            }
+            known = self._manifests.items()
+            self.inventories = {place: Inventory(offered(one), self._complete) for place, one in known}
             self._want_all()
 
     def _read(self, data: bytes, place: Place) -> PolicyManifest:

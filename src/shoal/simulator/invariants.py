@@ -81,7 +81,7 @@ def _credit(world: World, reader: Reader) -> Iterator[str]:
 def _batches(world: World, reader: Reader) -> Iterator[str]:
     trained: Counter[int] = Counter()
     for step, seen in world.batches.items():
-        if (batch := reader.batch(step)) != seen:
+        if reader.batch(step) != seen:
             yield f"the batch of step {step} has changed"
         for group in seen.groups:
             trained[group.unit] += 1

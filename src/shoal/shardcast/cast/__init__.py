@@ -45,10 +45,8 @@ class Sources:
                 try:
                     keys.add(check_public_key(key.strip().lower()))
                 except ValueError as error:
-                    raise UserError(
-                        f"{text!r} does not end in a key: after # come the {PUBLIC_KEY_HEX} digits that "
-                        f"`shoal cast publish` prints ({error})"
-                    ) from error
+                    wanted = f"after # come the {PUBLIC_KEY_HEX} digits that `shoal cast publish` prints ({error})"
+                    raise UserError(f"{text!r} does not end in a key: {wanted}") from error
         if len(keys) != 1:
             wrong = "no URL names the publisher's key" if not keys else "the URLs name different keys"
             raise UserError(f"{wrong}: give the URL as `shoal cast publish` prints it, http://host:port/#KEY")

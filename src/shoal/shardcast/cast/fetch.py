@@ -147,9 +147,8 @@ class Delivery:
         known = self._delivered()
         strangers = [target for target in targets if target.is_file() and str(target) not in known]
         if strangers and not self._force:
-            raise UserError(
-                f"{strangers[0]} exists and was not fetched from here: move it away, give another -o, or add --force"
-            )
+            advice = "move it away, give another -o, or add --force"
+            raise UserError(f"{strangers[0]} exists and was not fetched from here: {advice}")
 
     def _remove_old(self, kept: set[str]) -> None:
         """Remove what an older version brought and this one lacks, unless it was changed since."""

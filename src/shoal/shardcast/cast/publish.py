@@ -61,10 +61,9 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
         try:
             socket.create_server((request.host, request.port)).close()
         except OSError as error:
-            raise ResourceError(
-                f"port {request.port} on {request.host} is taken: nothing was published; choose another with --port, "
-                f"or, if what runs there serves {request.directory}, add --no-serve"
-            ) from error
+            taken = f"port {request.port} on {request.host} is taken: nothing was published"
+            advice = f"choose another with --port, or, if what runs there serves {request.directory}, add --no-serve"
+            raise ResourceError(f"{taken}; {advice}") from error
     _publish(request, content, key, head, terminal)
     if not request.serve:
         terminal.say(
@@ -112,9 +111,8 @@ def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
     except OSError as error:
         raise UserError(f"{directory} cannot be published into: {error.strerror}") from error
     except ManifestRefused as error:
-        raise UserError(
-            f"what {directory} offers is not signed by this key: give the right one with --key, or another --dir"
-        ) from error
+        advice = "give the right one with --key, or another --dir"
+        raise UserError(f"what {directory} offers is not signed by this key: {advice}") from error
 
 
 def _publish(
