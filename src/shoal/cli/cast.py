@@ -38,7 +38,7 @@ def publish(
 ) -> None:
     """Publish a file or folder as the next version, and serve it."""
     from shoal.cli.printing import CastTerminal
-    from shoal.shardcast.cast.publish import PublishRequest, run_publish
+    from shoal.shardcast.cast.serve import PublishRequest, run_publish
 
     request = PublishRequest(path, directory, key, name, keep, serve, host, port)
     run_publish(request, lambda: _begin("cast"), CastTerminal())
@@ -58,7 +58,7 @@ def relay(
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
     from shoal.cli.printing import CastTerminal
-    from shoal.shardcast.cast.relay import RelayRequest, run_cast_relay
+    from shoal.shardcast.cast.serve import RelayRequest, run_cast_relay
 
     settings = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}
     request = RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, settings)

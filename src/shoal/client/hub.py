@@ -19,8 +19,7 @@ import httpx
 import shoal.protocol as wire
 from shoal import __version__
 from shoal.client.http import open_http
-from shoal.client.hubs import Hubs
-from shoal.client.transport import Call, ClientOptions, Known, Transport, parsed
+from shoal.client.transport import Call, ClientOptions, Hubs, Known, Transport, parsed
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, unpack

@@ -21,6 +21,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TypeVar
@@ -29,15 +31,22 @@ import httpx
 from pydantic import ValidationError
 
 from shoal.client.http import HEADERS, REACH
-from shoal.client.hubs import HubAddress, Hubs
 from shoal.client.trust import TrustedRun, open_run_info
-from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
+from shoal.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    ProtocolError,
+    ShutOut,
+    SignatureError,
+)
 from shoal.protocol import HubClock, Problem, Registration, SignedDocument, SigningKey, open_document, sign_request
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME, Message, first_problem
 from shoal.runtime.clock import Backoff, Clock
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, limited, read_body
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import Nearness, Reach, nearness_of_hub
+from shoal.runtime.targets import Nearness, Reach, TargetRefused, check_url, nearness_of_hub
 
 M = TypeVar("M", bound=Message)
 
@@ -50,6 +59,8 @@ HOUR_MS = 3_600_000
 MAX_CORRECTION_MS = 15 * HOUR_MS  # time zones reach 14: a clock of local time as if it were UTC is no further off
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
 REFRESH_S = 10.0  # whoever answers with one strange signature after another makes nobody ask for /run all the time
+FIRST_REST_S = 5.0
+LONGEST_REST_S = 300.0
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
 
@@ -93,6 +104,75 @@ class Call:
 
 
 RUN = Call("GET", "/run", max_bytes=2 * MIB)
+
+
+@dataclass(eq=False)
+class HubAddress:
+    url: str
+    named: bool = False  # by another hub, not by the user
+    verified: bool = False  # it was seen to belong to the run
+    failures: int = 0
+    rests_until_s: float = 0.0
+
+    def answered(self) -> None:
+        self.failures, self.rests_until_s = 0, 0.0
+
+
+class Hubs:
+    """The addresses of one run's hubs. One that does not answer rests, twice as long with every failure in a row; the
+    next that does not rest is asked, or, when all rest, the one whose rest ends first. Threads may share it."""
+
+    def __init__(self, urls: Sequence[str], clock: Clock) -> None:
+        if not urls:
+            raise ConfigError("no hub was given: give the run's join URL")
+        self._clock, self._lock = clock, threading.Lock()
+        self._known = [HubAddress(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self.present = self._known[0]
+
+    @property
+    def urls(self) -> list[str]:
+        with self._lock:
+            return [hub.url for hub in self._known]
+
+    def named(self, urls: Iterable[str]) -> None:
+        """Further addresses of the same run, behind those given; they replace those named before, but for the present
+        one."""
+        with self._lock:
+            known = {hub.url: hub for hub in self._known}
+            self._known = [hub for hub in self._known if not hub.named or hub is self.present]
+            for url in dict.fromkeys(url.rstrip("/") for url in urls):
+                with suppress(TargetRefused):
+                    check_url(url)
+                    hub = known.get(url) or HubAddress(url, named=True)
+                    self._known += [] if hub in self._known else [hub]
+
+    def failed(self, hub: HubAddress) -> bool:
+        """That one did not answer. True if another can be asked at once, which is then the present one."""
+        with self._lock:
+            hub.failures += 1
+            rest_s = min(FIRST_REST_S * 2 ** min(hub.failures - 1, 10), LONGEST_REST_S)
+            hub.rests_until_s = self._clock.monotonic_s() + rest_s
+            return self.present is not hub or self._move_on()  # another thread may have moved on already
+
+    def drop(self, hub: HubAddress) -> bool:
+        """Never ask that one again: it belongs to another run. False if there is no other, and it stays."""
+        with self._lock:
+            if self._known == [hub]:
+                return False
+            if self.present is hub:
+                self._move_on()
+            self._known = [each for each in self._known if each is not hub]
+            if self.present is hub:
+                self.present = self._known[0]
+            return True
+
+    def _move_on(self) -> bool:
+        """Make the next that does not rest the present one; False if all rest."""
+        now_s, index = self._clock.monotonic_s(), self._known.index(self.present)
+        order = [*self._known[index + 1 :], *self._known[: index + 1]]
+        rested = [hub for hub in order if hub.rests_until_s <= now_s]
+        self.present = rested[0] if rested else min(order, key=lambda hub: hub.rests_until_s)
+        return bool(rested)
 
 
 class _Again(Exception):

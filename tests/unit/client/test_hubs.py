@@ -27,8 +27,7 @@ from fake_run import (
 )
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
-from shoal.client.transport import LEAST_ATTEMPT_S
+from shoal.client.transport import FIRST_REST_S, LEAST_ATTEMPT_S, LONGEST_REST_S, Hubs
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, LeaseReply, LeaseRequest, Receipt, fingerprint, submission_digest
