@@ -30,17 +30,10 @@ from typing import TypeVar
 import httpx
 from pydantic import ValidationError
 
+from shoal import errors
 from shoal.client.http import HEADERS, REACH
 from shoal.client.trust import TrustedRun, open_run_info
-from shoal.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    ProtocolError,
-    ShutOut,
-    SignatureError,
-)
+from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
 from shoal.protocol import HubClock, Problem, Registration, SignedDocument, SigningKey, open_document, sign_request
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME, Message, first_problem
 from shoal.runtime.clock import Backoff, Clock
@@ -124,7 +117,7 @@ class Hubs:
 
     def __init__(self, urls: Sequence[str], clock: Clock) -> None:
         if not urls:
-            raise ConfigError("no hub was given: give the run's join URL")
+            raise errors.ConfigError("no hub was given: give the run's join URL")
         self._clock, self._lock = clock, threading.Lock()
         self._known = [HubAddress(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self.present = self._known[0]

@@ -39,18 +39,10 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
+from shoal.worker import settings as worker_settings
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.outbox import KeptHeads, Outbox, Parcel, Uploader
-from shoal.worker.settings import (
-    WorkerConfig,
-    WorkerSettings,
-    check_choices,
-    fitted,
-    identity,
-    refuse_too_large,
-    refuse_too_little_disk,
-    units_that_fit,
-)
+from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, fitted, identity, units_that_fit
 from shoal.worker.showing import ProgressSender
 
 log = logging.getLogger(__name__)
@@ -86,7 +78,7 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
 
 def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop: StopToken) -> None:
     run = client.run_info()
-    refuse_too_little_disk(run, config.folder, config.limits)
+    worker_settings.refuse_too_little_disk(run, config.folder, config.limits)
     warm_up(config.engine, config.settings.device)
     fit = _fit(config, client)
     refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # who is unfit leaves no trace
@@ -118,7 +110,7 @@ class NotTaken(Exception):
 def _fit(config: WorkerConfig, client: HubClient, closed: Collection[str] = ()) -> WorkerConfig:
     run = client.run_info()
     settings = fitted(config.settings, config.engine, run, closed)
-    refuse_too_large(run, settings.device, settings.dtype, config.limits)
+    worker_settings.refuse_too_large(run, settings.device, settings.dtype, config.limits)
     keep_to_share(kind_of(config.engine, settings.device, settings.dtype), settings.memory_share)
     return replace(config, settings=settings)
 
