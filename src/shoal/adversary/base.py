@@ -23,8 +23,7 @@ from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.engines.shelf import Fetch
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
-from shoal.protocol import Lease, PolicyRef, ProofParameters, Rollout, Submission, TensorView
-from shoal.protocol.submission import ShownProgress
+from shoal.protocol import Lease, PolicyRef, ProofParameters, Rollout, ShownProgress, Submission, TensorView
 from shoal.toploc import commit
 
 # What may give away tokens that the lease's seeds and policy do not give, whatever else is honest about them.
@@ -173,8 +172,7 @@ _listing = threading.Lock()
 
 
 class Worth:
-    """A completion's reward if the task can be found, else how likely the policy finds it. A lease gives away only
-    prompts, but a built-in environment is public, with its tasks and answers."""
+    """A completion's reward if the task can be found (built-in environments are public), else its likelihood."""
 
     def __init__(self, loot: Loot) -> None:
         self._loot = loot

@@ -28,8 +28,7 @@ TEXT_LIMIT = 200
 
 
 class Activity:
-    """What a role does or waits for, and its running totals. Threads may share it. What is not `busy_s` (inside `busy`)
-    is `idle_s`."""
+    """What a role does or waits for, and its totals, for any thread. `idle_s` is what is not `busy_s`."""
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
         self._clock, self._lock = clock, threading.Lock()

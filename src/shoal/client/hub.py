@@ -22,8 +22,7 @@ from shoal.client.http import open_http
 from shoal.client.transport import Call, ClientOptions, Hubs, Known, Transport, parsed
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
-from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, unpack
-from shoal.protocol.submission import ProgressReply, ShownProgress, submission_digest
+from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -66,8 +65,7 @@ class HubClient:
             self._transport.http.close()
 
     def patient(self, patience_s: float) -> HubClient:
-        """The same client with another patience, which also bounds an attempt (by half if there is another hub to ask);
-        it shares connections and trust, and need not be closed."""
+        """The same client with another patience; it shares connections and trust, and need not be closed."""
         other, transport = copy(self), self._transport
         options = transport.options.with_patience(patience_s, len(transport.hubs.urls))
         other._transport, other._owns_http = replace(transport, options=options), False
@@ -152,9 +150,9 @@ class HubClient:
     def release(self, release: wire.LeaseRelease) -> None:
         self._send("POST", "/leases/release", release)
 
-    def show(self, lease_id: str, progress: ShownProgress) -> ProgressReply:
+    def show(self, lease_id: str, progress: wire.ShownProgress) -> wire.ProgressReply:
         path = f"/leases/{quote(lease_id, safe='')}/progress"
-        return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), ProgressReply)
+        return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), wire.ProgressReply)
 
     def submit(self, lease_id: str, body: bytes) -> wire.Receipt:
         """Submit a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""

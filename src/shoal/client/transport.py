@@ -113,7 +113,7 @@ class HubAddress:
 
 class Hubs:
     """The addresses of one run's hubs. One that does not answer rests, twice as long with every failure in a row; the
-    next that does not rest is asked, or, when all rest, the one whose rest ends first. Threads may share it."""
+    next that does not rest is asked, or the one whose rest ends first. Threads may share it."""
 
     def __init__(self, urls: Sequence[str], clock: Clock) -> None:
         if not urls:
@@ -128,8 +128,7 @@ class Hubs:
             return [hub.url for hub in self._known]
 
     def named(self, urls: Iterable[str]) -> None:
-        """Further addresses of the same run, behind those given; they replace those named before, but for the present
-        one."""
+        """Further addresses behind those given; they replace those named before, but for the present one."""
         with self._lock:
             known = {hub.url: hub for hub in self._known}
             self._known = [hub for hub in self._known if not hub.named or hub is self.present]
@@ -169,8 +168,8 @@ class Hubs:
 
 
 class _Again(Exception):
-    """This attempt failed, another may not; `elsewhere`: at another hub, at once. `is_page`: somebody answered who is
-    no hub, nor a proxy that says that its hub is away (5xx)."""
+    """Another attempt may succeed; `elsewhere`: at another hub. `is_page`: who answered is no hub and no proxy of
+    one."""
 
     def __init__(self, why: str, after_s: float | None = None, elsewhere: bool = False, is_page: bool = False) -> None:
         super().__init__(why)
@@ -259,8 +258,7 @@ class Transport:
             return self.known.trusted or seen
 
     def admit(self, url: str, content: bytes, near: Nearness) -> None:
-        """Believe what the hub at `url`, which is so near, says of the run, or raise. A hub at a further address has to
-        describe the same run by the same root key."""
+        """Believe what the hub at `url`, which is so near, says of the run, or raise; all hubs say the same."""
         signed = parsed(SignedDocument, f"{url}/run", content)
         with self.known.changing:
             known = self.known.trusted

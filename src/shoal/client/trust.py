@@ -85,8 +85,7 @@ def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
 
 
 def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset[str] = frozenset()) -> TrustedRun:
-    """Follow the chain from the root key to the hub's signature, or raise `SignatureError`. `revoked` are keys that are
-    known to be so already; the description may name more."""
+    """Follow the chain from the root key to the hub's signature; keys in `revoked` are known to be so already."""
     try:
         claimed_root = check_public_key(str(signed.document.get("root_key")))
     except ValueError as error:

@@ -54,8 +54,7 @@ def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after
 
 @dataclass(frozen=True)
 class Pin:
-    """A head that a ledger must pass through, who vouches for it, as in `the manifest of policy 0.12`, and the signed
-    document that names it, if there is one."""
+    """A head that a ledger must pass through, where it is from, and the signed document that names it, if any."""
 
     head: LedgerHead
     source: str

@@ -63,8 +63,7 @@ class Keys:
 
 @dataclass
 class Proofs:
-    """Checks entries one by one, in order, after `Chain`. Without `needs_documents` everything is checked but the
-    documents themselves: a much weaker statement."""
+    """Checks entries in order, after `Chain`; without `needs_documents` all but the documents: far weaker."""
 
     keys: Keys
     chain: Chain

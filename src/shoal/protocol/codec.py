@@ -74,8 +74,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16"
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor without a tensor library, as it travels: raw little-endian bytes, borrowed. Types are named as in
-    safetensors."""
+    """A tensor as it travels: raw little-endian bytes, borrowed. Types are named as in safetensors."""
 
     name: str
     dtype: str

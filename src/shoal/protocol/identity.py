@@ -28,8 +28,7 @@ _SMALL_ORDER = frozenset({0, 1, _FIELD - 1, _ORDER_8, _FIELD - _ORDER_8})
 
 
 def check_public_key(public_key: str) -> str:
-    """Return the key (hex), or raise `ValueError` if it is no key, has another spelling, or is a point of small
-    order."""
+    """The key (hex); `ValueError` if it is no key, has another spelling, or is a point of small order."""
     if len(public_key) != PUBLIC_KEY_HEX or set(public_key) - set("0123456789abcdef"):
         raise ValueError(f"{public_key[:80]!r} is no public key: it has {PUBLIC_KEY_HEX} hex digits in lower case")
     y = int.from_bytes(bytes.fromhex(public_key), "little") & (2**255 - 1)

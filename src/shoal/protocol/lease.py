@@ -127,8 +127,7 @@ DIGEST_OR_NONE = rf"^$|{HEX_256}"
 
 
 class MeasuredKind(Message):
-    """The limits of one kind of worker. `caught`: which share of blocks they catch, by cheat; `tokens`: how many honest
-    tokens were measured."""
+    """Limits of one kind of worker, the share of blocks that they catch by cheat, and the honest tokens measured."""
 
     limits: dict[str, Any] = Field(max_length=64)
     caught: dict[Words, float] = Field(default={}, max_length=64)

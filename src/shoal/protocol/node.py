@@ -71,8 +71,7 @@ class Vouch(Document):
 
 
 class ModelSize(Message):
-    """How large a run's model is; 0 is unknown. No version takes more than `payload_bytes`, adapters and files
-    included."""
+    """0 is unknown. No version takes more than `payload_bytes`, adapters and files included."""
 
     parameters: int = Field(default=0, ge=0)
     payload_bytes: int = Field(default=0, ge=0)

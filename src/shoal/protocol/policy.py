@@ -56,9 +56,8 @@ def name_problem(name: str) -> str:
 
 
 class Entry(Message):
-    """One named span of the payload: a file (`config.json`) or a tensor (raw little-endian values). Entries lie back to
-    back in the order listed. A file may lie in folders (`onnx/model.bin`); no name can leave the folder it is unpacked
-    into."""
+    """A file or a tensor in the payload, back to back in this order. A file's name may have folders (`onnx/model.bin`),
+    and cannot leave the folder it is unpacked into."""
 
     name: Annotated[str, Field(min_length=1), AfterValidator(check_name)]
     type: Literal["file", "tensor"]
@@ -76,8 +75,7 @@ class Chunk(Message):
 
 
 class Delta(Message):
-    """A lossless difference to an earlier version, offered as chunks of its own; see `shoal.shardcast.delta`. Trusted
-    no further than its chunks' hashes: what it makes of the base must have the digest of the policy."""
+    """A lossless difference to an earlier version (`shoal.shardcast.delta`), offered as chunks of its own."""
 
     base: PolicyRef
     size_bytes: int = Field(gt=0)
@@ -94,9 +92,8 @@ class LedgerHead(Document):
 
 
 class PolicyManifest(Document):
-    """What one version consists of. Signed by the trainer's key; any static HTTP server can hand it out. `chunks` are
-    those of the whole payload, and prove it. They are offered for download only by an `anchor`; a version that is none
-    is reached from another one by its `deltas`."""
+    """What one version consists of, signed by the trainer. `chunks` are those of the whole payload; only an `anchor`
+    offers them for download. A version that is none is reached from another one by its `deltas`."""
 
     kind: ClassVar[str] = "policy-manifest"
     run: str

@@ -107,12 +107,8 @@ def document_hash(signed: SignedDocument | str) -> str:
     return hashlib.sha256(b"shoal/evidence/v1\n" + canonical_json(values)).hexdigest()
 
 
-HEADER_NODE = "shoal-node"
-HEADER_TIME = "shoal-time"
-HEADER_NONCE = "shoal-nonce"
-HEADER_SIGNATURE = "shoal-signature"
-HEADER_BODY = "shoal-body"
-HEADERS = (HEADER_NODE, HEADER_TIME, HEADER_NONCE, HEADER_BODY, HEADER_SIGNATURE)
+HEADERS = ("shoal-node", "shoal-time", "shoal-nonce", "shoal-body", "shoal-signature")
+HEADER_NODE, HEADER_TIME, HEADER_NONCE, HEADER_BODY, HEADER_SIGNATURE = HEADERS
 
 
 @dataclass(frozen=True)
@@ -162,8 +158,7 @@ def sign_request(key: SigningKey, run: str, method: str, target: str, body: byte
 def verify_request(
     public_key: str, run: str, method: str, target: str, signature: RequestSignature, now_ms: int
 ) -> None:
-    """Raise `SignatureError` unless this request was signed by `public_key` within the allowed skew. The caller still
-    has to refuse a nonce seen before, and another body (`verify_body`)."""
+    """Signed by `public_key` within the allowed skew? The caller still checks nonce and body (`verify_body`)."""
     check_date(signature, now_ms)
     verify(public_key, signature.signature, request_bytes(method, run, target, signature))
 

@@ -162,8 +162,8 @@ SHOWN_BYTES = 1024 * 1024
 
 
 class ShownChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Finished chunks of one rollout from token `start` on: `tokens` (uint32 LE), and their proofs back to back. A
-    chunk has `proof.rows` tokens; only the last one of a finished rollout may have fewer."""
+    """Finished chunks of one rollout from token `start` on, with their proofs. A chunk has `proof.rows` tokens; only
+    the last one of a finished rollout may have fewer."""
 
     rollout: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUP)]
     start: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEW_TOKENS)]

@@ -92,8 +92,7 @@ def _require_none(model: Any, keys: Keys, override: str) -> None:
 
 
 def _apply(tables: Tables, override: str) -> Keys:
-    """Put one `section.key=value` into the tables, or take a key out (`section.key=`, or `section.key=none`, which need
-    not be there); its keys."""
+    """Put one `section.key=value` into the tables, or take a key out (`=`, or `=none` if it need not be there)."""
     name, equals, text = override.partition("=")
     keys = tuple(part.strip() for part in name.split("."))
     if not equals or len(keys) < 2 or not all(keys):

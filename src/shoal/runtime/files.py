@@ -74,8 +74,7 @@ def make_private(path: Path) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """A descriptor to write a file where it is. A link or a device there is refused: what is written must not end up
-    elsewhere."""
+    """A descriptor to write a file where it is; a link or a device, which leads elsewhere, is refused."""
     descriptor = os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -103,13 +103,9 @@ class Derived:
 
 
 def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
-    """The settings for a run of that size.
-
-    * `policy_wait_s`: a whole policy over the link, and into the engine.
-    * `lease_s`: applying and loading a version; and four of them are a worker's first group (`FIRST_LEASE`).
-    * `lease_hard_s`: the longest group on the slowest worker, and the `lease_s` before its first token.
-    * `audit_s`: the policy, then the claim, which is of as many groups as take `CLAIM_S`.
-    """
+    """The settings for a run of that size. `policy_wait_s`: a whole policy over the link, and into the engine.
+    `lease_s`: applying and loading a version; four of them are a worker's first group. `lease_hard_s`: the longest
+    group on the slowest worker, and the `lease_s` before its first token. `audit_s`: the policy, then one claim."""
     small, gb = Derived(), size.payload_bytes / 1e9
     load_s = gb / speeds.load_gb_s
     wait_s = _at_least(small.policy_wait_s, MARGIN * (size.payload_bytes / speeds.link_bytes_s + load_s))

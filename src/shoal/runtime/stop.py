@@ -57,8 +57,7 @@ class Flag:
 
 
 class StopToken(Flag):
-    """Waiting on it is how a loop pauses: it ends at once when the process should stop. `hurry`: somebody does not want
-    to wait for an end in good order."""
+    """A loop pauses by waiting on it. `hurry`: somebody does not want to wait for an end in good order."""
 
     def __init__(self) -> None:
         super().__init__()

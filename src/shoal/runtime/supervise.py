@@ -74,8 +74,7 @@ ProcessState = Literal["running", "restarting", "resting", "given up"]
 
 @dataclass(frozen=True)
 class ProcessView:
-    """A process as people see it: for `since_s` seconds it has been in this state. `why`: how its last life ended, in
-    words that follow its name; empty in its first."""
+    """For `since_s` it has been in this state. `why`: how its last life ended: `was killed by SIGKILL`."""
 
     name: str
     state: ProcessState

@@ -40,8 +40,7 @@ Places = Mapping[str, tuple[Path, int]]  # chunk → the file where it may lie, 
 
 
 class Filling:
-    """Payloads and deltas being filled by one pool, as its `Keeper`. A chunk goes to every place that wants it;
-    `lying`: where it may lie on this disk already."""
+    """What one pool fills, as its `Keeper`: a chunk goes to every place that wants it; `lying`: where it may be."""
 
     def __init__(self) -> None:
         self._files: dict[Path, FileIO] = {}
@@ -118,8 +117,7 @@ class PayloadCache:
             self._forget(ref.digest)
 
     def adopt(self, manifest: PolicyManifest) -> bool:
-        """Take over a whole payload that an earlier process left; false if it is not here or damaged: its good chunks
-        are then used when it is filled."""
+        """Take over a payload that an earlier process left whole; false if it is not here or damaged."""
         if not self.is_whole(manifest.policy):
             self._reopen(manifest.policy.digest)
             return False
@@ -147,8 +145,7 @@ class PayloadCache:
         self._made.pop(digest, None)
 
     def travel(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
-        """Make the payload of the last step's version from that of `begin`; `DeltaRefused` if a chunk is not what was
-        signed."""
+        """Make the last step's payload from that of `begin`; `DeltaRefused` if it is not what was signed."""
         from shoal.shardcast.delta import make_payload  # needs numpy; a client that never sees a delta does not
 
         target = steps[-1].manifest
@@ -195,8 +192,7 @@ class PayloadCache:
             self._forget(digest)
 
     def make_room(self, target: PolicyManifest, route: Route, limits: MachineLimits) -> None:
-        """Before a byte is written, remove what the route does not need, the least recently used first; `ResourceError`
-        if it does not fit even so."""
+        """Remove what the route does not need, the least recently used first; `ResourceError` if it does not fit."""
         filling = {target.policy.digest, *(manifest.policy.digest for manifest in route.manifests())}
         needed = route.size_bytes + (target.size_bytes if route.steps else 0)
         needed += sum(path.stat().st_size for path in self._folder.glob("*.json") if path.stem in filling)

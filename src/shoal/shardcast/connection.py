@@ -70,8 +70,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a source may take to accept, and to send the next byte; `reach`: where sources may be (None:
-    anywhere)."""
+    """For a source to accept, and to send the next byte; `reach`: where sources may be (None: anywhere)."""
 
     connect_s: float = 3.0
     stall_s: float = 15.0

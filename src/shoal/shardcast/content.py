@@ -49,12 +49,7 @@ Span = memoryview | FileSpan
 
 
 class Content:
-    """A payload to be published: `Content.of(files, tensors)`, or `Content.at(path)` for a file or a folder.
-
-    >>> content = Content.of({"config.json": b"{}"})
-    >>> content.size_bytes, [bytes(part) for part in content.cut(1)]
-    (2, [b'{', b'}'])
-    """
+    """A payload to be published: `Content.of(files, tensors)`, or `Content.at(path)` for a file or a folder."""
 
     def __init__(self, entries: tuple[Entry, ...], spans: Sequence[Span]) -> None:
         self.entries, self._spans = entries, list(spans)
@@ -177,11 +172,7 @@ THREADS = min(16, os.cpu_count() or 1)  # hashing, comparing, compressing and wr
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
-    """`work` of every item, in the items' order. What one of them raises is raised here, and no more are begun.
-
-    >>> list(in_order(len, ["a", "bb", "ccc"]))
-    [1, 2, 3]
-    """
+    """`work` of every item, in the items' order. What one of them raises is raised here, and no more are begun."""
     waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="in-order") as pool:
         try:

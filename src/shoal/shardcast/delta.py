@@ -118,8 +118,7 @@ class Change:
         return cls(count, gap_planes, [_exactly(file, size) for size in sizes])
 
     def apply(self, target: memoryview, width: int, fast: bool = False) -> Integers:
-        """Turn the old values in `target` into the new ones, in place; the positions that changed, ascending.
-        `DeltaRefused` if the block is damaged; then `target` may be half changed."""
+        """Change the values in `target` in place; the positions, ascending. `target` is spoilt by a `DeltaRefused`."""
         if self.count == 0:
             return np.empty(0, np.int64)
         planes = np.empty((len(self.planes), self.count), np.uint8)

@@ -138,8 +138,7 @@ class Downloader:
     def fetch(
         self, ref: PolicyRef, deadline_s: float, on_progress: OnProgress | None = None, background: bool = False
     ) -> Payload:
-        """The payload of `ref`, verified. A fetch in the background gives way to one that somebody waits for; what it
-        has fetched is not lost."""
+        """The payload of `ref`, verified. One in the background gives way to one that somebody waits for."""
         deadline = Deadline(deadline_s)
         with self._turn(deadline, f"policy {ref.label}", background):
             self._scores.restore()

@@ -38,8 +38,7 @@ class PoolSettings:
 
     @classmethod
     def throttled(cls, rate_bytes_s: float | None, reach: Reach | None = None) -> PoolSettings:
-        """At most so many bytes per second in all, over so few connections that each is worth having; no source is left
-        because this side is slow."""
+        """With so few connections that each is worth having; no source is left because this side is slow."""
         if rate_bytes_s is None:
             return cls(timeouts=Timeouts(reach=reach))
         connections = max(1, min(cls.connections, int(rate_bytes_s / FLIGHT_BYTES_S)))

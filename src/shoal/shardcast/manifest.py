@@ -49,11 +49,7 @@ def offered(manifest: PolicyManifest) -> tuple[Chunk, ...]:
 
 
 def chunk_size_for(size_bytes: int) -> int:
-    """Chunks that suit a payload: about a hundred of them, so that several sources can share the work.
-
-    >>> chunk_size_for(600_000), chunk_size_for(512 * MIB)
-    (262144, 4194304)
-    """
+    """About a hundred chunks of a payload, so that several sources can share the work; of 256 KiB to 4 MiB each."""
     size = MIN_CHUNK_BYTES
     while size < CHUNK_SIZE_BYTES and size * CHUNKS_WANTED < size_bytes:
         size *= 2
@@ -69,8 +65,7 @@ def manifest_hash(data: bytes) -> str:
 
 
 def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
-    """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run (None: for any), and
-    sound."""
+    """The manifest in `data`: sound, and signed by the trusted key for this run (None: for any)."""
     manifest = _opened(data, MAX_MANIFEST_BYTES, PolicyManifest, "a manifest", run, trusted_key)
     problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
     problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)

@@ -70,13 +70,7 @@ class Standing:
 
 
 class SourceScores:
-    """What is known of each source. Used from many threads. What is said of a source that is gone does no harm.
-
-    >>> scores = SourceScores(["http://a:8471", "http://b:8471"], last_resort=["http://origin:8471"])
-    >>> scores.drop("http://a:8471", "sent a corrupt chunk")
-    >>> scores.choose()
-    'http://b:8471'
-    """
+    """What is known of each source. Used from many threads. What is said of a source that is gone does no harm."""
 
     def __init__(
         self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = (),
@@ -117,8 +111,7 @@ class SourceScores:
             return {source: copy(one) for source, one in scores if not one.dropped and one.resting_until_s <= now_s}
 
     def choose(self) -> str | None:
-        """A source to ask now, drawn by weight; None if all rest or are dropped. A last resort only where there is no
-        other."""
+        """A source to ask now, drawn by weight; a last resort only if no other is ready."""
         ready = self.ready()
         chosen = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT} or ready
         return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None
@@ -158,7 +151,6 @@ class SourceScores:
                 score.failures += 1
 
     def restore(self) -> None:
-        """Forgive those that were dropped."""
         with self._lock:
             for score in self._scores.values():
                 score.dropped = False
@@ -396,8 +388,7 @@ class Plan:
         return max(1, grown)
 
     def question(self, source: str) -> Question | None:
-        """Of the maps that may still grow, this source is asked for the one asked for longest ago; several are held for
-        a shorter time each."""
+        """Of the maps that may still grow the one asked for longest ago; several are held for a shorter time each."""
         growing = [
             (seen.asked_s or 0.0, version, seen.have.bit_count())
             for version in self._versions.values()

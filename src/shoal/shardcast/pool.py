@@ -83,7 +83,6 @@ class ChunkPool:
             return self._plan.pending()
 
     def progress(self) -> tuple[int, int]:
-        """As in `Plan.progress`."""
         with self._lock:
             return self._plan.progress()
 
@@ -170,8 +169,8 @@ class ChunkPool:
         return None
 
     def _carry_out(self, flight: Flight, connections: Connections, buffer: memoryview) -> Flight | None:
-        """One attempt at one chunk; perhaps the next one, chosen before this one is kept: whoever hears that this one
-        has arrived then hears what is fetched next, and fetches something else."""
+        """One attempt at one chunk; perhaps the next one, chosen before this one is kept: a peer that hears of this one
+        then hears of that, too, and fetches something else."""
         following, done, may_keep = None, False, False
         try:
             if not flight.source or self._fetch(flight, connections.to(flight.source), buffer):

@@ -85,8 +85,7 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
 
 
 class Follower:
-    """A thread that asks one upstream or peer for newer heads. `instance`: who this relay is. `error`: what it ended
-    by: a full disk, or a bug."""
+    """Asks one upstream or peer for newer heads. `instance`: this relay's. `error`: what the thread ended by."""
 
     def __init__(self, source: str, config: RelayConfig, mirror: Mirror, instance: str, stop: StopToken) -> None:
         self._source, self._config, self._mirror, self._instance, self._stop = source, config, mirror, instance, stop

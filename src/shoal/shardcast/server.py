@@ -69,13 +69,7 @@ class Blob(NamedTuple):
 
 
 class Inventory:
-    """Which chunks of one version are here. One thread adds at a time; any thread may read.
-
-    >>> chunks = [Chunk(hash=character * 64, size_bytes=1) for character in "aba"]
-    >>> inventory = Inventory(chunks)
-    >>> inventory.add("a" * 64), inventory.count, inventory.body(soon=["b" * 64])
-    (True, 2, b'\\x05\\x02')
-    """
+    """Which chunks of one version are here. One thread adds at a time; any thread may read."""
 
     def __init__(self, chunks: Sequence[Chunk], here: Container[str] = ()) -> None:
         self._size_bytes, self._have = -(-len(chunks) // 8), 0
@@ -158,7 +152,6 @@ class Catalogue:
         self.inventories: dict[Place, Inventory] = {}  # which chunks are here, of the versions known here
 
     def find(self, key: str) -> Blob | None:
-        """The bytes of this name, if they may be served now."""
         path = self._tree.path(key)
         with contextlib.suppress(FileNotFoundError):
             return Blob(path, path.stat().st_size)

@@ -34,8 +34,7 @@ _ROLLOUT = Rollout(tokens=_TOKENS, logprobs=protocol.pack_logprobs([-0.5] * TOKE
 
 @dataclass
 class Generating:
-    """A lease at work: its document, when it will be done (or was begun, by one who does not deliver), and how many of
-    its rollouts the hub was shown."""
+    """A lease, when it will be done (or was begun, if it is not delivered), and the rollouts shown so far."""
 
     lease: dict[str, Any]
     at_s: float

@@ -81,8 +81,7 @@ class Outbox:
             return self._of(run)
 
     def take(self, run: str, timeout_s: float) -> Parcel | None:
-        """The oldest parcel of a run that nobody has taken, waiting for one to be put. Whoever takes it ends with
-        `remove` or `put_back`; a crash puts everything back."""
+        """The oldest free parcel of a run, once there is one. Whoever takes it ends with `remove` or `put_back`."""
 
         def free() -> Parcel | None:
             return next((parcel for parcel in self._of(run) if parcel.path not in self._taken), None)

@@ -82,8 +82,7 @@ def identity(folder: Path) -> SigningKey:
 
 
 def fitted(settings: WorkerSettings, engine: str, run: RunInfo, closed: Collection[str] = ()) -> WorkerSettings:
-    """The settings with the device and the number format chosen, before anything is downloaded; none of `closed`. A
-    `ConfigError` if the run's validators can judge nothing that this machine computes."""
+    """The device and the number format chosen, none of `closed`; `ConfigError` if the run takes none of them."""
     taken = [kind for kind in run.profiles if kind.partition("/")[2] not in closed]
     device, dtype = choose(engine, settings.device, settings.dtype, taken)
     log.info("computing on %s in %s (the run takes %s)", device, dtype, ", ".join(run.profiles))

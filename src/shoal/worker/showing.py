@@ -23,8 +23,7 @@ from shoal.client import HubClient
 from shoal.engines import Chunks, Completion
 from shoal.engines.protocol import OnChunks
 from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
-from shoal.protocol import HeartbeatReply, Lease, pack_tokens
-from shoal.protocol.submission import ShownChunks, ShownProgress
+from shoal.protocol import HeartbeatReply, Lease, ShownChunks, ShownProgress, pack_tokens
 from shoal.runtime.clock import Clock, SystemClock
 
 log = logging.getLogger(__name__)

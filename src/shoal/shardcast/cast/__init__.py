@@ -30,11 +30,7 @@ class Sources:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Sources:
-        """`http://host:8471/#KEY`; of several URLs one at least carries the key, and none another one.
-
-        >>> Sources.parse(["http://a:8471/#" + "ab" * 32, "http://b:8471"]).urls
-        ('http://a:8471', 'http://b:8471')
-        """
+        """From `http://host:8471/#KEY`; of several URLs one at least carries the key, and none another one."""
         urls: dict[str, None] = {}
         keys: set[str] = set()
         for text in texts:
