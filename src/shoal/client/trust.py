@@ -4,22 +4,35 @@
                               ├──────────► trainer key ─signs─► policies
                               └──────────► validator keys ─sign─► verdicts
 
-Without a pinned fingerprint the first answer is believed ("trust on first use"), and its root key pinned from then on
-(`known_hubs`). A key that the run has revoked speaks for nobody.
+Without a pinned fingerprint the first answer is believed ("trust on first use"), and its root key remembered for the
+address that the user gave, which is known before the hub says anything:
+
+    ~/.shoal/known_hubs.json     {"http://hub.example:8470": "3540507c6be2367e4e0cb29ab5dfd722f330bda3"}
+
+A fingerprint in the join URL is the user's own word: it wins over the memory, and replaces it once the hub has proven
+it. A key that the run has revoked speaks for nobody.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter
 
 from shoal.errors import ConfigError, ProtocolError, SignatureError
 from shoal.protocol import Role, RoleCertificate, RunInfo, SignedDocument, check_public_key, fingerprint, open_document
 from shoal.protocol.node import check_spoken
-from shoal.runtime.targets import PUBLIC_ONLY, Reach, is_address
+from shoal.runtime.files import home, make_home, write_atomically
+from shoal.runtime.targets import DEFAULT_PORTS, PUBLIC_ONLY, Reach, is_address
+
+log = logging.getLogger(__name__)
 
 FINGERPRINT_HEX = 40
 RUN_SUFFIX_HEX = 12
@@ -112,3 +125,46 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
         why = "was revoked" if signed.signed_by in revoked else "is not certified by the run's root key"
         raise SignatureError(f"the hub's key {signed.signed_by[:16]}… {why}; ask the run's owner for the join URL")
     return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)
+
+
+def known_root(urls: Sequence[str], given: str | None) -> str | None:
+    """The root fingerprint to insist on: the one given, else the one remembered for these addresses, else none."""
+    if given is not None:
+        return given
+    known = _load()
+    roots = list(dict.fromkeys(known[address] for url in urls if (address := _address(url)) in known))
+    if len(roots) > 1:
+        what = f"{', '.join(urls)} were hubs of different runs ({', '.join(roots)})"
+        advice = f"give the addresses of one run, or its whole join URL; {_path()} is what is remembered"
+        raise ConfigError(f"{what}: {advice}")
+    return roots[0] if roots else None
+
+
+def remember_root(url: str, root_fingerprint: str) -> None:
+    known, address = _load(), _address(url)
+    if (before := known.get(address, root_fingerprint)) != root_fingerprint:
+        log.warning("%s had the root key %s until now; by your join URL it is %s", url, before, root_fingerprint)
+    make_home()
+    write_atomically(_path(), json.dumps({**known, address: root_fingerprint}, indent=2).encode() + b"\n", mode=0o600)
+
+
+def _address(url: str) -> str:
+    """One spelling for one address: `HTTP://Hub.Example:80/` as `http://hub.example:80`."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host.rstrip(".")
+    return f"{parts.scheme}://{host}:{parts.port or DEFAULT_PORTS.get(parts.scheme, 0)}{parts.path.rstrip('/')}"
+
+
+def _path() -> Path:
+    return home() / "known_hubs.json"
+
+
+def _load() -> dict[str, str]:
+    try:
+        return TypeAdapter(dict[str, str]).validate_json(_path().read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        what = "is not a table of hub addresses and fingerprints; remove it to trust hubs anew"
+        raise ConfigError(f"{_path()} {what}") from error

@@ -21,8 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, TrustedRun
-from shoal.client.known_hubs import known_root
-from shoal.client.trust import one_run
+from shoal.client.trust import known_root, one_run
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
 from shoal.protocol import RunInfo, SigningKey
 from shoal.protocol.signing import MAX_SKEW_MS

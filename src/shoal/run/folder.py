@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal import protocol
 from shoal.client import split_join_url
-from shoal.client.known_hubs import known_root
-from shoal.client.trust import run_id
+from shoal.client.trust import known_root, run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
 from shoal.runtime.clock import SystemClock

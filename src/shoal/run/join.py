@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.client import HubClient
-from shoal.client.known_hubs import known_root, remember_root
-from shoal.client.trust import one_run
+from shoal.client.trust import known_root, one_run, remember_root
 from shoal.errors import ResourceError, UserError
 from shoal.run.folder import hub_of
 from shoal.run.roles import begin

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.client import HubClient, split_join_url
-from shoal.client.known_hubs import known_root
+from shoal.client.trust import known_root
 from shoal.client.weights import downloader_of
 from shoal.engines import build, choose, kind_of
 from shoal.engines.registry import resolved

@@ -31,7 +31,7 @@ from shoal.engines.memory import keep_to_share
 from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
-from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
+from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
@@ -136,13 +136,11 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
             engine.memory_bytes = config.limits.memory_bytes
         return engine
 
-    def check(files: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
-        check_policy(config.engine, files, entries, device, dtype, config.limits.memory())
-
-    def engine(files: Mapping[str, bytes]) -> Engine:
-        return conduct.engine(make(files), Loot(files, environment, make))
-
-    return EngineShelf(conduct.fetch(fetch), engine, LOADED_POLICIES, check=check)
+    return EngineShelf(
+        conduct.fetch(fetch), lambda files: conduct.engine(make(files), Loot(files, environment, make)),
+        LOADED_POLICIES,
+        check=lambda files, entries: check_policy(config.engine, files, entries, device, dtype, config.limits.memory()),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

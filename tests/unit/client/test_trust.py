@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from fake_run import CERTIFICATES, HUB, ROOT, RUN, STRANGER, TRAINER, VALIDATOR, certificate, run_info, signed
 
-from shoal.client.known_hubs import known_root, remember_root
-from shoal.client.trust import open_run_info, split_join_url
+from shoal.client.trust import known_root, open_run_info, remember_root, split_join_url
 from shoal.errors import ConfigError, ProtocolError, SignatureError
 from shoal.protocol import SignedDocument, fingerprint
 
