@@ -226,16 +226,13 @@ class Mirror(Catalogue):
     def health(self) -> dict[str, Any]:
         head, problem = self.head, self._budget_problem(self._selection)
         return {
-            "ok": not problem,
-            **({"problem": problem} if problem else {}),
-            **super().health(),
-            "head": None if head is None else head.policy.label,
-            "missing_versions": len(self.missing_places()),
+            "ok": not problem, **({"problem": problem} if problem else {}), **super().health(),
+            "head": None if head is None else head.policy.label, "missing_versions": len(self.missing_places()),
             "missing_chunks": sum(chunk_hash not in self._complete for chunk_hash in self._sizes),
             "disk_bytes": sum(size for chunk_hash, size in self._sizes.items() if chunk_hash in self._complete),
             "bytes_in": sum(self.pool.fetched_bytes.values()),
             "sources": dict.fromkeys(self.scores.kinds(), False) | dict.fromkeys(self.scores.ready(), True),
-        }
+        }  # fmt: skip
 
     # What the pool asks
 
