@@ -103,8 +103,7 @@ def verify(public_key: str, signature: str, message: bytes) -> None:
 def load_key(path: Path) -> SigningKey:
     """Refuse a key file that others can read."""
     try:
-        mode = path.stat().st_mode & 0o777
-        data = path.read_bytes()
+        mode, data = path.stat().st_mode & 0o777, path.read_bytes()
     except OSError as error:
         raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from error
     if mode & 0o077:

@@ -93,8 +93,7 @@ def _machine_bytes() -> int:
 def _container_bytes() -> int:
     root = Path("/sys/fs/cgroup")
     try:
-        most = int((root / "memory.max").read_text())
-        used = int((root / "memory.current").read_text())
+        most, used = int((root / "memory.max").read_text()), int((root / "memory.current").read_text())
         statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return UNLIMITED_BYTES

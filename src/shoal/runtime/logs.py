@@ -28,8 +28,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
-        message = visible(record.getMessage())
-        level = LEVELS.get(record.levelname, record.levelname)
+        message, level = visible(record.getMessage()), LEVELS.get(record.levelname, record.levelname)
         line = f"{moment}.{int(record.msecs):03d} {level:<5} {self._role:<10} {message}"
         error = record.exc_info[1] if record.exc_info else None
         if error is None:

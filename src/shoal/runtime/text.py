@@ -49,8 +49,7 @@ def visible_json(text: str) -> str:
 
 def shoal_command(name: str = "shoal") -> str:
     """`shoal` if that is found and is this one, else its path: `.venv/bin/shoal`. Other programs there likewise."""
-    ours = Path(sys.executable).parent / name
-    found = shutil.which(name)
+    ours, found = Path(sys.executable).parent / name, shutil.which(name)
     if not ours.exists() or (found is not None and Path(found).parent.absolute() == ours.parent.absolute()):
         return name
     relative = os.path.relpath(ours)

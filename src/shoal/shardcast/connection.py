@@ -42,8 +42,7 @@ class Throttle:
         self.rate_bytes_s = rate_bytes_s
         self.slice_bytes = max(16 * 1024, int(rate_bytes_s * self.SLICE_S))  # received before the bucket is asked again
         self._level_bytes = self._full_bytes = rate_bytes_s * self.BURST_S
-        self._filled_at_s = float("-inf")
-        self._lock = threading.Lock()
+        self._filled_at_s, self._lock = float("-inf"), threading.Lock()
 
     def take(self, size_bytes: int, now_s: float) -> float:
         """Note what was received; for how long to receive no more."""

@@ -104,8 +104,7 @@ class Content:
     def part(self, offset: int, size: int, scratch: memoryview) -> memoryview:
         """A part of the payload: where it lies if it lies in one piece of memory, else copied into `scratch`."""
         index = bisect_right(self._offsets, offset) - 1
-        inside = offset - self._offsets[index]
-        span = self._spans[index]
+        inside, span = offset - self._offsets[index], self._spans[index]
         if isinstance(span, memoryview) and inside + size <= span.nbytes:
             return span[inside : inside + size]
         filled = 0

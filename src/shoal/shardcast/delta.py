@@ -224,8 +224,7 @@ def differences(
 ) -> Iterator[tuple[int, dict[int, bytes]]]:
     """What leads to `content` from `base` (number 0) and from what each of `deltas` makes of it (1, 2, …), for those
     `wanted`: block by block, each with its end in the payload."""
-    scratch = threading.local()
-    readers = [open_delta(delta) for delta in deltas]
+    scratch, readers = threading.local(), [open_delta(delta) for delta in deltas]
     fast = content.size_bytes >= COMPILED_FROM_BYTES
 
     def tell(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:

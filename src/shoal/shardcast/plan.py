@@ -229,9 +229,7 @@ class Plan:
     """What is wanted, what is in flight, and what is known of who has it. Used under the pool's lock."""
 
     def __init__(self, scores: SourceScores, connections: int, chance: random.Random) -> None:
-        self._scores = scores
-        self._most_looks = max(1, connections // 2)
-        self._chance = chance
+        self._scores, self._chance, self._most_looks = scores, chance, max(1, connections // 2)
         self._versions: dict[Place, Version] = {}  # newest first
         self._maps: dict[tuple[str, Place], Map] = {}
         self._wanted: dict[str, Wanted] = {}

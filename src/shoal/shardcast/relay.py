@@ -90,8 +90,7 @@ class Follower:
     def __init__(self, source: str, config: RelayConfig, mirror: Mirror, instance: str, stop: StopToken) -> None:
         self._source, self._config, self._mirror, self._instance, self._stop = source, config, mirror, instance, stop
         timeouts = Timeouts(stall_s=config.long_poll_s + Timeouts().stall_s, reach=config.reach)
-        self._connection = Connection(source, stop, timeouts)
-        self._said = ""
+        self._connection, self._said = Connection(source, stop, timeouts), ""
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 

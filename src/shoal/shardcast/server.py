@@ -147,8 +147,7 @@ class Catalogue:
     role = "origin"
 
     def __init__(self, folder: Path) -> None:
-        self._tree = Tree(folder)
-        self.arrivals = Arrivals()
+        self._tree, self.arrivals = Tree(folder), Arrivals()
         self.inventories: dict[Place, Inventory] = {}  # which chunks are here, of the versions known here
 
     def find(self, key: str) -> Blob | None:

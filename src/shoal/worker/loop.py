@@ -169,8 +169,7 @@ class Worker:
         self._kind = DEFAULT_PROFILE  # of the engine that has the loaded policy
         self._outdated = True  # nothing is given out under the loaded policy
         self._is_over = self.finished = False  # as the hub says; and with nothing left to do here
-        self._earnings = Earnings(client)
-        self.activity = Activity(clock)
+        self._earnings, self.activity = Earnings(client), Activity(clock)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
         self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
         self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._hear)

@@ -121,8 +121,7 @@ class KeptHeads:
     """`keep` may be called by several threads. A disk that takes nothing costs a head, never the work."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / HEADS
-        self._lock = threading.Lock()
+        self._path, self._lock = folder / HEADS, threading.Lock()
         self._newest = ""
         self._lines = self._path.read_bytes().count(b"\n") if self._path.is_file() else 0
 
