@@ -204,11 +204,11 @@ class Transport:
     def send(self, call: Call) -> bytes:
         """The body of a hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
         began, attempt, told = self.clock.monotonic_s(), 0, False
-        insists = call.run is not None or self.known.pinned is not None
+        must_meet = call.run is not None or self.known.pinned is not None
         while True:
             hub = self.hubs.present
             try:
-                if call is not RUN and insists and not hub.verified:
+                if call is not RUN and must_meet and not hub.verified:
                     self._meet(hub)
                 content = self._meet(hub) if call is RUN else self._exchange(call, hub)[0]
                 hub.answered()

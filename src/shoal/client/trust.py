@@ -128,7 +128,7 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
 
 
 def known_root(urls: Sequence[str], given: str | None) -> str | None:
-    """The root fingerprint to insist on: the one given, else the one remembered for these addresses, else none."""
+    """The root fingerprint to require: the one given, else the one remembered for these addresses, else none."""
     if given is not None:
         return given
     known = _load()

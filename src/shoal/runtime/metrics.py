@@ -53,7 +53,7 @@ class MetricsLog:
         return row
 
     def rows(self) -> list[dict[str, float]]:
-        """All whole rows, of each step the last; torn lines and what is no number are left out."""
+        """All whole rows, of each step the last; torn lines and values that are no numbers are left out."""
         if not self.path.exists():
             return []
         try:
