@@ -1,14 +1,13 @@
 """Accounts: who earned what, folded from the ledger and nothing else.
 
-The published formula: one credit per generated token of an accepted submission, as counted by the validator. Credit is
-given once per submission, and is never taken away. Where a run audits by reputation it is pending for a window, and
-void if an audit of the same node fails in it. A node earns for whoever vouched for it first, or else for itself.
+One credit per generated token of an accepted submission, as counted by the validator. Credit is given once per
+submission, and is never taken away. Where a run audits by reputation it is pending for a window, and void if an audit
+of the same node fails in it. A node earns for whoever vouched for it first, or else for itself.
 
     share of X at step n  =  final credit of X  /  final credit of all,      both in rows 0 … b(n)
 
-b(n) is the row that wrote down the batch of step n. X is an owner (a public key) with all the machines that it had
-vouched for by that row, or a machine that nobody had vouched for. The fraction is exact, and nothing that is written
-later can change it.
+b(n) is the row of the batch of step n; X an owner with all the machines that it had vouched for by that row, or a
+machine that nobody had vouched for. The fraction is exact, and nothing that is written later can change it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The run as a person sees it: ledger entries, who waits for whom, recent verdicts; and why something happened.
 
-    UnitStory   leases (who, when, how each ended) ─► submissions (which check, which numbers, which rule) ─► ledger
-    NodeStory   what the hub holds of a node, and what it can be appealed with: leases, verdicts, sanctions
-
 The seeds of a unit, and leases, which hold them, are told only once the unit is decided: until then somebody may still
 get it.
 """
@@ -196,8 +193,8 @@ class UnitStory(Message):
 
 
 class NodeStory(Message):
-    """What the hub holds of a node. `refused` and `recent` are newest first. `ledger`: what made or unmade its
-    standing, oldest first. `record` sums what audits saw of it recently."""
+    """What the hub holds of a node, and what it can be appealed with. `refused` and `recent` are newest first.
+    `ledger`: what made or unmade its standing, oldest first. `record` sums what audits saw of it recently."""
 
     run: str
     node: NodeView

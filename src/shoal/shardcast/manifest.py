@@ -1,11 +1,10 @@
 """The rules that a manifest and a head must keep before anything in them is used: signature, caps, layout.
 
 Which versions stay: the newest few, and behind them what they are reached from. Of these a relay mirrors as many as its
-disk budget allows; if not even the route fits, a person has to know:
+disk budget allows; if not even the route to the newest one fits, a person has to know:
 
     wanted    the newest `count`, back to an anchor                     0.4 0.5 0.6 0.7 0.8 0.9
     mirrored  of them as many as fit, the oldest left out first                 0.6 0.7 0.8 0.9
-    route     what the newest one needs to be reached at all                        0.7 0.8 0.9
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """A scenario, played: the world and everybody in it.
 
-A simulated worker asks for work, takes its time, submits it. Some lie, some sit on leases, all may die.
-
-arrive ─► ask ─┬─ leases ─► generating (heartbeats with progress) ─► submit ─► ask
-               ├─ nothing ─► waits, like a long poll
-               ├─ suspended ─► asks again when that is over
-               └─ banned ─► gone, or back with a fresh key
+A simulated worker asks for leases, takes its time (with heartbeats), submits, and asks again; without leases it waits.
+Some lie, some sit on leases, all may die; who is suspended waits, who is banned goes, or is back with a fresh key.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """What a worker can be told: the [worker] section of a recipe, and who it is in which run; what fits its machine.
 
-A worker's folder belongs to one process at a time: two with one key and one outbox would answer for each other.
-
-node.key           who this node is; credit belongs to it, so keep it
-heads.jsonl        receipts with the ledger heads that they name, the newest thousand or more (`outbox`)
-outbox/            finished work not yet promised by a hub
-cache/             weights
-.lock              held while a worker runs here
+A worker's folder (`node.key`, `heads.jsonl`, `outbox/`, `cache/`) belongs to one process at a time, by its `.lock`: two
+with one key and one outbox would answer for each other. Credit belongs to `node.key`.
 """
 
 from __future__ import annotations
