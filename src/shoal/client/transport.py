@@ -168,8 +168,7 @@ class Hubs:
 
 
 class _Again(Exception):
-    """Another attempt may succeed; `elsewhere`: at another hub. `is_page`: who answered is no hub and no proxy of
-    one."""
+    """Another attempt may succeed; `elsewhere`: at another hub. `is_page`: no hub, nor its proxy, answered."""
 
     def __init__(self, why: str, after_s: float | None = None, elsewhere: bool = False, is_page: bool = False) -> None:
         super().__init__(why)
@@ -258,7 +257,7 @@ class Transport:
             return self.known.trusted or seen
 
     def admit(self, url: str, content: bytes, near: Nearness) -> None:
-        """Believe what the hub at `url`, which is so near, says of the run, or raise; all hubs say the same."""
+        """Believe what a hub, which is so near, says of the run, or raise: the same run by the same root key."""
         signed = parsed(SignedDocument, f"{url}/run", content)
         with self.known.changing:
             known = self.known.trusted

@@ -158,7 +158,7 @@ def sign_request(key: SigningKey, run: str, method: str, target: str, body: byte
 def verify_request(
     public_key: str, run: str, method: str, target: str, signature: RequestSignature, now_ms: int
 ) -> None:
-    """Signed by `public_key` within the allowed skew? The caller still checks nonce and body (`verify_body`)."""
+    """Raise unless `public_key` signed it within the allowed skew; the caller checks nonce and `verify_body`."""
     check_date(signature, now_ms)
     verify(public_key, signature.signature, request_bytes(method, run, target, signature))
 

@@ -40,7 +40,7 @@ Places = Mapping[str, tuple[Path, int]]  # chunk → the file where it may lie, 
 
 
 class Filling:
-    """What one pool fills, as its `Keeper`: a chunk goes to every place that wants it; `lying`: where it may be."""
+    """What one pool fills, as its `Keeper`: a chunk goes to every place that wants it; `lying`: where it may lie."""
 
     def __init__(self) -> None:
         self._files: dict[Path, FileIO] = {}

@@ -122,7 +122,8 @@ class Connection:
         self._early = b""  # bytes of the body that came together with the head
         self._answer: Answer | None = None
         self._check: Check | None = None
-        self._filled, self.hung_up = 0, False  # bytes of the body that have been received
+        self._filled = 0  # bytes of the body that have been received
+        self.hung_up = False
 
     def get(self, target: str, deadline: Deadline, check: Check | None = None) -> Answer:
         """Send a request and read the answer's head; then `read_into` or `drain` the whole body. `check` is called at
