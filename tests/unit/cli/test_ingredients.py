@@ -162,7 +162,7 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
         ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' "),
-        ({"worker": {"engine": "torhc"}}, "there is no such engine; there are scripted, torch"),
+        ({"worker": {"engine": "torhc"}}, "there is no such engine; there are scripted, torch, vllm"),
     ],
     ids=["worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine"],
 )
