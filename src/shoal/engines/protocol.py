@@ -43,7 +43,8 @@ OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
 @dataclass(frozen=True)
 class GenerationRequest:
     """One group: a prompt, and one 64-bit seed per completion wanted. `on_tokens` is told every few steps how many
-    tokens of the group are drawn so far, in the caller's thread: a lease on which something happens is renewed.
+    tokens of the group are drawn so far, in the caller's thread: a lease on which something happens is renewed. If it
+    raises, the call ends, nothing of any group is kept, and the engine is as before.
     `on_chunks` is told in the same way when chunks of tokens are finished, if proofs are asked for; what it does not
     ask for within the call is not computed. `respond` is asked at every end-of-sequence token whether the completion is
     finished; what it gives instead is fed to the model, not drawn (see `dialogue`). `begun` tokens at the end of the
