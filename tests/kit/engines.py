@@ -10,4 +10,6 @@ import pytest
 from shoal.engines import ENGINES
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm")
-ENGINE_NAMES: list[Any] = [pytest.param(name, marks=needs_vllm) if name == "vllm" else name for name in sorted(ENGINES)]
+ENGINE_NAMES: list[Any] = [
+    pytest.param(name, marks=[pytest.mark.vllm, needs_vllm]) if name == "vllm" else name for name in sorted(ENGINES)
+]

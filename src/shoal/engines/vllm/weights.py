@@ -7,7 +7,7 @@ checkpoint goes. Here that loader runs with nothing to load: what it would have 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import ModelError
+
+LOADER_ERRORS = (AttributeError, AssertionError, LookupError, TypeError, ValueError, RuntimeError)
 
 
 class _Destinations(TorchFunctionMode):
@@ -38,7 +40,8 @@ def places(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tenso
     otherwise, or has parameters that none of them fills."""
     found, written = dict[str, Tensor](), dict[int, int]()
     for name, shape in shapes.items():
-        with torch.no_grad(), _Destinations() as seen:
+        seen = _Destinations()
+        with torch.no_grad(), suppress(*LOADER_ERRORS), seen:
             model.load_weights([(name, torch.empty(shape))])
         if [tuple(each.shape) for each in seen.copied] != [tuple(shape)]:
             raise ModelError(f"vLLM does not keep weight {name} as it is: generate with --engine torch")
