@@ -8,6 +8,7 @@
     dialogue  Dialogue, dialogue_for, Line: what the environment says between the model's turns, as tokens;
               Talks, greedy_answers, greedy_lines: the same in evaluation, where there are no leases
     asking    Asking: tasks as prompts of a model, and whether it can take them
+    vllm      VllmEngine: vLLM in this process, for workers; a package, which imports vLLM only when asked for
     scripted  ScriptedEngine: a toy model without torch, for tests of everything around an engine
     groups    generate, submission_of: the groups of leases, drawn and as they are submitted
     registry  ENGINES, build, kind_of: an engine by name from a model's files; choose: one a run takes; warm_up: imports

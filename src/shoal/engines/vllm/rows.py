@@ -20,8 +20,7 @@ from shoal.toploc import commit, top_points
 
 @dataclass(eq=False)
 class DrawnRow:
-    """One completion. `states` are those of its open chunk, each a view of what the step of its token computed. `next`
-    is what the last step chose: token, log-probability, state; it is `taken` when that step is over."""
+    """One completion. `states` are those of its open chunk, each a view of what the step of its token computed."""
 
     request: GenerationRequest
     seed: int
@@ -30,7 +29,7 @@ class DrawnRow:
     logprobs: list[float] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     proofs: list[bytes] = field(default_factory=list)
-    next: tuple[int, float, Tensor] | None = None
+    chosen: int = 0
     ended: bool = False
     name: str = ""  # vLLM's
 
@@ -43,14 +42,15 @@ class DrawnRow:
         """Of the next token, in the stream of its seed."""
         return self.request.begun + len(self.line.tokens)
 
-    def take(self, with_state: bool) -> None:
-        """What was chosen is the next token. Those that the environment says come after it."""
-        assert self.next is not None
-        (token, logprob, state), self.next = self.next, None
-        if with_state:
-            self.states.append(state)
-        self.logprobs.append(logprob)
-        self.ended = not self.line.take(token)
+    def choose(self, drawn: int, logprob: float) -> None:
+        """The next token, unless the environment says another one."""
+        forced = self.line.forced
+        self.chosen = drawn if forced is None else forced
+        self.logprobs.append(logprob if forced is None else 0.0)
+
+    def take(self) -> None:
+        """When the step is over: what was chosen is part of the completion, which may end it."""
+        self.ended = not self.line.take(self.chosen)
 
     def chunks(self, rows: int) -> Chunks:
         """Those that are finished."""

@@ -197,7 +197,7 @@ def test_a_call_that_ends_early_leaves_nothing_in_flight(small, engine):
 
     with pytest.raises(Enough):
         engine.generate([replace(each, on_tokens=enough) for each in MIXED], PROOF)
-    assert (engine._hook.rows, engine._vllm.has_unfinished_requests()) == ({}, False)
+    assert (engine._hook.drawn, engine._vllm.has_unfinished_requests()) == ({}, False)
     with pytest.raises(ValueError, match="more than the 512"):
         engine.generate([MIXED[0], asked(500, 1, 20)])
     assert differences(engine, small.torch(small.policy(0)))[0] == []
