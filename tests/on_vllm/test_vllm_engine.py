@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ from shoal.engines.torch import TorchEngine
 from shoal.engines.vllm.weights import plain_linear
 from shoal.errors import ModelError
 from shoal.models import TensorView
+from shoal.models.load import model_from_files
 from shoal.models.lora import ADAPTER_FILE
-from shoal.models.state import policy_state, to_view
+from shoal.models.state import policy_state, policy_views, to_view
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded, uniforms
 from shoal.shardcast import ChangedValues
@@ -242,6 +244,30 @@ def test_the_probe_refuses_what_torchs_engine_computes_otherwise(monkeypatch, sm
     with pytest.raises(ModelError, match=r"does not compute this model as torch/cpu/float32 does \(log-prob.*% of"):
         made.load_policy(REF, views(small.policy(0)))
     assert made.policy is None
+
+
+def config(kind: str, **changes: object) -> dict[str, bytes]:
+    values = json.loads(Small.of("llama-untied").files["config.json"])
+    return {"config.json": json.dumps({**values, "model_type": kind, **changes}).encode()}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            config("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+            "vLLM (does not keep|takes no)",
+        ),
+        (config("gpt2", n_embd=64, n_layer=2, n_head=2), "does not keep weight"),
+        (config("mistral", head_dim=16), "vLLM does not compute this model"),
+        (config("helium"), "vLLM takes no HeliumForCausalLM"),
+    ],
+    ids=["experts", "transposed", "unknown shape of attention", "unknown to vLLM"],
+)
+def test_what_vllm_keeps_or_computes_otherwise_is_refused_in_words(files, message):
+    model = model_from_files(files)
+    with pytest.raises(ModelError, match=rf"{message}.*generate with --engine torch"):
+        build("vllm", files).load_policy(REF, policy_views(model))
 
 
 def test_adapters_are_refused(small):

@@ -157,7 +157,9 @@ class VllmEngine:
             )  # fmt: skip
             try:
                 self._vllm = LLMEngine.from_engine_args(arguments)
-            except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+            except Exception as error:  # vLLM and the libraries below it raise many types
+                if memory.is_out_of_memory(error):
+                    raise
                 why = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 raise ModelError(f"vLLM takes no {names}: {why[:300]}; generate with --engine torch") from error
         [self._runner] = self._vllm.collective_rpc(lambda worker: worker.model_runner)

@@ -38,7 +38,12 @@ def check_model(engine: Engine, files: Mapping[str, bytes], tensors: Mapping[str
     tokens = min(TOKENS, int(read_config(files).get("max_position_embeddings") or 2 * TOKENS) // 2)
     prompt = tuple(7 * n % engine.vocabulary_size for n in range(1, tokens + 1))
     sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=tokens, eos_token_id=-1)
-    [group] = engine.generate([GenerationRequest(prompt, SEEDS, sampling)], PROOF)
+    try:
+        [group] = engine.generate([GenerationRequest(prompt, SEEDS, sampling)], PROOF)
+    except RuntimeError as error:
+        if memory.is_out_of_memory(error):
+            raise
+        raise ModelError(f"vLLM does not compute this model: {error}; generate with --engine torch") from error
     judge = _judge(engine, files, tensors)
     seen = judge.prefill([PrefillRequest(prompt, each.token_ids, 1.0) for each in group], PROOF)
 
