@@ -336,10 +336,12 @@ def weights_of(engine: Engine) -> Mapping[str, Any]:
     """The weights of an engine by name, where it computes with them; those of others cannot be rounded."""
     from shoal.models.state import policy_state
 
-    model, weights = getattr(engine, "model", None), getattr(engine, "weights", None)
-    if model is None and weights is None:
+    if (model := getattr(engine, "model", None)) is not None:
+        return policy_state(model)
+    weights: Mapping[str, Any] | None = getattr(engine, "weights", None)
+    if weights is None:
         raise ConfigError(f"the engine {engine.name} has no weights to measure")
-    return policy_state(model) if weights is None else weights
+    return weights
 
 
 @contextmanager

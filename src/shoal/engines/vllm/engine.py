@@ -122,7 +122,7 @@ class VllmEngine:
         found: dict[int, Prefill] = {}
         with self._in_flight([(row, row.ids, 1) for row in rows]):
             while self._vllm.has_unfinished_requests():
-                self._vllm.step()
+                self._step()
                 whole = [place for place, row in enumerate(rows) if place not in found and row.is_whole]
                 found.update((place, self._statistics(rows[place], proof)) for place in whole)
         return [found[place] for place in range(len(rows))]
@@ -172,7 +172,8 @@ class VllmEngine:
         usable = memory.usable_bytes(self._device, self.memory_bytes)
         if self._device == "cuda":
             return {"gpu_memory_utilization": min(0.95, usable / torch.cuda.get_device_properties(0).total_memory)}
-        row = memory.cached_token_bytes(self._config, DTYPE_BYTES[self._dtype]) * self._config.max_position_embeddings
+        positions = getattr(self._config, "max_position_embeddings", PREFILL_TOKENS["cpu"])
+        row = memory.cached_token_bytes(self._config, DTYPE_BYTES[self._dtype]) * positions
         cache = min(usable - weights_bytes, self._max_rows * row, MOST_CACHE_BYTES)
         return {"kv_cache_memory_bytes": max(LEAST_CACHE_BYTES, cache), "block_size": BLOCK_TOKENS}
 
@@ -190,12 +191,12 @@ class VllmEngine:
         with self._in_flight([(row, row.request.prompt_ids, row.request.sampling.max_new_tokens) for row in rows]):
             step = 0
             while self._vllm.has_unfinished_requests():
-                self._vllm.step()
+                seen = self._step()
                 step += 1
-                for row in self._hook.seen:
+                for row in seen:
                     row.take()
-                proved = prove(self._hook.seen, proof) if proof is not None else []
-                self._abort([row for row in self._hook.seen if row.ended])
+                proved = prove(seen, proof) if proof is not None else []
+                self._abort([row for row in seen if row.ended])
                 for request, group in zip(asked, groups, strict=True):
                     _tell(request, group, step, [row for row in proved if row.request is request], proof)
         return [[row.completion() for row in group] for group in groups]
@@ -224,6 +225,12 @@ class VllmEngine:
             self._hook.drawn.clear()
             self._hook.given.clear()
             self._vllm.reset_prefix_cache()
+
+    def _step(self) -> list[DrawnRow]:
+        """One step of vLLM; the rows that it chose a token for."""
+        self._hook.seen = []
+        self._vllm.step()
+        return self._hook.seen
 
     def _abort(self, rows: Sequence[DrawnRow | GivenRow]) -> None:
         """Those that have ended already are no concern of vLLM's."""

@@ -24,8 +24,8 @@ from shoal.sampling.stream import uniforms_at
 
 
 class Hook:
-    """`drawn` and `given` are ours, by vLLM's name for the request; `seen` are those that the last step chose a token
-    for. States are kept where `keeps_states`."""
+    """`drawn` and `given` are ours, by vLLM's name for the request; `seen` are those that the step chose a token for:
+    whoever begins a step makes it empty. States are kept where `keeps_states`."""
 
     def __init__(self, runner: Any) -> None:
         self.drawn: dict[str, DrawnRow] = {}
@@ -39,7 +39,6 @@ class Hook:
 
     def _with_states(self, grammar_output: Any) -> Any:
         """In place of `sample_tokens`: the states of this step are here, and gone afterwards."""
-        self.seen.clear()
         computed = self._runner.execute_model_state
         if computed is not None:
             self._states_NH = computed.sample_hidden_states

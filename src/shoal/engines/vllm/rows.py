@@ -92,7 +92,10 @@ class GivenRow:
         return [*self.request.prompt_ids, *self.request.token_ids.tolist()[:-1]]
 
     def see(self, states_TH: Tensor, first: int) -> None:
-        """States of the tokens from position `first` on."""
-        wanted_TH = states_TH[max(0, len(self.request.prompt_ids) - 1 - first) :]
+        """States of the tokens from position `first` on. What has lost its cache is computed again from the start."""
+        begin = len(self.request.prompt_ids) - 1
+        wanted_TH = states_TH[max(0, begin - first) :]
+        if first <= begin:
+            self.pieces.clear()
         if len(wanted_TH):
             self.pieces.append(wanted_TH.clone())
