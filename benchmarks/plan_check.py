@@ -148,10 +148,10 @@ def print_tables(planned: Planning, memory: Sizes, disk: Sizes, ended: Sizes) ->
     for name, device, host, _ in planned.memory():
         row("memory", name, device + host, memory[name])
     print("\n| disk | planned, MB | measured, MB | planned / measured |\n|---|--:|--:|--:|")
-    for one in planned.disk():
-        if one.name in disk:
-            row("disk", one.name, one.running, disk[one.name])
-            row("disk", f"{one.name}, finished", one.finished, ended[one.name])
+    for name, running, finished, _ in planned.disk():
+        if name in disk:
+            row("disk", name, running, disk[name])
+            row("disk", f"{name}, finished", finished, ended[name])
 
 
 SKIPPED = 2
@@ -168,7 +168,7 @@ def compare_times(run: Path, model: Path | None) -> None:
         recipe.run.groups_per_step * recipe.run.group_size * recipe.run.max_new_tokens
     )
     planned = planning(recipe, Speeds(length_share=share), 141)
-    stages = {one.name: one.seconds for one in planned.stages()}
+    stages = {name: seconds for name, seconds, _ in planned.stages()}
     later = steps[SKIPPED:]
     fetches = [
         (float(megabytes), float(seconds))

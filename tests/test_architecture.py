@@ -352,9 +352,9 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 58_200,
-    "statements": 39_150,
-    "files": 325,
+    "lines": 57_600,
+    "statements": 38_800,
+    "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 19,
     "test lines": 61_200,

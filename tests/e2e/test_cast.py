@@ -11,20 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kit import Request, eventually, fork
+from kit.cast import Lab, ask, reply
+from kit.cli import run_shoal
 from kit.fork import free_port
 from kit.smalldisk import in_own_namespace, small_disk
-from shoal.runtime.stop import StopToken
-from shoal.shardcast.connection import Connection, Deadline
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "broadcast-files.md"
 DEADLINE_S = 60.0
@@ -33,56 +29,14 @@ FETCH = re.compile(r"fetch it:  shoal (cast fetch \S+ -o .+)")
 RELAY = re.compile(r"relay it:  shoal (cast relay --upstream \S+)")
 
 
-class Process:
-    """A `shoal …` that runs beside the test; its output goes to a file."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.output = folder / f".output-{random.randrange(10**9)}"
-        self.output.touch()
-        self.process = fork.Forked(folder, arguments, self.output)
-
-    def said(self) -> str:
-        return self.output.read_text(errors="replace")
-
-    def until(self, words: str | re.Pattern[str]) -> re.Match[str]:
-        """Wait until it has said something."""
-        end_s = time.monotonic() + DEADLINE_S
-        while (found := re.search(words, self.said())) is None:
-            assert self.process.poll() is None, f"it ended: {self.said()}"
-            assert time.monotonic() < end_s, f"it never said {words!r}: {self.said()}"
-            time.sleep(0.02)  # polling with a deadline: the other side is another process
-        return found
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(DEADLINE_S)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(DEADLINE_S)
-
-
-def environment() -> dict[str, str]:
-    return {**fork.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return fork.run(folder, *arguments)
-
-
-def started_anew(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The same by an interpreter of its own, which imports all it needs."""
-    command = [sys.executable, "-m", "shoal.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=DEADLINE_S, env=environment())
+def start(folder: Path, *arguments: str) -> fork.Forked:
+    """A `shoal …` that runs beside the test."""
+    return fork.Forked(folder, arguments, folder / f".output-{random.randrange(10**9)}")
 
 
 def fetch(folder: Path, *arguments: str) -> str:
     """A fetch that goes well; its last line."""
-    ran = shoal(folder, "cast", "fetch", *arguments)
+    ran = fork.run(folder, "cast", "fetch", *arguments)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout.splitlines()[-1]
 
@@ -101,11 +55,11 @@ def changed(data: bytes, seed: int) -> bytes:
     return bytes(new)
 
 
-def publisher(folder: Path, path: str, *more: str, port: int = 0) -> Process:
-    return Process(folder, "cast", "publish", path, "--host", "127.0.0.1", "--port", str(port), *more)
+def publisher(folder: Path, path: str, *more: str, port: int = 0) -> fork.Forked:
+    return start(folder, "cast", "publish", path, "--host", "127.0.0.1", "--port", str(port), *more)
 
 
-def url_of(process: Process, pattern: re.Pattern[str] = FETCH) -> str:
+def url_of(process: fork.Forked, pattern: re.Pattern[str] = FETCH) -> str:
     return shlex.split(process.until(pattern)[1])[2]
 
 
@@ -131,13 +85,13 @@ def test_the_printed_commands_work_when_copied(tmp_path: Path) -> None:
     there.mkdir()
     with publisher(tmp_path, "my model.bin") as origin:
         copied = shlex.split(origin.until(FETCH)[1])
-        ran = shoal(there, *copied)
+        ran = fork.run(there, *copied)
         assert ran.returncode == 0, ran.stderr
         assert (there / "my model.bin").read_bytes() == data
         relay_command = shlex.split(origin.until(RELAY)[1])
-        with Process(there, *relay_command, "--host", "127.0.0.1", "--port", "0") as relay:
+        with start(there, *relay_command, "--host", "127.0.0.1", "--port", "0") as relay:
             copied = shlex.split(relay.until(FETCH)[1])
-            assert shoal(tmp_path, *copied[:-1], "from-relay.bin").returncode == 0
+            assert fork.run(tmp_path, *copied[:-1], "from-relay.bin").returncode == 0
             assert relay.end() == 0
         assert (tmp_path / "from-relay.bin").read_bytes() == data
         assert origin.end() == 0
@@ -159,7 +113,7 @@ def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path
         assert megabytes_fetched(fetch(out, url, "-o", "a.bin")) == 0.0
         new = changed(data, 1)
         (tmp_path / "a.bin").write_bytes(new)
-        ran = shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve")
+        ran = fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve")
         assert ran.returncode == 0, ran.stderr
         assert "version 2" in ran.stdout
         line = fetch(out, url, "-o", "a.bin")  # the running server has picked it up
@@ -170,9 +124,9 @@ def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path
 
 def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
-    assert started_anew(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    assert run_shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     with publisher(tmp_path, "a.bin") as origin:
-        ran = started_anew(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
+        ran = run_shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
         assert ran.stdout.splitlines()[-1].startswith("out.bin version 1"), ran.stderr
     assert (tmp_path / "out.bin").read_bytes() == data
 
@@ -189,7 +143,7 @@ def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_pat
         (tmp_path / "copy" / "edited").write_text("edited")
         for name in ("gone", "edited"):
             (tmp_path / "model" / name).unlink()
-        assert shoal(tmp_path, "cast", "publish", "model", "--no-serve").returncode == 0
+        assert fork.run(tmp_path, "cast", "publish", "model", "--no-serve").returncode == 0
         fetch(tmp_path, url, "-o", "copy")
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["edited", "keep", "mine"]
 
@@ -198,71 +152,47 @@ def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_pat
 def test_a_relay_mirrors_without_its_upstream_and_waits_for_one_that_is_late(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin", 1, 900_000)
     port = free_port()
-    key = shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").stdout
+    key = fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").stdout
     upstream = f"http://127.0.0.1:{port}/{re.findall(r'/(#[0-9a-f]{64})', key)[0]}"
     relay_arguments = ("cast", "relay", "--upstream", upstream, "--host", "127.0.0.1", "--port", "0")
-    with Process(tmp_path, *relay_arguments) as relay:
+    with start(tmp_path, *relay_arguments) as relay:
         relay.until("looking for the broadcast")
         with publisher(tmp_path, "a.bin", port=port) as origin:
             url = url_of(relay)
             fetch(tmp_path, url, "-o", "first.bin")
             assert origin.end() == 0
         assert relay.end() == 0
-    with Process(tmp_path, *relay_arguments) as relay:  # its upstream is gone
+    with start(tmp_path, *relay_arguments) as relay:  # its upstream is gone
         fetch(tmp_path, url_of(relay), "-o", "second.bin")
     assert (tmp_path / "first.bin").read_bytes() == (tmp_path / "second.bin").read_bytes() == data
 
 
-@contextmanager
-def slow_copy(url: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A server in between that lets through a few chunks and then holds on to the rest."""
+def slow_copy(lab: Lab, url: str) -> tuple[str, list[str]]:
+    """A server in between that lets through a few chunks, which it names, and then holds on to the rest."""
     passed: list[str] = []
-    over = threading.Event()
 
-    class Between(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def between(target: str, to: socket.socket) -> None:
+        if "/chunks/" in target:
+            if len(passed) >= 3:
+                source.closed.wait(DEADLINE_S)
+                return
+            passed.append(target)
+        reply(to, *ask(url, target))
 
-        def do_GET(self) -> None:
-            if "/chunks/" in self.path:
-                if len(passed) >= 3:
-                    over.wait(DEADLINE_S)
-                    return
-                passed.append(self.path)
-            connection = Connection(url, StopToken())
-            answer = connection.get(self.path, Deadline(DEADLINE_S))
-            body = connection.read(1 << 26, Deadline(DEADLINE_S))
-            connection.close()
-            self.send_response(answer.status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Between)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", lambda: len(passed)
-    finally:
-        over.set()
-        server.shutdown()
-        server.server_close()
+    source = lab.source(between)
+    return source.url, passed
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
 )  # a fetch takes the first two alike
-def test_a_fetch_that_is_stopped_goes_on_where_it_was(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_fetch_that_is_stopped_goes_on_where_it_was(lab: Lab, tmp_path: Path, number: signal.Signals) -> None:
     data = random_file(tmp_path / "a.bin", 3, 24_000_000)
-    with ExitStack() as stack:
-        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
+    with publisher(tmp_path, "a.bin") as origin:
         url, _, key = url_of(origin).partition("/#")
-        slow, passed = stack.enter_context(slow_copy(url))
-        with Process(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin") as stopped:
-            eventually(lambda: passed() >= 3, DEADLINE_S)
+        slow, passed = slow_copy(lab, url)
+        with start(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin") as stopped:
+            eventually(lambda: len(passed) >= 3, DEADLINE_S)
             cache = tmp_path / ".out.bin.cast"
             eventually(lambda: any(part.stat().st_blocks for part in cache.glob("*.part")), DEADLINE_S)
             assert stopped.end(number) == (130 if number != signal.SIGKILL else -signal.SIGKILL), stopped.said()
@@ -274,13 +204,12 @@ def test_a_fetch_that_is_stopped_goes_on_where_it_was(tmp_path: Path, number: si
 
 
 @pytest.mark.slow
-def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(tmp_path: Path) -> None:
+def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(lab: Lab, tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 3, 24_000_000)
-    with ExitStack() as stack:
-        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
+    with publisher(tmp_path, "a.bin") as origin:
         url, _, key = url_of(origin).partition("/#")
-        slow, _ = stack.enter_context(slow_copy(url))
-        ran = shoal(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin", "--patience", "2")
+        slow, _ = slow_copy(lab, url)
+        ran = fork.run(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin", "--patience", "2")
     assert ran.returncode == 1
     assert "nothing has arrived for 2 s" in ran.stderr.splitlines()[-1]
 
@@ -288,7 +217,7 @@ def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 50_000)
-    assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    assert fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     shutil.copytree(tmp_path / "www", tmp_path / "past")
     shutil.copy(tmp_path / "www.key", tmp_path / "past.key")
     data = random_file(tmp_path / "a.bin", 2, 50_000)
@@ -297,7 +226,7 @@ def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path)
     random_file(tmp_path / "b.bin", 1, 50_000)
     (tmp_path / "b.bin").rename(tmp_path / "a.bin")
     with publisher(tmp_path, "a.bin", "--dir", "past") as origin:
-        ran = shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
+        ran = fork.run(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
     assert ran.returncode == 1
     assert "goes back to policy 0.1 although 0.2 is known" in ran.stderr
     assert (tmp_path / "out.bin").read_bytes() == data
@@ -313,7 +242,7 @@ def test_what_was_changed_here_is_mended_by_fetching_again(tmp_path: Path) -> No
             if version == 2:
                 data = changed(data, 2)
                 (tmp_path / "a.bin").write_bytes(data)
-                assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+                assert fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
             fetch(tmp_path, url, "-o", "out.bin")
             with (tmp_path / "out.bin").open("r+b") as file:
                 file.write(b"scribbled over")
@@ -325,7 +254,7 @@ def test_a_port_that_is_taken_by_somebody_else(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 1000)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        ran = shoal(tmp_path, "cast", "publish", "a.bin", "--host", "127.0.0.1", "--port", port)
+        ran = fork.run(tmp_path, "cast", "publish", "a.bin", "--host", "127.0.0.1", "--port", port)
     assert ran.returncode == 3
     assert f"port {port} on 127.0.0.1 is taken: nothing was published" in ran.stderr.splitlines()[-1]
     assert not (tmp_path / "www" / "head.json").exists()
@@ -339,10 +268,10 @@ def test_a_disk_that_is_full_is_one_sentence_and_continues_later(request: Reques
     with publisher(tmp_path, "a.bin") as origin, small_disk(tmp_path / "disk", "16m") as disk:
         url = url_of(origin)
         disk.fill()
-        ran = shoal(disk.path, "cast", "fetch", url, "-o", "out.bin")
+        ran = fork.run(disk.path, "cast", "fetch", url, "-o", "out.bin")
         assert ran.returncode == 3, ran.stderr
         assert "the disk is full" in ran.stderr.splitlines()[-1]
-        ran = shoal(disk.path, "cast", "publish", str(tmp_path / "a.bin"), "--no-serve")
+        ran = fork.run(disk.path, "cast", "publish", str(tmp_path / "a.bin"), "--no-serve")
         assert ran.returncode in (2, 3), ran.stderr
         assert "Traceback" not in ran.stderr
         disk.free()
@@ -371,10 +300,11 @@ def test_the_guide_does_what_it_says(tmp_path: Path) -> None:
                 text = text.replace(written, port)
             text = text.replace("KEY", known.get("key", "KEY")).replace("your.address", "127.0.0.1")
             if text.endswith("&"):
-                process = stack.enter_context(Process(tmp_path, *shlex.split(text.removesuffix("&"))[1:]))
+                process = stack.enter_context(start(tmp_path, *shlex.split(text.removesuffix("&"))[1:]))
                 known["key"] = process.until(FETCH)[1].partition("/#")[2].split()[0]
                 continue
-            shell = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            shell = {**fork.clean_environment(), "OMP_NUM_THREADS": "1", "PATH": path}
             ran = subprocess.run(
                 text, shell=True, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=DEADLINE_S
             )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kit import Capture, TempPaths
-from kit.run import Run, end, metrics, processes_of
-from shoal.cli.main import main
+from kit.cli import told
+from kit.run import metrics, processes_of, start_run
 from shoal.protocol import load_key
 from shoal.run.folder import RunFolder
 
@@ -38,39 +36,24 @@ class Demo:
         return load_key(self.folder / worker / "node.key").node
 
 
-def start(folder: Path, *arguments: str) -> Run:
-    command = [sys.executable, "-m", "shoal.cli", "demo", "--dir", str(folder), *arguments]
-    output = folder.with_name("output")
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    return Run(folder, process, output)
-
-
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: TempPaths) -> Demo:
     """A demo that got Ctrl-C once all of its processes ran."""
     folder = tmp_path_factory.mktemp("demo") / "demo"
-    run = start(folder)
-    try:
+    with start_run(folder, recipe=None, verb="demo") as run:
         run.wait_until("all processes", lambda: len(run.pids()) == 8)
         os.kill(run.process.pid, signal.SIGINT)
-        code = run.wait(60)
-    finally:
-        end(run.process, folder)
-    return Demo(folder, code, run.said())
+        return Demo(folder, run.wait(60), run.said())
 
 
 @pytest.fixture(scope="module")
 def demo(interrupted: Demo) -> Demo:
     """The demo in the same folder again, to its end."""
-    run = start(interrupted.folder, "--steps", str(STEPS), "--seed", "1")
-    try:
+    folder = interrupted.folder
+    with start_run(folder, (), ("--steps", str(STEPS), "--seed", "1"), recipe=None, verb="demo") as run:
         code = run.wait(TIMEOUT_S)
-        left = processes_of(interrupted.folder)
-    finally:
-        end(run.process, interrupted.folder)
-    assert not left, f"processes were left: {left}"
-    return Demo(interrupted.folder, code, run.said(20_000))
+        assert processes_of(folder) == {}
+        return Demo(folder, code, run.said(20_000))
 
 
 def test_ctrl_c_stops_everything_and_says_how_to_go_on(interrupted: Demo) -> None:
@@ -107,8 +90,7 @@ def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -
 
 
 def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: Capture) -> None:
-    assert main(["ledger", "recheck", str(demo.folder), "--sample", "40", "--seed", "1"]) == 0
-    said = capsys.readouterr().out
+    said = told(capsys, 0, "ledger", "recheck", demo.folder, "--sample", "16", "--seed", "1").out
     assert ": same: accepted" in said
     assert "is no longer kept" in said, "the origin keeps the newest versions only"
     assert " 0 different" in said

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kit import Capture, eventually
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.evaluation.job import SUMMARY, TASKS
@@ -36,8 +37,7 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: Capture) -> None:
     command = [*EVAL, "--env", "sort", "--tasks", "24", "--samples", "4", "--batch-rows", "32"]
-    assert main([*command, "--out", str(tmp_path / "a")]) == 0
-    said = capsys.readouterr().out
+    said = told(capsys, 0, *command, "--out", tmp_path / "a").out
     assert "avg@4" in said
     assert "pass@2" in said
     found = summary_of(tmp_path / "a")
@@ -49,12 +49,10 @@ def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: Capture
     assert main([*command, "--out", str(tmp_path / "b")]) == 0
     assert (tmp_path / "a" / TASKS).read_bytes() == (tmp_path / "b" / TASKS).read_bytes()
     capsys.readouterr()
-    assert main([*command, "--out", str(tmp_path / "a")]) == 0
-    again = capsys.readouterr()
+    again = told(capsys, 0, *command, "--out", tmp_path / "a")
     assert "is done already" in again.err
     assert again.out.splitlines()[1:-1] == said.splitlines()[1:-1]
-    assert main([*command, "--seed", "1", "--out", str(tmp_path / "a")]) == 2
-    assert "plan.seed is 0, here it would be 1" in capsys.readouterr().err
+    assert "plan.seed is 0, here it would be 1" in told(capsys, 2, *command, "--seed", "1", "--out", tmp_path / "a").err
 
 
 FLAKY = """
@@ -70,8 +68,7 @@ def score(prompt, completion, answer):
 def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "flaky.py").write_text(FLAKY)
     out = tmp_path / "out"
-    assert main([*EVAL, "--env", str(tmp_path / "flaky.py"), "--out", str(out)]) == 1
-    said = capsys.readouterr()
+    said = told(capsys, 1, *EVAL, "--env", tmp_path / "flaky.py", "--out", out)
     assert "14.3% of the samples have no score, more than 5%" in said.err
     assert f"mend what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
     assert "1 sample unscored, counted in no figure: scoring failed (flaky/5)" in said.out
@@ -171,13 +168,21 @@ def rows(count: int) -> list[dict[str, object]]:
     return found
 
 
+def test_a_filter_that_could_measure_nothing_names_no_band(tmp_path: Path, capsys: Capture) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
+    data.write_text("".join(json.dumps({"question": f"Ж{number}", "answer": "1"}) + "\n" for number in range(5)))
+    assert main(["filter", "tiny", str(data), "--out", str(out), *SAMPLING]) == 2
+    said = capsys.readouterr()
+    assert "5 tasks left out: the prompt has characters that" in said.out
+    assert said.err.strip().endswith("no task could be measured: nothing was written; mend what the lines above name")
+
+
 def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
     lines = [json.dumps(row) for row in rows(40)]
     data.write_text("\n".join([*lines[:20], "{nonsense", *lines[20:]]) + "\n")
     command = ["filter", "tiny", str(data), "--out", str(out), *EXACT, *SAMPLING]
-    assert main([*command, "--keep", "0.99:0.999"]) == 2
-    said = capsys.readouterr()
+    said = told(capsys, 2, *command, "--keep", "0.99:0.999")
     assert "no task is within --keep 0.99:0.999: nothing was written" in said.err
     assert "pass rates of 40 tasks, 8 samples each" in said.out
     assert not out.exists()
@@ -201,10 +206,8 @@ def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> Non
         EnvironmentSettings(name="dataset", data=out, options={"grader": "exact", "keep_solve_rate": list(band)})
     )
     assert sum(len(trained.tasks(split)) for split in ("train", "held_out")) == kept.num_rows
-    assert main([*command, "--keep", "0.125:0.875"]) == 0
-    assert "this is done already" in capsys.readouterr().err
-    assert main([*command, "--keep", "0:1"]) == 2
-    assert "band is 0.125:0.875, here it would be 0:1" in capsys.readouterr().err
+    assert "this is done already" in told(capsys, 0, *command, "--keep", "0.125:0.875").err
+    assert "band is 0.125:0.875, here it would be 0:1" in told(capsys, 2, *command, "--keep", "0:1").err
 
 
 def test_all_rows_of_parquet_shards_and_of_an_environment_are_rated(tmp_path: Path, capsys: Capture) -> None:
@@ -219,8 +222,7 @@ def test_all_rows_of_parquet_shards_and_of_an_environment_are_rated(tmp_path: Pa
     found = pq.read_table(out)
     assert found.drop_columns(["solve_rate_small-one", "samples_small-one"]).cast(table.schema).equals(table)
     again = ["filter", "tiny", str(out), "--out", str(tmp_path / "x.parquet"), *EXACT, *SAMPLING]
-    assert main([*again, "--name", "small-one"]) == 2
-    assert "has a column samples_small-one already" in capsys.readouterr().err
+    assert "has a column samples_small-one already" in told(capsys, 2, *again, "--name", "small-one").err
     made = tmp_path / "made.parquet"
     some = ["--tasks", "6", "--samples", "2", "--keep", "0:1"]
     assert main(["filter", "tiny", "sort", "--out", str(made), *some, *SAMPLING]) == 0

@@ -2,7 +2,7 @@
 
     disk full          exit 3, "the disk is full"; nothing lost: with room again the run goes on to its end
     port stolen        exit 3, naming the port
-    no such folder     exit 3 before anything is started: read-only, a file, no permission
+    no such folder     exit 3 before anything is started: read-only, no permission
     clock jumps        nothing happens: an hour forth, an hour back, and a hub that restarts in between
     somebody stopped   a worker, the hub, the validator (SIGSTOP): the run goes on, and nobody is punished
     nothing goes on    the watchdog ends the run and names who is stuck
@@ -155,13 +155,6 @@ def test_a_read_only_file_system(tmp_path: Path, request: Request, overrides: li
             assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
 
 
-def test_a_file_where_the_folder_should_be(tmp_path: Path, overrides: list[str]) -> None:
-    (tmp_path / "file").write_text("mine")
-    line = refusal(tmp_path / "file", overrides)
-    assert line.endswith(f"{tmp_path / 'file'}: a part of the path is a file, not a folder")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_a_folder_without_permission(tmp_path: Path, overrides: list[str]) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")
@@ -170,14 +163,6 @@ def test_a_folder_without_permission(tmp_path: Path, overrides: list[str]) -> No
 
 
 # ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_port_that_is_taken(tmp_path: Path, overrides: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        line = refusal(tmp_path / "run", [*overrides, f"hub.port={port}"])
-    assert line.startswith(f"shoal: cannot listen on port {port} of 127.0.0.1")
-    assert not (tmp_path / "run" / "processes.json").exists()
 
 
 def require_end_when_the_port_is_stolen(run: Run, role: str) -> None:

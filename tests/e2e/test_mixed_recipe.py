@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from kit.run import ledger, metrics, rows, start_run
+from kit.sandbox import needs_bubblewrap
 from shoal.environments import Environment, build
-from shoal.environments.sandbox import require_sandbox
-from shoal.errors import EnvironmentSetupError
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import load_recipe
 
@@ -20,19 +19,11 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "mixed.toml"
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> None:
-    try:
-        require_sandbox()
-    except EnvironmentSetupError as error:
-        pytest.skip(f"no sandbox here: {error}")
-
-
-@pytest.fixture(scope="module")
 def environment() -> Environment:
     return build(load_recipe(RECIPE).environment)
 
 
-@pytest.mark.usefixtures("sandbox")
+@needs_bubblewrap
 def test_the_recipe_fits_its_model() -> None:
     check_ingredients(load_recipe(RECIPE))
 
@@ -56,7 +47,7 @@ def test_gold_is_worth_1_in_every_part(environment: Environment) -> None:
         assert environment.score(task, "x").parts[label] == 0.0, task
 
 
-@pytest.mark.usefixtures("sandbox")
+@needs_bubblewrap
 def test_a_right_program_is_worth_1(environment: Environment) -> None:
     task = next(task for task in environment.tasks("train") if task.prompt == "Read a number, print its double.")
     assert environment.score(task, "```python\nprint(2 * int(input()))\n```").parts["code"] == 1.0
@@ -64,7 +55,7 @@ def test_a_right_program_is_worth_1(environment: Environment) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("sandbox")
+@needs_bubblewrap
 def test_it_runs_end_to_end(tmp_path: Path) -> None:
     folder = tmp_path / "mixed"
     with start_run(folder, ["run.steps=2", "trainer.evaluate_every=1"], recipe=RECIPE) as run:

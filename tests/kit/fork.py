@@ -11,6 +11,8 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -86,13 +88,29 @@ class Forked:
             raise subprocess.TimeoutExpired("shoal", timeout_s)
         return self._process.exitcode
 
-    def wait_until_said(self, words: str) -> None:
-        """Until these words are in what it complained, or logged."""
+    def said(self) -> str:
+        """What it complained, or logged."""
+        return self._error.read_text(errors="replace") if self._error.exists() else ""
+
+    def until(self, words: str | re.Pattern[str]) -> re.Match[str]:
+        """Wait until it has said this."""
         end_s = time.monotonic() + DEADLINE_S
-        while not (self._error.exists() and words in self._error.read_text()):
-            assert self.poll() is None, f"it ended with {self.poll()}"
-            assert time.monotonic() < end_s, f"it never said {words!r}"
+        while (found := re.search(words, self.said())) is None:
+            assert self.poll() is None, f"it ended with {self.poll()}: {self.said()}"
+            assert time.monotonic() < end_s, f"it never said {words!r}: {self.said()}"
             time.sleep(0.02)  # polling with a deadline: the other side is another process
+        return found
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.send_signal(number)
+        return self.wait()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

@@ -1,10 +1,10 @@
 """The command line: parses and prints. What a command does is in `shoal.run`, or in the package of the role.
 
     main      main, app: the commands; errors become one line and an exit code
-    run       `shoal run` and one command for each role     demo      `shoal demo`
+    run       `shoal run`, `shoal demo`, and one command for each role
     upkeep    status, export, backup, restore, doctor       why       what happened to a unit or a node
     admin     the owner's orders, and keys                  ledger    verify, export, read, witness, recheck
-    data, eval (compare and filter), sft                 plan      cast
+    data, eval (compare, filter and sft, done by `measuring` and `sft`)     plan      cast
     view      Display: what the person at the terminal sees of a run, live or as lines
     printing  tables and progress                           options   what several commands have
 

@@ -23,7 +23,7 @@ def begin() -> int:
     from shoal.runtime.logs import is_verbose
 
     request = TypeAdapter(JoinRequest).validate_json(sys.argv[2])
-    return guarded(lambda: run_joined_worker(request, is_verbose()), is_verbose())
+    return guarded(lambda: run_joined_worker(request), is_verbose())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
@@ -30,21 +30,17 @@ EPILOG = "\n\n".join(f"{verb} RUN {what}: {does}." for verb, (what, does) in ORD
 
 
 def admin(
-    order: Annotated[str, typer.Argument(metavar="ORDER", help=f"One of {', '.join(ORDERS)}; see below.")],
-    run: Annotated[str, typer.Argument(metavar="RUN|URL", help="The run's folder; or its join URL, with --keys.")],
+    order: Annotated[str, Argument(metavar="ORDER", help=f"One of {', '.join(ORDERS)}; see below.")],
+    run: Annotated[str, Argument(metavar="RUN|URL", help="The run's folder; or its join URL, with --keys.")],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="TARGET", help="A node's id, the start of it, or its name; or what the order names."),
+        Argument(metavar="TARGET", help="A node's id, the start of it, or its name; or what the order names."),
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why; everybody concerned is told.")] = "",
-    for_s: Annotated[
-        float, typer.Option("--for", min=0, metavar="SECONDS", help="Of suspend; 0: as the rules say.")
-    ] = 0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of add-validator: where the certificate goes.")
-    ] = None,
+    reason: Annotated[str, Option(help="Why; everybody concerned is told.")] = "",
+    for_s: Annotated[float, Option("--for", min=0, metavar="SECONDS", help="Of suspend; 0: as the rules say.")] = 0,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Of add-validator: where the certificate goes.")] = None,
     keys: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A folder with admin.key and admin.json, or root.key.")
+        Path | None, Option(metavar="FOLDER", help="A folder with admin.key and admin.json, or root.key.")
     ] = None,
 ) -> None:
     """Act as the owner of a run: every order is signed, and is written into the ledger."""
@@ -65,20 +61,19 @@ def admin(
         special = {"calibrate": orders.calibrate, "revoke": orders.revoke}
         lines = [special[order](given) if order in special else given.send()]
     for line in lines:
-        typer.echo(visible(line))
+        echo(visible(line))
 
 
-key = typer.Typer(
+key = Typer(
     name="key",
     help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.",
     no_args_is_help=True,
     context_settings=options.HELP,
 )
 
-Where = Annotated[Path, typer.Argument(metavar="FILE", help="A key file, or a worker's folder.")]
+Where = Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder.")]
 PassphraseFile = Annotated[
-    Path | None,
-    typer.Option("--passphrase-file", help="Where the passphrase is. (default: SHOAL_PASSPHRASE, or asked for)"),
+    Path | None, Option("--passphrase-file", help="Where the passphrase is. (default: SHOAL_PASSPHRASE, or asked for)")
 ]
 
 
@@ -88,40 +83,40 @@ def new(where: Where) -> None:
     and its public key are no secret."""
     from shoal.run.owner import new_key
 
-    typer.echo("\n".join(new_key(where)))
+    echo("\n".join(new_key(where)))
 
 
 @key.command(name="export")
 def export_(
     where: Where,
-    out: Annotated[Path | None, typer.Option(help="The file to write. (default: standard output)")] = None,
+    out: Annotated[Path | None, Option(help="The file to write. (default: standard output)")] = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Write a key, sealed with a passphrase, as one line of text: to keep it, or to move to another machine."""
     from shoal.run.owner import export_key
 
-    typer.echo(export_key(where, out, passphrase_file))
+    echo(export_key(where, out, passphrase_file))
 
 
 @key.command(name="import")
 def import_(
-    sealed: Annotated[str, typer.Argument(metavar="SEALED", help="An exported key; - for standard input.")],
-    to: Annotated[Path, typer.Argument(metavar="FILE", help="The key file to write, or a worker's folder.")],
+    sealed: Annotated[str, Argument(metavar="SEALED", help="An exported key; - for standard input.")],
+    to: Annotated[Path, Argument(metavar="FILE", help="The key file to write, or a worker's folder.")],
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Open an exported key and write it as a key file. None is ever overwritten."""
     from shoal.run.owner import import_key
 
-    typer.echo("\n".join(import_key(sealed, to, passphrase_file)))
+    echo("\n".join(import_key(sealed, to, passphrase_file)))
 
 
 @key.command()
 def vouch(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="A node id, a public key, a key file or a folder.")],
-    owner: Annotated[Path, typer.Option(metavar="FILE", help="The owner's key.")],
+    node: Annotated[str, Argument(metavar="NODE", help="A node id, a public key, a key file or a folder.")],
+    owner: Annotated[Path, Option(metavar="FILE", help="The owner's key.")],
 ) -> None:
     """Say that a machine is yours, as a line of text for `shoal join --vouch`: your key need not go there."""
     from shoal.protocol import load_key
     from shoal.run.owner import node_of, vouch_for
 
-    typer.echo(vouch_for(node_of(node), load_key(owner)).model_dump_json())
+    echo(vouch_for(node_of(node), load_key(owner)).model_dump_json())

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
 from shoal.cli import options
 from shoal.runtime.logs import is_verbose
@@ -14,7 +14,7 @@ from shoal.runtime.logs import is_verbose
 if TYPE_CHECKING:
     from shoal.runtime.stop import StopToken
 
-cast = typer.Typer(
+cast = Typer(
     name="cast",
     help="Broadcast files and folders to many machines: signed, verified, resumable. No run or hub is needed.",
     epilog="Start with: shoal cast publish FILE",
@@ -25,14 +25,14 @@ cast = typer.Typer(
 
 @cast.command()
 def publish(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
-    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the tree is.")] = Path("www"),
+    path: Annotated[Path, Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
+    directory: Annotated[Path, Option("--dir", metavar="FOLDER", help="Where the tree is.")] = Path("www"),
     key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What signs it. (default: FOLDER.key, made if new)")
+        Path | None, Option(metavar="FILE", help="What signs it. (default: FOLDER.key, made if new)")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the broadcast. (default: that of PATH)")] = None,
+    name: Annotated[str | None, Option(help="Of the broadcast. (default: that of PATH)")] = None,
     keep: options.Keep = 3,
-    serve: Annotated[bool, typer.Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
+    serve: Annotated[bool, Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
     host: options.Host = "0.0.0.0",
     port: options.Port = 8471,
 ) -> None:
@@ -47,10 +47,10 @@ def publish(
 @cast.command()
 def relay(
     upstreams: Annotated[
-        list[str], typer.Option("--upstream", metavar="URL#KEY", help="Where to mirror from; may be repeated.")
+        list[str], Option("--upstream", metavar="URL#KEY", help="Where to mirror from; may be repeated.")
     ],
     peers: options.Peers = None,
-    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the mirror is.")] = Path("mirror"),
+    directory: Annotated[Path, Option("--dir", metavar="FOLDER", help="Where the mirror is.")] = Path("mirror"),
     host: options.Host = "0.0.0.0",
     port: options.Port = 8472,
     keep: options.Keep = 3,
@@ -68,21 +68,21 @@ def relay(
 @cast.command()
 def fetch(
     sources: Annotated[
-        list[str], typer.Argument(metavar="URL#KEY", help="Publisher or relays, one with the publisher's key.")
+        list[str], Argument(metavar="URL#KEY", help="Publisher or relays, one with the publisher's key.")
     ],
-    output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
+    output: Annotated[str, Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
     wait_s: options.Wait = 10,
     patience_s: Annotated[
-        float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
+        float, Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
     ] = 60,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that were not fetched from here.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
     from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
     request = FetchRequest(tuple(sources), output, wait_s, patience_s, force)
-    raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), CastTerminal()))
+    raise Exit(run_fetch(request, lambda: _begin("fetch"), CastTerminal()))
 
 
 def _begin(role: str) -> StopToken:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask, UserError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PLACE, RIGHT = "{answer}", 1.0 - 1e-9
 
-data = typer.Typer(
+data = Typer(
     name="data",
     help="Check a data set, see in which order its tasks are drawn, write right answers as demonstrations.",
     epilog="Schemas, options and a first try: docs/guides/data.md.",
@@ -30,11 +30,11 @@ data = typer.Typer(
 )
 
 WhereArgument = Annotated[
-    str, typer.Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe (TOML), or a run's folder.")
+    str, Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe (TOML), or a run's folder.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="OPTION=VALUE", help="An option of the data set, e.g. format=aime; may be repeated."),
+    Option("--set", metavar="OPTION=VALUE", help="An option of the data set, e.g. format=aime; may be repeated."),
 ]
 
 BAD_ROWS = ("", "skip", "refuse")
@@ -55,16 +55,16 @@ def check(where: WhereArgument, settings: Settings = None) -> None:
         raise UserError(
             f"{where} trains on no data set: its environment is {source.settings.name}; give a data file or FORMAT:FILE"
         )
-    raise typer.Exit(max(_check(data, bad_rows) for data, bad_rows in found))
+    raise Exit(max(_check(data, bad_rows) for data, bad_rows in found))
 
 
 @data.command()
 def order(
     where: WhereArgument,
     settings: Settings = None,
-    seed: Annotated[int | None, typer.Option(help="The run's seed. (default: the recipe's, or 0)")] = None,
-    start: Annotated[int, typer.Option("--from", min=0, metavar="UNIT", help="The first unit to show.")] = 0,
-    count: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many units to show.")] = 20,
+    seed: Annotated[int | None, Option(help="The run's seed. (default: the recipe's, or 0)")] = None,
+    start: Annotated[int, Option("--from", min=0, metavar="UNIT", help="The first unit to show.")] = 0,
+    count: Annotated[int, Option(min=1, max=10_000_000, help="How many units to show.")] = 20,
 ) -> None:
     """Show which task each unit is: unit, row, id. Anyone with the data and the seed can check a run's leases by it."""
     from shoal.environments import build, identity_of
@@ -72,30 +72,29 @@ def order(
     source = source_at(where, settings or ())
     environment = build(source.settings)
     if source.settings.pools is not None:
-        typer.echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
+        echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
     tasks = len(environment.tasks("train"))
     chosen = seed if seed is not None else source.recipe.run.seed if source.recipe else 0
     identity = identity_of(environment)
     data = f", data digest {identity.data_digest}" if identity.data_digest else ""
-    typer.echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}")
-    typer.echo("unit\trow\tid")
+    echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}")
+    echo("unit\trow\tid")
     for unit in range(start, start + count):
-        typer.echo(f"{unit}\t{_drawn(environment, chosen, unit, tasks)}")
+        echo(f"{unit}\t{_drawn(environment, chosen, unit, tasks)}")
 
 
 @data.command()
 def demos(
-    spec: Annotated[str, typer.Argument(metavar="SPEC", help="An environment by name, a recipe, a data file, …")],
-    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="The demonstrations to write.")],
-    count: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many.")] = 1000,
+    spec: Annotated[str, Argument(metavar="SPEC", help="An environment by name, a recipe, a data file, …")],
+    out: Annotated[Path, Option(metavar="FILE.jsonl", help="The demonstrations to write.")],
+    count: Annotated[int, Option(min=1, max=10_000_000, help="How many.")] = 1000,
     form: Annotated[
-        str, typer.Option(help="What is said, with {answer} in it, e.g. <answer>{answer}</answer>.")
+        str, Option(help="What is said, with {answer} in it, e.g. <answer>{answer}</answer>.")
     ] = "{answer}",
     settings: options.EnvironmentSettings = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
-    from shoal.cli.eval import scorable
-    from shoal.run.sources import task_source
+    from shoal.run.sources import scorable, task_source
     from shoal.runtime.files import ensure_folder, write_atomically
 
     if out.suffix != ".jsonl" or out.exists():
@@ -128,9 +127,9 @@ def demos(
         )
     ensure_folder(out.absolute().parent)
     write_atomically(out, b"".join(rows))
-    typer.echo(f"wrote {out}: {len(rows):,} demonstrations of {environment.name}")
+    echo(f"wrote {out}: {len(rows):,} demonstrations of {environment.name}")
     if left_out:
-        typer.echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")
+        echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")
 
 
 def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
@@ -169,18 +168,18 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
         report(0, 0)  # it begins here; how many rows there are is told with the first of them
         findings = data.check(report)
-    typer.echo(data.description)
+    echo(data.description)
     for line in data.kinds():
-        typer.echo(f"  {line}")
+        echo(f"  {line}")
     for found in findings:
         first = sorted(found.problems.first)[:SHOWN]
         for reason, count in found.problems.reasons.most_common(SHOWN):
             rows = [f"row {row} ({found.where(row)})" for row, said in first if said == reason]
             rows += [f"{count - len(rows):,} more"] if count > len(rows) else []
-            typer.echo(f"{count_of(count, 'row')}: {reason}: {', '.join(rows)}")
+            echo(f"{count_of(count, 'row')}: {reason}: {', '.join(rows)}")
     bad = sum(found.problems.count for found in findings)
     if not bad:
-        typer.echo("every row can be used")
+        echo("every row can be used")
         return 0
     kinds = "; ".join(unusable for _, unusable in data.useless_kinds())  # those without a good row
     them = "it" if bad == 1 else "them"
@@ -189,7 +188,7 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
         outcome = f'a run refuses this data, as bad_rows = "refuse" says{without}'
     elif kinds and not bad_rows:
         outcome = f"a run refuses this data, for no row can be used of {kinds}{without}"
-    typer.echo(f"{count_of(bad, 'row')} cannot be used: {outcome}", err=True)
+    echo(f"{count_of(bad, 'row')} cannot be used: {outcome}", err=True)
     return 0 if bad_rows == "skip" else UserError.exit_code
 
 

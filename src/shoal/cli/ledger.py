@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option, Typer, echo
 
 from shoal.cli import options
 from shoal.runtime.text import count_of, visible, visible_json
 
 if TYPE_CHECKING:
     from shoal.ledger import Account
-    from shoal.ledger.verification import Checked
+    from shoal.ledger.evidence import Checked
 
 MAX_ROWS = 50
 
-ledger = typer.Typer(
+ledger = Typer(
     name="ledger",
     help="Verify, export and read the ledger.",
     epilog="Nothing that a hub says is believed: hashes, heads and accounts are recomputed here.",
@@ -26,22 +26,21 @@ ledger = typer.Typer(
 )
 
 WHERE = "A hub's address, a run's folder, or an exported file."
-Where = Annotated[str, typer.Argument(metavar="URL|RUN|FILE", help=WHERE)]
-OptionalWhere = Annotated[str | None, typer.Argument(metavar="URL|RUN|FILE", help=f"{WHERE} {options.DefaultRun}")]
+Where = Annotated[str, Argument(metavar="URL|RUN|FILE", help=WHERE)]
+OptionalWhere = Annotated[str | None, Argument(metavar="URL|RUN|FILE", help=f"{WHERE} {options.DefaultRun}")]
 
 
 @ledger.command()
 def verify(
     where: Where,
     head: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Heads that you kept: the ledger must contain them.")
+        Path | None, Option(metavar="FILE", help="Heads that you kept: the ledger must contain them.")
     ] = None,
     witnesses: Annotated[
-        list[str] | None,
-        typer.Option("--witness", metavar="KEY[@URL]", help="A witness that you trust: its heads must fit."),
+        list[str] | None, Option("--witness", metavar="KEY[@URL]", help="A witness that you trust: its heads must fit.")
     ] = None,
     without_evidence: Annotated[
-        bool, typer.Option("--without-evidence", help="Leave out receipts and verdicts: then no credit is proven.")
+        bool, Option("--without-evidence", help="Leave out receipts and verdicts: then no credit is proven.")
     ] = False,
     wait_s: options.Wait = 3,
 ) -> None:
@@ -49,13 +48,13 @@ def verify(
     from shoal.run.ledger.check import check_ledger
 
     for line in checked_lines(check_ledger(where, head, wait_s, not without_evidence, witnesses or ())):
-        typer.echo(visible(line))
+        echo(visible(line))
 
 
 @ledger.command()
 def export(
     where: Where,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: one entry per line (JSON).")],
+    out: Annotated[Path, Argument(metavar="OUT", help="The file to write: one entry per line (JSON).")],
     wait_s: options.Wait = 3,
 ) -> None:
     """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
@@ -64,12 +63,12 @@ def export(
 
     rows = export_ledger(where, out, wait_s)
     beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]
-    typer.echo(f"wrote {rows:,} entries to {out}" + (f", and beside it {' and '.join(beside)}" if beside else ""))
+    echo(f"wrote {rows:,} entries to {out}" + (f", and beside it {' and '.join(beside)}" if beside else ""))
 
 
 @ledger.command()
 def show(
-    who: Annotated[str, typer.Argument(metavar="NODE|OWNER", help="A node's id or name, or an owner's public key.")],
+    who: Annotated[str, Argument(metavar="NODE|OWNER", help="A node's id or name, or an owner's public key.")],
     where: OptionalWhere = None,
     as_json: options.Json = False,
     wait_s: options.Wait = 3,
@@ -94,7 +93,7 @@ def show(
         )
     if as_json:
         nodes = {node: asdict(account) for node, account in accounts.items()}
-        return typer.echo(json.dumps({"nodes": nodes, "together": asdict(total)}, indent=2))
+        return echo(json.dumps({"nodes": nodes, "together": asdict(total)}, indent=2))
     if len(rows) > 1:
         rows.append(("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), ""))
     return console().print(sheet(heads, rows, ("standing", "name")))
@@ -108,9 +107,7 @@ def _sums(account: Account) -> tuple[str, ...]:
 @ledger.command()
 def shares(
     where: OptionalWhere = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="As they were when this step's batch was written down.")
-    ] = None,
+    step: Annotated[int | None, Option(min=0, help="As they were when this step's batch was written down.")] = None,
     as_json: options.Json = False,
     wait_s: options.Wait = 3,
 ) -> None:
@@ -126,7 +123,7 @@ def shares(
             for each in found.shares
         ]
         values = {"index": found.index, "total": found.total, "shares": shares}
-        return typer.echo(visible_json(json.dumps(values, indent=2)))
+        return echo(visible_json(json.dumps(values, indent=2)))
     rows = []
     for share in found.shares[:MAX_ROWS]:
         part, whole = share.fraction
@@ -142,14 +139,13 @@ def shares(
 
 @ledger.command()
 def witness(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The hub's address, best the whole join URL.")],
-    folder: Annotated[Path, typer.Option(help="The witness's key, and what it has signed for.")] = Path("witness"),
+    url: Annotated[str, Argument(metavar="URL", help="The hub's address, best the whole join URL.")],
+    folder: Annotated[Path, Option(help="The witness's key, and what it has signed for.")] = Path("witness"),
     out: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", help="A relay's folder to publish in; repeatable. (default: --folder)"),
+        list[Path] | None, Option(metavar="DIR", help="A relay's folder to publish in; repeatable. (default: --folder)")
     ] = None,
-    every_s: Annotated[float, typer.Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
-    once: Annotated[bool, typer.Option("--once", help="Look once, sign and end.")] = False,
+    every_s: Annotated[float, Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
+    once: Annotated[bool, Option("--once", help="Look once, sign and end.")] = False,
 ) -> None:
     """Watch that a ledger only grows, and sign its head with a key of your own; exit 5 if it was rewritten."""
     from shoal.run.ledger.witness import run_witness
@@ -160,9 +156,9 @@ def witness(
 
 @ledger.command()
 def recheck(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, with its hub's blobs and its origin.")],
-    sample: Annotated[int, typer.Option(min=1, help="Accepted units to judge again.")] = 8,
-    seed: Annotated[int | None, typer.Option(help="Draws the same units again. (default: random)")] = None,
+    run: Annotated[Path, Argument(metavar="RUN", help="A run's folder, with its hub's blobs and its origin.")],
+    sample: Annotated[int, Option(min=1, help="Accepted units to judge again.")] = 8,
+    seed: Annotated[int | None, Option(help="Draws the same units again. (default: random)")] = None,
 ) -> None:
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
     import secrets
@@ -172,7 +168,7 @@ def recheck(
 
     stop = begin("recheck", None, verbose=False)
     for line in recheck_ledger(run, sample, secrets.randbelow(2**31) if seed is None else seed, stop):
-        typer.echo(visible(line))
+        echo(visible(line))
 
 
 def checked_lines(checked: Checked) -> list[str]:

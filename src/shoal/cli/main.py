@@ -15,19 +15,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, Typer, echo
 
 from shoal import __version__
 from shoal.cli import options
 from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
-from shoal.cli.demo import demo
-from shoal.cli.eval import compare, evaluate, filter_tasks
+from shoal.cli.eval import compare, evaluate, filter_tasks, sft
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
-from shoal.cli.run import hub, join, relay, run, trainer, validator
-from shoal.cli.sft import sft
+from shoal.cli.run import demo, hub, join, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
@@ -36,7 +34,7 @@ from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import SUPERVISED, end_at_start
 from shoal.runtime.text import printable, visible
 
-app = typer.Typer(
+app = Typer(
     name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.",
     epilog="Start with: shoal demo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     context_settings=options.HELP,
@@ -74,9 +72,9 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
             known = isinstance(error, ShoalError) or hasattr(error, "format_message")  # its line says all there is
             if debug or (SUPERVISED in os.environ and not known):  # a supervised role's stderr is its log
                 for text in traceback.format_exc().splitlines():
-                    typer.echo(visible(text), err=True)
+                    echo(visible(text), err=True)
             if line:
-                typer.echo(f"shoal: {line}", err=True)
+                echo(f"shoal: {line}", err=True)
         return code
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -102,15 +100,15 @@ def explain(error: Exception) -> tuple[str, int]:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"shoal {__version__}")
-        raise typer.Exit()
+        echo(f"shoal {__version__}")
+        raise Exit()
 
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and more log.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks and more log.")] = False,
     _wants_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Reinforcement learning of language models on machines nobody has to trust."""
@@ -122,7 +120,7 @@ EXAMPLES = (
     "A reward of your own is one Python file: shoal run recipes/tiny.toml --set environment.file=my_reward.py "
     "(examples/custom_reward.py shows one). What is trained, in one readable file: examples/one_file_rl.py."
 )
-READERS: dict[str, tuple[Callable[..., object] | typer.Typer, ...]] = {
+READERS: dict[str, tuple[Callable[..., object] | Typer, ...]] = {
     "Begin here": (demo,),
     "For whoever contributes a machine": (join, doctor, key),
     "For a run's owner": (run, plan, status, why, admin, export, backup, restore),
@@ -137,7 +135,7 @@ EPILOGS = {run: EXAMPLES, admin: EPILOG}
 
 for reader, commands in READERS.items():
     for each in commands:
-        if isinstance(each, typer.Typer):
+        if isinstance(each, Typer):
             app.add_typer(each, rich_help_panel=reader)
         else:
             app.command(name=NAMES.get(each), epilog=EPILOGS.get(each), rich_help_panel=reader)(each)

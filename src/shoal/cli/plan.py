@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError
@@ -25,22 +25,20 @@ ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")],
+    recipe: Annotated[Path, Argument(metavar="RECIPE", help="A recipe (TOML).")],
     overrides: options.Settings = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Trainer processes. (default: trainer.processes)")
+        int | None, Option(min=1, max=1024, help="Trainer processes. (default: trainer.processes)")
     ] = None,
-    memory_gb: Annotated[
-        float | None, typer.Option("--memory", help="GiB of each device. (default: what is here)")
-    ] = None,
+    memory_gb: Annotated[float | None, Option("--memory", help="GiB of each device. (default: what is here)")] = None,
     parameters: Annotated[
-        float | None, typer.Option(help="Plan for a model of so many weights instead of model.path: a guessed shape.")
+        float | None, Option(help="Plan for a model of so many weights instead of model.path: a guessed shape.")
     ] = None,
     assumptions: Annotated[
         list[str] | None,
-        typer.Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
+        Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
     ] = None,
-    gpu_hour_price: Annotated[float | None, typer.Option(help="Print what the run costs at this price.")] = None,
+    gpu_hour_price: Annotated[float | None, Option(help="Print what the run costs at this price.")] = None,
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines, money. Exit code 3: training does not fit."""
@@ -51,8 +49,8 @@ def plan(
     _within("--gpu-hour-price", gpu_hour_price, 0, 1e6)
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
     found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
-    typer.echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
-    raise typer.Exit(0 if found.trainer.total <= found.room("trainer") else 3)
+    echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
+    raise Exit(0 if found.trainer.total <= found.room("trainer") else 3)
 
 
 def _within(name: str, value: float | None, least: float, most: float) -> None:
@@ -160,19 +158,21 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
         full = f"does not fit into {here / GIB:.1f} GiB; " if device > here else ""
         yield f"  {name:<32}{_cell(device / GIB)}{_cell(host / GIB)}   {full}{what}".rstrip("; ")
     yield f"disk, GB:{'running':>35}{'finished':>10}"
-    for disk in found.disk():
-        yield f"  {disk.name:<32}{_cell(disk.running / 1e9)}{_cell(disk.finished / 1e9)}   {disk.what}"
+    for name, running, finished, what in found.disk():
+        yield f"  {name:<32}{_cell(running / 1e9)}{_cell(finished / 1e9)}   {what}"
     yield f"bytes of a version on each link, MB:{'delta':>8}{'whole':>10}"
     for name, delta, whole in found.links():
         yield f"  {name:<32}{_cell(delta / 1e6)}{_cell(whole / 1e6)}"
     yield f"time of a step of {found.tokens:,.0f} tokens, s, on GPUs of the speeds assumed below, not on this machine:"
-    for stage in found.stages():
-        yield f"  {stage.name:<32}{_cell(stage.seconds)}   {stage.what}"
-    yield f"  {'a step':<32}{_cell(found.step_s)}   training, or what takes longer; times {run.steps}"
+    for name, seconds, what in found.stages():
+        yield f"  {name:<32}{_cell(seconds)}   {what}"
+    what = "training, or what takes longer" if run.max_staleness else "one stage after another"
+    yield f"  {'a step':<32}{_cell(found.step_s)}   {what}; times {run.steps}"
     machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
     yield f"machines needed: {found.processes} to train, {machines}"
     yield from _remedy_lines(found)
-    if found.validators > (started := found.recipe.validator.count):
+    started = found.recipe.validator.count
+    if found.validators > started and found.kind == "cuda":  # the speeds of GPUs say nothing of a CPU's trainer
         yield f"  the recipe starts {started} of the validators: raise validator.count, or every step waits for audits"
     if gpu_hour_price is not None:
         yield f"money: {found.cost(gpu_hour_price):,.0f}, at {gpu_hour_price:g} for a GPU and hour"

@@ -97,10 +97,8 @@ class CastTerminal:
     """Where `shoal cast` says things: results on stdout, lines as they are; progress on stderr."""
 
     def __init__(self) -> None:
-        self._out, self._error = (
-            Console(soft_wrap=True, highlight=False, markup=False, emoji=False),
-            Console(stderr=True),
-        )
+        self._out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+        self._error = Console(stderr=True)
 
     def say(self, text: str) -> None:
         self._out.print(text)

@@ -1,36 +1,52 @@
-"""`shoal run`, and one command for each role: what starts something that lasts.
+"""`shoal run`, `shoal demo`, and one command for each role: what starts something that lasts.
 
 A role is of a run's folder (--dir), or takes part in a run that is elsewhere (`shoal join URL`, `relay --run-info`).
+The demo is a run with a worker that cheats; what it claims is checked at its end.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.adversary import Cheat
     from shoal.run.folder import RunFolder
+    from shoal.runtime.stop import StopToken
+
+NEXT = """{path}
+  summary.json  ledger.jsonl                 what you just saw, as files
+  trainer/export/                            the model, for transformers
+  trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went
+next: your own reward is one Python function:
+  {shoal} run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py
+the algorithm in one file: {python} examples/one_file_rl.py"""
 
 
 def run(
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
+    recipe: Annotated[Path | None, Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
+        Path | None, Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
     ] = None,
     overrides: options.Settings = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
+        bool, Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
     ] = False,
     patience_min: options.PatienceMin = 10,
 ) -> None:
@@ -48,24 +64,23 @@ def run(
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved)
         shown, derived = settled(resolved)
-        return typer.echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
+        return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
     directory = directory or Path("runs") / resolved.run.name
     made = RunFolder.prepare(directory.absolute(), resolved)
     if not prepare:
-        raise typer.Exit(_launch(made, patience_min * 60))
+        raise Exit(_launch(made, patience_min * 60))
     from shoal.run.roles import command_of, role_names
-    from shoal.runtime.text import shoal_command
 
-    typer.echo(f"{directory} is ready; everything that has to run, in this order:")
+    echo(f"{directory} is ready; everything that has to run, in this order:")
     for name in role_names(made):
-        typer.echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
-    return typer.echo(f"to contribute: {shoal_command()} join {made.assign_endpoints().join}")
+        echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
+    return echo(f"to contribute: {shoal_command()} join {made.assign_endpoints().join}")
 
 
 def _warn(line: str) -> None:
-    typer.echo(f"shoal: {line}", err=True)
+    echo(f"shoal: {line}", err=True)
 
 
 def _launch(folder: RunFolder, patience_s: float) -> int:
@@ -73,18 +88,90 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
     from rich.console import Console
 
     from shoal.cli.view import choose_display
-    from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, launch, ledger_line, steps_in
+    from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, kept_line, launch, ledger_line, steps_in
     from shoal.runtime.stop import stop_on_signals
 
     display, before = choose_display(Console()), steps_in(folder.path / METRICS)
     with display:
         launched = launch(folder, patience_s, stop_on_signals(supervising=True), display)
     lines, code = conclusion(folder.path, launched, before), launched.ending.exit_code
-    for line in [*([""] if display.live else []), *lines, *([ledger_line(folder.path)] if code == 0 else [])]:
-        typer.echo(line)
+    if code == 0:
+        lines += [ledger_line(folder.path), kept_line(folder.path)]
+    for line in [*([""] if display.live else []), *lines]:
+        echo(line)
     if launched.ending.message:
         _warn(launched.ending.message)
     return code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
+
+
+def demo(
+    directory: Annotated[
+        Path, Option("--dir", metavar="FOLDER", help="Where to run; an earlier demo there is replaced.")
+    ] = Path("runs/demo"),
+    seed: Annotated[int, Option(min=0, max=2**31, help="Other tasks, other samples.")] = 0,
+    staleness: Annotated[int, Option(min=0, max=16, help="0: synchronous.")] = 2,
+    steps: Annotated[int, Option(min=1, max=100_000, help="Training steps.")] = 20,
+    cheat: Annotated[
+        str, Option(help="What the third worker does; docs/guides/attack-your-run.md lists them.")
+    ] = "best-of",
+    patience_min: options.PatienceMin = 3,
+) -> None:
+    """Watch a model learn on eight processes, one of which cheats and is caught; minutes, no GPU."""
+    from rich.console import Console
+
+    from shoal.adversary import find_cheat
+    from shoal.cli.view import choose_display
+    from shoal.run.demo.claims import cheater_name, demo_recipe, make_room
+    from shoal.run.folder import RunFolder
+    from shoal.run.launch import launch, process_spec
+    from shoal.run.preflight import check_ingredients
+    from shoal.runtime.stop import stop_on_signals
+
+    recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
+    check_ingredients(recipe)
+    path = directory.absolute()
+    make_room(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
+    folder = RunFolder.prepare(path, recipe)
+    stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
+    cheater = cheater_name(folder)
+    with choose_display(console) as display:
+        spec, notes = process_spec(folder.path, cheater, chosen.name), {cheater: f"cheats: {chosen.what}"}
+        launched = launch(folder, patience_min * 60, stop, display, (spec,), notes)
+    ending, place = launched.ending, shlex.quote(str(path))
+    if ending.exit_code == TOLD_TO_STOP_CODE:
+        echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
+        echo(f"to resume without the cheater: {shoal_command()} run --dir {place}")
+    elif ending.exit_code != 0:
+        echo(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", err=True)
+    raise Exit(ending.exit_code or conclude(folder, chosen, launched.elapsed_s, stop, console))
+
+
+def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken, console: Console) -> int:
+    """Write the records, check every claim, say what is so; returns the exit code: 0 only if all hold."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from shoal.run.demo.claims import cast_of, check
+    from shoal.runtime.files import write_atomically
+
+    console.print("checking what came out: the ledger, the rollouts, the exported model …")
+    found = []
+    for claim in check(folder, cast_of(folder, cheat), stop):
+        found.append(claim)
+        sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
+        line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
+        one_line = f"{sign} {claim.name:<11} {escape(claim.sentence)}"  # for whoever searches a log
+        console.print(line if console.is_terminal else one_line, highlight=False, soft_wrap=not console.is_terminal)
+    if stop.is_set():
+        console.print("stopped before everything was checked")
+        return TOLD_TO_STOP_CODE
+    results = {"elapsed_s": round(elapsed_s, 1), "claims": [asdict(claim) for claim in found]}
+    write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
+    shoal, python = shoal_command(), shoal_command("python")
+    console.print(
+        NEXT.format(path=folder.path, shoal=shoal, python=python), markup=False, highlight=False, soft_wrap=True
+    )
+    return 0 if all(claim.holds for claim in found) else 1
 
 
 def hub(directory: options.RunDir) -> None:
@@ -107,14 +194,14 @@ def validator(directory: options.RunDir, index: options.Index = 0) -> None:
 
 def relay(
     directory: options.OptionalRunDir = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
+    origin: Annotated[bool, Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
     index: options.Index = 0,
-    hub_url: Annotated[str | None, typer.Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
+    hub_url: Annotated[str | None, Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
     upstreams: Annotated[
-        list[str] | None, typer.Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
+        list[str] | None, Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
     ] = None,
     peers: options.Peers = None,
-    folder: Annotated[Path | None, typer.Option(help="Where to keep the mirror.")] = None,
+    folder: Annotated[Path | None, Option(help="Where to keep the mirror.")] = None,
     host: options.Host = "0.0.0.0",
     port: options.Port = 8472,
     keep: options.Keep = 3,
@@ -132,48 +219,37 @@ def relay(
     from shoal.run.join import run_standalone_relay
 
     settings = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}
-    return run_standalone_relay(
-        hub_url, tuple(upstreams or ()), tuple(peers or ()), folder, (host, port), wait_s, settings, is_verbose()
-    )
+    listen = host, port
+    return run_standalone_relay(hub_url, tuple(upstreams or ()), tuple(peers or ()), folder, listen, wait_s, settings)
 
 
 def join(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="URL", help="The join URL http://host:port/#…, or several.")
+        list[str] | None, Argument(metavar="URL", help="The join URL http://host:port/#…, or several.")
     ] = None,
     directory: options.OptionalRunDir = None,
     index: options.Index = 0,
-    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
+    folder: Annotated[Path | None, Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    name: Annotated[
-        str | None, typer.Option(help="How to be called, in public. (default: node- and its id's start)")
-    ] = None,
+    name: Annotated[str | None, Option(help="How to be called, in public. (default: node- and its id's start)")] = None,
     wait_s: options.Wait = 10,
-    cheat: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")
-    ] = None,
-    owner: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Your key: what this machine earns is yours.")
-    ] = None,
-    vouch: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
-    ] = None,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
+    cheat: Annotated[str | None, Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")] = None,
+    owner: Annotated[Path | None, Option(metavar="FILE", help="Your key: what this machine earns is yours.")] = None,
+    vouch: Annotated[Path | None, Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")] = None,
+    check: Annotated[bool, Option("--check/--no-check", help="Look at this machine first.")] = True,
     sandbox: Annotated[
-        bool,
-        typer.Option("--sandbox", help="Work without network, home and other processes in sight (needs bubblewrap)."),
+        bool, Option("--sandbox", help="Work without network, home and other processes in sight (needs bubblewrap).")
     ] = False,
     max_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB. (default: 80 % of the free)"),
+        str | None, Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB. (default: 80 % of the free)")
     ] = None,
     max_disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB. (default: 80 % of the free)")
+        str | None, Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB. (default: 80 % of the free)")
     ] = None,
     max_bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s. (default: no limit)")
+        str | None, Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s. (default: no limit)")
     ] = None,
 ) -> int:
     """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
@@ -199,7 +275,7 @@ def join(
     if not urls:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
     given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
-    return run_joined_worker(JoinRequest(*given), is_verbose())
+    return run_joined_worker(JoinRequest(*given))
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:
@@ -219,4 +295,4 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
 
         run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
     if supervised and stop.is_set():  # so that the supervisor does not take it for done
-        raise typer.Exit(TOLD_TO_STOP_CODE)
+        raise Exit(TOLD_TO_STOP_CODE)

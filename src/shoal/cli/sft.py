@@ -1,6 +1,4 @@
-"""`shoal sft`: begin with imitation. Demonstrations are chosen by filters and trained on; RL continues from the result.
-
-shoal sft tiny --data demos.jsonl --out models/begun        train, and write a Hugging Face folder
+"""What `shoal sft` does: demonstrations are chosen by filters and trained on; RL continues from the result.
 
 FOLDER.work/   .shoal-sft (what was asked for; marks the folder as a warm start's), checkpoints/, metrics.jsonl
 FOLDER/        appears whole at the end: a Hugging Face folder with sft.json and metrics.jsonl
@@ -18,65 +16,37 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from rich.console import Console
+from typer import echo
 
-from shoal.cli import options
-from shoal.cli.eval import STOPPED_CODE, scorable
+from shoal.cli.printing import counted
+from shoal.environments import Environment, build, prompt_settings_of
+from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError
+from shoal.evaluation.records import difference
+from shoal.evaluation.subject import model_digest
+from shoal.models.folder import model_folder, read_files
+from shoal.rewards import ScoringPatience, ScoringPool
+from shoal.rewards.classifier import Classifier
+from shoal.run.recipe import Recipe
+from shoal.run.sources import ModelSource, TaskSource, scorable, task_source
+from shoal.runtime.config import parse_config
+from shoal.runtime.files import write_atomically
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.text import shoal_command
+from shoal.trainer.demonstrations import choosing
+from shoal.trainer.demonstrations.choosing import Choice, Corpus, Course, Outcome
+from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
+from shoal.trainer.folder import Progress, refuse_foreign
+from shoal.trainer.record import Tracked, open_trackers, require_trackers
 
 if TYPE_CHECKING:
-    from shoal.environments import Environment
-    from shoal.run.sources import ModelSource, TaskSource
-    from shoal.runtime.stop import StopToken
-    from shoal.trainer.demonstrations.choosing import Choice, Corpus, Course, Outcome
     from shoal.trainer.demonstrations.training import WarmStart
 
 ABOUT, MARK = "sft.json", ".shoal-sft"
-ENV = f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"
-SET = "Rate, clip, memory, …, or environment.KEY; repeatable."
-FORM = "Last words must have: thinking, boxed, answer, or a pattern."
-DATA = "Demonstrations: JSON lines, Parquet, a folder; columns messages, prompt and completion, or text. Repeatable."
-
-
-def sft(
-    model: options.Model,
-    data: Annotated[list[Path], typer.Option("--data", metavar="FILE", help=DATA)],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write.")],
-    env: Annotated[str | None, typer.Option(metavar="SPEC", help=ENV)] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="trainer.KEY=VALUE", help=SET)] = None,
-    epochs: Annotated[int, typer.Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of epochs.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
-    validation: Annotated[int | None, typer.Option(min=0, help="Not trained on. (default: 5 %, at most 256)")] = None,
-    seed: options.Seed = 0,
-    chat: Annotated[bool | None, typer.Option(help="Ask by its chat template. (default: if it has one)")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Longest. (default: the model's context)")] = None,
-    require: Annotated[list[str] | None, typer.Option(metavar="FORM", help=FORM)] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Only what the environment of --env rewards.")] = False,
-    min_reward: Annotated[float, typer.Option(help="Least reward, with --verify.")] = 1.0,
-    rank: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,
-    best: Annotated[float | None, typer.Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
-) -> None:
-    """Train a model on demonstrations, chosen by filters, before RL. The same command resumes."""
-    from shoal.runtime.stop import stop_on_signals
-
-    stop = stop_on_signals()  # what follows takes a while to load
-    from shoal.run.sources import model_source
-    from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
-
-    choice = Choice(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
-    request = WarmStartRequest(out, env, choice, Course(epochs, steps, batch, seed, validation), stop)
-    request.open(data, settings or ())
-    with model_source(model) as found:
-        try:
-            if stop.is_set():
-                raise Interrupted
-            raise typer.Exit(request.train(found))
-        except Interrupted:
-            typer.echo("stopped before training; to continue, give the same command again", err=True)
-            raise typer.Exit(STOPPED_CODE) from None
 
 
 @dataclass
@@ -96,21 +66,12 @@ class WarmStartRequest:
 
     def open(self, data: Sequence[Path], overrides: Sequence[str]) -> None:
         """What can be refused is refused before a model is loaded."""
-        from shoal.environments import build
-        from shoal.run.recipe import Recipe
-        from shoal.run.sources import task_source
-        from shoal.runtime.config import parse_config
-        from shoal.trainer.demonstrations.choosing import DEFAULTS, LOSS, refuse_unused
-        from shoal.trainer.demonstrations.reading import Demonstrations
-        from shoal.trainer.folder import refuse_foreign
-        from shoal.trainer.record import require_trackers
-
         theirs = [override for override in overrides if override.strip().startswith("environment.")]
         own = [override for override in overrides if override not in theirs]
         for override in own:
-            refuse_unused(override)
-        asked = parse_config(f"[trainer]\n{DEFAULTS}", Recipe, "--set", own).trainer
-        self.settings = asked.model_copy(update={"loss": LOSS})  # no recipe may name it
+            choosing.refuse_unused(override)
+        asked = parse_config(f"[trainer]\n{choosing.DEFAULTS}", Recipe, "--set", own).trainer
+        self.settings = asked.model_copy(update={"loss": choosing.LOSS})  # no recipe may name it
         if self.env is None and (theirs or self.choice.verify):
             said = f"--set {theirs[0]}" if theirs else "--verify"
             raise ConfigError(f"{said}: there is no environment here; give one with --env")
@@ -132,32 +93,17 @@ class WarmStartRequest:
             raise ConfigError(f"{work} is there and is not of a warm start: move it away, or choose another --out")
 
     def about(self, model: ModelSource) -> dict[str, Any]:
-        from shoal.evaluation.subject import model_digest
-        from shoal.models.folder import model_folder
-        from shoal.trainer.demonstrations.choosing import HARMLESS, USED
-
         about = {
             "model": model_digest(model_folder(model.where)), "data": self.demonstrations.digest,
             "environment": None if self.environment is None else self.environment.digest,
             "choice": asdict(self.choice), "course": asdict(self.course),
-            "trainer": self.settings.model_dump(mode="json", include=set(USED - HARMLESS)),
+            "trainer": self.settings.model_dump(mode="json", include=set(choosing.USED - choosing.HARMLESS)),
         }  # fmt: skip
         found: dict[str, Any] = json.loads(json.dumps(about, default=str))
         return found
 
     def choose(self, model: ModelSource) -> tuple[Corpus, Outcome]:
         """With a progress bar; scoring processes end with it."""
-        from rich.console import Console
-
-        from shoal.cli.printing import counted
-        from shoal.environments import prompt_settings_of
-        from shoal.environments.settings import PromptSettings
-        from shoal.models.folder import model_folder, read_files
-        from shoal.rewards import ScoringPatience, ScoringPool
-        from shoal.rewards.classifier import Classifier
-        from shoal.trainer.demonstrations.choosing import Asking, choose
-        from shoal.trainer.demonstrations.reading import Encoder
-
         choice, data, environment = self.choice, self.demonstrations, self.environment
         manner = PromptSettings() if environment is None else prompt_settings_of(environment)
         manner = manner if choice.chat is None else manner.model_copy(update={"chat": choice.chat})
@@ -174,25 +120,17 @@ class WarmStartRequest:
                     judge.prepare()  # what is wrong with it is said before rows are read
                 except EnvironmentSetupError as error:
                     raise ConfigError(f"--rank {choice.rank}: {error}") from error
-            asking = Asking(environment, pool, choice.min_reward) if environment else None
+            asking = choosing.Asking(environment, pool, choice.min_reward) if environment else None
             progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
-            return choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
+            return choosing.choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
 
     def train(self, model: ModelSource) -> int:
-        from rich.console import Console
-
-        from shoal.cli.printing import counted
-        from shoal.evaluation.records import difference
-        from shoal.runtime.files import write_atomically
-        from shoal.runtime.lock import FolderLock
-        from shoal.runtime.text import shoal_command
-
         out, work, about = self.out, self.work, self.about(model)
         if (out / ABOUT).is_file():
             stored = json.loads((out / ABOUT).read_bytes())
             if stored != about:
                 raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
-            typer.echo(f"this is done already: {out}", err=True)
+            echo(f"this is done already: {out}", err=True)
             return 0
         with FolderLock(work).acquire(self.stop):
             self.refuse_foreign_work()
@@ -201,23 +139,21 @@ class WarmStartRequest:
                 raise ConfigError(f"{work} is of another warm start: {difference(begun, about)}")
             write_atomically(work / MARK, json.dumps(about, indent=2).encode())
             corpus, outcome = self.choose(model)
-            typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
+            echo("\n".join(["demonstrations:", *outcome.lines()]))
             with counted("training", Console(stderr=True), unit="steps") as report:
                 finished = self._warm_start(model, about, corpus).run(report)
             if not finished:
-                typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
-                return STOPPED_CODE
+                echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
+                return TOLD_TO_STOP_CODE
             for folder in (work / "checkpoints", *(() if self.settings.tracking else (work,))):
                 shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
-        typer.echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
+        echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
         return 0
 
     def _warm_start(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStart:
-        from shoal.trainer.demonstrations.training import WarmStart
+        from shoal.trainer.demonstrations.training import WarmStart  # torch
         from shoal.trainer.export import ModelCard, hub_name
-        from shoal.trainer.folder import Progress
         from shoal.trainer.learner import make_deterministic, new_learner, starting_model
-        from shoal.trainer.record import Tracked, open_trackers
 
         settings = self.settings
         make_deterministic(settings)

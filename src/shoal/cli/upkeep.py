@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
-from shoal.errors import UserError
+from shoal.errors import HubUnreachable, UserError
 from shoal.runtime.files import home
-from shoal.runtime.text import visible
+from shoal.runtime.text import visible, visible_json
+
+PIPED_WIDTH = 200
 
 
 def status(
-    where: Annotated[str, typer.Argument(metavar="URL|RUN", help=f"{options.HubOrRun}.")],
+    where: Annotated[str, Argument(metavar="URL|RUN", help=f"{options.HubOrRun}.")],
     as_json: options.Json = False,
     wait_s: options.Wait = 3,
 ) -> None:
     """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
-    from shoal.cli.view import show_status
+    from rich.console import Console
 
-    show_status(where, as_json, wait_s)
+    from shoal.cli.view import frame
+    from shoal.client import HubClient
+    from shoal.run.folder import hub_of
+    from shoal.run.launch import when_stopped
+    from shoal.run.progress import History, Scene
+
+    with closing(HubClient.of_a_person(*hub_of(where, wait_s))) as client:
+        try:
+            found = client.status()
+        except HubUnreachable as error:
+            if "://" in where:
+                raise
+            finished, sentence = when_stopped(Path(where))
+            if not finished or as_json:
+                raise HubUnreachable(f"{sentence} ({error})") from error
+            return echo(sentence)
+    if as_json:
+        return echo(visible_json(found.model_dump_json(indent=2)))
+    history, out = History(), Console()
+    history.add(found, 0.0)
+    width = out.width if out.is_terminal else PIPED_WIDTH
+    return Console(width=width).print(frame(Scene(found, (), history, 0.0), width))
 
 
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    best: Annotated[bool, typer.Option("--best", help="The one with the best held-out score.")] = False,
-    version: Annotated[int | None, typer.Option(min=0, help="The one of this version.")] = None,
+    directory: Annotated[Path, Argument(metavar="RUN", help="The run's folder.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
+    best: Annotated[bool, Option("--best", help="The one with the best held-out score.")] = False,
+    version: Annotated[int | None, Option(min=0, help="The one of this version.")] = None,
 ) -> None:
     """Write a checkpoint, the newest by default, as a Hugging Face folder."""
     from shoal.run.sources import export_run
 
-    typer.echo(f"wrote {export_run(directory, out, best, version)}")
+    echo(f"wrote {export_run(directory, out, best, version)}")
 
 
 def backup(
-    directory: Annotated[Path | None, typer.Argument(metavar="RUN", help="The run's folder.")] = None,
-    out: Annotated[Path | None, typer.Argument(metavar="OUT.tar", help="The file to write.")] = None,
-    verify: Annotated[Path | None, typer.Option(metavar="FILE", help="Check a backup instead of making one.")] = None,
+    directory: Annotated[Path | None, Argument(metavar="RUN", help="The run's folder.")] = None,
+    out: Annotated[Path | None, Argument(metavar="OUT.tar", help="The file to write.")] = None,
+    verify: Annotated[Path | None, Option(metavar="FILE", help="Check a backup instead of making one.")] = None,
 ) -> None:
     """Write a whole run, going on or not, to one file; it holds the run's private keys."""
     from shoal.run.backup import backup_run, verify_backup
     from shoal.runtime.text import shoal_command
 
     if verify is not None:
-        return typer.echo(f"{verify} is whole: {verify_backup(verify).line}")
+        return echo(f"{verify} is whole: {verify_backup(verify).line}")
     if directory is None or out is None:
         raise UserError("give the run's folder and the file to write, for example: shoal backup runs/mine mine.tar")
-    summary = backup_run(directory.absolute(), out, lambda line: typer.echo(line, err=True))
-    return typer.echo(
+    summary = backup_run(directory.absolute(), out, lambda line: echo(line, err=True))
+    return echo(
         f"wrote {out}: {summary.line}\n"
         "it holds this run's private keys and secret: keep it as safe as the run's folder, and never let the restored "
         f"run and this one continue at the same time\nto restore: {shoal_command()} restore {out} FOLDER"
@@ -58,11 +82,11 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A backup.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The run folder to make.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A backup.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="The run folder to make.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="hub.KEY=VALUE",
             help="Where rows and submissions go, instead of the folder: hub.database, hub.storage, "
@@ -77,38 +101,38 @@ def restore(
     from shoal.runtime.text import shoal_command
 
     summary = restore_run(file, folder.absolute(), overrides or ())
-    typer.echo(f"{folder} is ready: {summary.line}")
+    echo(f"{folder} is ready: {summary.line}")
     for path in missing_inputs(RunFolder.open(folder).recipe):
-        typer.echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
-    typer.echo(f"to resume: {shoal_command()} run --dir {folder} (only here: the run must not continue in two places)")
+        echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
+    echo(f"to resume: {shoal_command()} run --dir {folder} (only here: the run must not continue in two places)")
 
 
 def doctor(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="URL", help="Also check the connection to this run's hubs.")
+        list[str] | None, Argument(metavar="URL", help="Also check the connection to this run's hubs.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="The folder to be written to. (default: with a URL ~/.shoal, as join; or this)")
+        Path | None, Option(help="The folder to be written to. (default: with a URL ~/.shoal, as join; or this)")
     ] = None,
     selftest: Annotated[
-        bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")
+        bool, Option("--selftest", help="Run the validator's checks on this machine's own work.")
     ] = False,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
+        bool, Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
     ] = False,
-    model: Annotated[str, typer.Option(help="Model folder to try, if there is no URL.")] = "tiny",
+    model: Annotated[str, Option(help="Model folder to try, if there is no URL.")] = "tiny",
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     against: Annotated[
         list[str] | None,
-        typer.Option(help="What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"),
+        Option(help="What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"),
     ] = None,
-    profile: Annotated[list[Path] | None, typer.Option(help="A profile file to be judged by; repeatable.")] = None,
-    sequences: Annotated[int, typer.Option(min=32, help="Completions to measure.")] = 256,
-    tokens: Annotated[int, typer.Option(min=1, help="Longest completion to measure.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="Where the measured profile goes.")] = None,
+    profile: Annotated[list[Path] | None, Option(help="A profile file to be judged by; repeatable.")] = None,
+    sequences: Annotated[int, Option(min=32, help="Completions to measure.")] = 256,
+    tokens: Annotated[int, Option(min=1, help="Longest completion to measure.")] = 128,
+    temperature: Annotated[float, Option(min=0.01, help="Sampling temperature.")] = 1.0,
+    out: Annotated[Path | None, Option(help="Where the measured profile goes.")] = None,
 ) -> None:
     """Check this machine, and say what to do about each problem."""
     from shoal.run.doctor import examine
@@ -117,10 +141,10 @@ def doctor(
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
     findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype, engine=engine)
     for finding in findings:
-        typer.echo(visible(finding.line))
+        echo(visible(finding.line))
     ok = all(finding.ok for finding in findings)
     if not (selftest or calibrate):
-        raise typer.Exit(0 if ok else 1)
+        raise Exit(0 if ok else 1)
     from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
     from shoal.runtime.stop import stop_on_signals
 
@@ -130,11 +154,11 @@ def doctor(
     )  # fmt: skip
     if selftest:
         for finding in run_selftest(asked, stop_on_signals()):
-            typer.echo(visible(finding.line))
+            echo(visible(finding.line))
             ok = ok and finding.ok
     else:
-        calibration, written = run_calibration(asked, lambda line: typer.echo(line, err=True))
+        calibration, written = run_calibration(asked, lambda line: echo(line, err=True))
         for line in calibration_report(calibration, written):
-            typer.echo(line)
+            echo(line)
         ok = ok and not calibration.problems
-    raise typer.Exit(0 if ok else 1)
+    raise Exit(0 if ok else 1)

@@ -2,7 +2,7 @@
 
     Scene ──► LiveDisplay   on a terminal: one frame, drawn in place about four times a second
           ├─► PlainDisplay  elsewhere: a line when something happened, or to break a long silence
-          └─► show_status   `shoal status`: the same frame, once
+          └─► frame         `shoal status`: the same, once
 
     with choose_display(console) as display:
         launch(folder, options, stop, display)
@@ -14,24 +14,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Self
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.client import HubClient
-from shoal.errors import HubUnreachable
 from shoal.protocol import NodeState, NodeView, RunStatus
 from shoal.run.progress import (
     SILENT_S,
     Display,
-    History,
     Scene,
     duration,
     labels,
@@ -41,7 +35,7 @@ from shoal.run.progress import (
     verdict_line,
     waits_line,
 )
-from shoal.runtime.text import printable, visible, visible_json
+from shoal.runtime.text import printable, visible
 from shoal.validator.settings import MEASURING
 
 SILENCE_S = 10.0
@@ -53,33 +47,8 @@ REJECTIONS_KEPT = 3
 VERDICTS_SHOWN = 5
 MAX_WORKERS, MAX_NODES = 8, 40  # so few workers are in order of their names, so that rows do not jump
 MAX_NOTICES = 4
-PIPED_WIDTH = 200
 VERDICT_STYLES = {"rejected": "red", "accepted": ""}
 STATE_STYLES = {"active": "green", "probation": "green", "done": "dim", "starting": "dim"}  # all others are trouble
-
-
-def show_status(where: str, as_json: bool, wait_s: float) -> None:
-    """Ask the hub at a URL, or the hub of a run's folder, and show its answer."""
-    from shoal.run.folder import hub_of
-
-    with closing(HubClient.of_a_person(*hub_of(where, wait_s))) as client:
-        try:
-            status = client.status()
-        except HubUnreachable as error:
-            if "://" in where:
-                raise
-            from shoal.run.launch import when_stopped
-
-            finished, sentence = when_stopped(Path(where))
-            if not finished or as_json:
-                raise HubUnreachable(f"{sentence} ({error})") from error
-            return typer.echo(sentence)
-    if as_json:
-        return typer.echo(visible_json(status.model_dump_json(indent=2)))
-    history, out = History(), Console()
-    history.add(status, 0.0)
-    width = out.width if out.is_terminal else PIPED_WIDTH
-    return Console(width=width).print(frame(Scene(status, (), history, 0.0), width))
 
 
 def choose_display(console: Console) -> Display:

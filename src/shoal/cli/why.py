@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, echo
 
 from shoal.cli import options
 from shoal.errors import HubRefused, HubUnreachable, UserError
@@ -29,10 +29,8 @@ SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "tar
 
 
 def why(
-    what: Annotated[str, typer.Argument(metavar="UNIT|NODE", help="A unit's number, or a node's id or name.")],
-    where: Annotated[
-        str | None, typer.Argument(metavar="URL|RUN", help=f"{options.HubOrRun}. {options.DefaultRun}")
-    ] = None,
+    what: Annotated[str, Argument(metavar="UNIT|NODE", help="A unit's number, or a node's id or name.")],
+    where: Annotated[str | None, Argument(metavar="URL|RUN", help=f"{options.HubOrRun}. {options.DefaultRun}")] = None,
     as_json: options.Json = False,
     wait_s: options.Wait = 3,
 ) -> None:
@@ -58,10 +56,10 @@ def why(
             alone = f"start it alone with {shoal_command()} hub --dir {place}, then ask again"
             raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
     if as_json and (story := unit or node):
-        typer.echo(visible_json(story.model_dump_json(indent=2)))
+        echo(visible_json(story.model_dump_json(indent=2)))
         return
     for line in (*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())):
-        typer.echo(visible(line))
+        echo(visible(line))
 
 
 def unit_lines(story: UnitStory) -> Iterator[str]:

@@ -86,10 +86,7 @@ def row_of(environment: Environment, part: Part, index: int) -> int:
 
 
 def histogram_lines(rates: Mapping[int, Rate], samples: int, band: RateBand) -> Iterator[str]:
-    """How many tasks have which rate; those in the band are marked.
-
-    0.125 ▏████████ 312 ◂
-    """
+    """How many tasks have which rate; those in the band are marked: `0.125 ▏████████ 312 ◂`."""
     steps = min(samples, BINS)
     counts = Counter(min(steps, round(rate.value * steps)) for rate in rates.values())
     largest = max(counts.values(), default=1)
@@ -111,9 +108,7 @@ def refuse_taken(columns: Iterable[str], model: str) -> None:
 
 def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None, model: str) -> Any:
     """The rows within the band as one Arrow table, with the new columns; without a band all rows, measured or not.
-
-    Types of Parquet are kept, others are inferred.
-    """
+    Types of Parquet are kept, others are inferred."""
     import pyarrow as pa
 
     found: dict[str, list[Any]] = {name: [] for name in table.columns}
@@ -170,10 +165,8 @@ def _with_rates(table: Any, found: Sequence[Rate | None], model: str) -> Any:
 
 
 def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:
-    """Write a table to the file at `path`, whole or not at all; how many rows there are.
-
-    Nothing is written for no rows: a data set without any cannot be trained on.
-    """
+    """Write a table to the file at `path`, whole or not at all; how many rows there are. Nothing is written for no
+    rows: a data set without any cannot be trained on."""
     import pyarrow.parquet as pq
 
     if table.num_rows:

@@ -18,8 +18,7 @@ from typing import Literal
 from shoal.environments import Environment, Task, budget_of
 from shoal.environments.composed import inner_of
 from shoal.environments.mix import MixedEnvironment
-from shoal.environments.protocol import LazyTasks
-from shoal.environments.questions import UNUSABLE, task_digest, task_digests
+from shoal.environments.protocol import UNUSABLE, LazyTasks, task_digest, task_digests
 from shoal.errors import ConfigError, LeakFound
 from shoal.sampling import uniforms
 
@@ -67,10 +66,8 @@ class SamplingPlan:
         return max(1, min(self.batch_rows, BATCH_TOKENS // self.max_new_tokens))
 
     def chosen(self, available: int) -> Sequence[int]:
-        """The numbers of the tasks evaluated, ascending: all, or a choice that follows from the seed.
-
-        A data set may be sorted by difficulty: its first tasks would stand for nothing but themselves.
-        """
+        """The numbers of the tasks evaluated, ascending: all, or a choice that follows from the seed. A data set may be
+        sorted by difficulty: its first tasks would stand for nothing but themselves."""
         if self.tasks == 0 or self.tasks >= available:
             return range(available)
         seed, drawn, found = _derived("tasks", self.seed), 0, dict[int, None]()

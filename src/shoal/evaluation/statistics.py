@@ -46,9 +46,7 @@ def finite(value: float) -> float | None:
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
     """The chance that at least one of `k` samples, drawn without replacement from `samples`, is one that passed.
-
-    Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k).
-    """
+    Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k)."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
@@ -92,10 +90,8 @@ def bootstrap_mean(values: Floats, seed: int) -> Estimate:
 
 def mean_estimate(values: Floats, seed: int) -> Estimate:
     """The mean over tasks with the interval that fits: Wilson's where all values are 0 or 1, else the bootstrap's.
-
     Tasks that all scored the same have no spread to resample. From 0 to 1 nothing spreads more than trials that pass or
-    fail, so that Wilson's is wide enough; beyond, none is known.
-    """
+    fail, so that Wilson's is wide enough; beyond, none is known."""
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
     if len(values) > 1 and bool((values == values[0]).all()):
@@ -106,10 +102,8 @@ def mean_estimate(values: Floats, seed: int) -> Estimate:
 
 
 def sign_flip_p(differences: Floats, seed: int) -> float:
-    """Two-sided p of the sign-flip test: how often would the mean be as far from 0, were each sign a coin's?
-
-    All flips are counted where at most 20 differences are not 0; else 100,000 at random, the observed one with them.
-    """
+    """Two-sided p of the sign-flip test: how often would the mean be as far from 0, were each sign a coin's? All flips
+    are counted where at most 20 differences are not 0; else 100,000 at random, the observed one with them."""
     moved = differences[differences != 0]
     observed = abs(float(moved.sum()))
     near = 1e-9 * float(np.abs(moved).sum())  # sums in another order differ in their last digits

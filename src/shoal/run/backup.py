@@ -19,7 +19,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import sqlite3
 import tarfile
@@ -40,7 +39,7 @@ from shoal.ledger import verify
 from shoal.protocol import LedgerEntry, Message, canonical_json, first_problem
 from shoal.run.folder import RECIPE_MODE, RunFolder
 from shoal.run.recipe import Recipe
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.config import dump_config, parse_config
 from shoal.runtime.crash import point
 from shoal.runtime.files import (
@@ -52,13 +51,13 @@ from shoal.runtime.files import (
     write_atomically,
 )
 from shoal.runtime.metrics import MetricsLog
+from shoal.shardcast.tree import parse_label
 from shoal.trainer.folder import Retention, scores_of
 
 MANIFEST, MAX_MANIFEST_BYTES = "manifest.json", 2**30
 SECRET = ("hub/", "keys/", "worker-")
 DATABASE, BLOB_FOLDER = "hub/hub.db", "hub/blobs"
 PLACES = ("database", "storage", "storage_endpoint")
-CHECKPOINT = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
 CHECKPOINTS_KEPT, TRIES = 2, 5
 """The newest, and one before it should the disk have damaged that. Beside them: the best that the run keeps."""
 REST = (
@@ -84,14 +83,14 @@ class Summary:
         )
 
 
-def backup_run(directory: Path, out: Path, say: Callable[[str], None], clock: Clock = SystemClock()) -> Summary:
+def backup_run(directory: Path, out: Path, say: Callable[[str], None]) -> Summary:
     """Write the backup of a run to `out`, and read it back."""
     folder = RunFolder.open(directory)
     run, recipe, hub = folder.path, folder.recipe, folder.recipe.hub
     for left_over in run.glob(".backup-*"):  # of a backup that was killed
         shutil.rmtree(left_over, ignore_errors=True)
     with (
-        new_bundle(out, folder.run_id, clock.now_ms()) as bundle,
+        new_bundle(out, folder.run_id, SystemClock().now_ms()) as bundle,
         tempfile.TemporaryDirectory(prefix=".backup-", dir=run) as name,  # on this disk: holding a file costs no space
     ):
         scratch = Path(name)
@@ -159,10 +158,10 @@ def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
     source, target = run / "trainer" / "checkpoints", scratch / "trainer" / "checkpoints"
     rule = Retention(CHECKPOINTS_KEPT, keep_best)
     for _ in range(TRIES):
-        found = [match for entry in source.glob("*") if (match := CHECKPOINT.fullmatch(entry.name))]
+        found = [place for entry in source.glob("*") if (place := parse_label(entry.name)) is not None]
         scores = scores_of(MetricsLog(run / "trainer" / "metrics.jsonl"))
         try:
-            for place in sorted(rule.kept([(int(match[1]), int(match[2])) for match in found], scores), reverse=True):
+            for place in sorted(rule.kept(found, scores), reverse=True):
                 name = "{}.{}".format(*place)
                 for path in sorted((source / name).iterdir()):
                     _hold(path, target / name / path.name)

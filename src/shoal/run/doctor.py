@@ -26,7 +26,7 @@ from shoal.client.trust import one_run
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
 from shoal.protocol import RunInfo, SigningKey
 from shoal.protocol.signing import MAX_SKEW_MS
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
@@ -62,18 +62,17 @@ class Finding:
 
 
 def examine(
-    urls: Sequence[str], folder: Path, clock: Clock = SystemClock(), device: str = "auto", dtype: str = "auto",
-    engine: str = "torch",
-) -> list[Finding]:  # fmt: skip
+    urls: Sequence[str], folder: Path, device: str = "auto", dtype: str = "auto", engine: str = "torch"
+) -> list[Finding]:
     """Look at everything; a check that cannot be made is a problem, not a crash."""
     checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
-    return [*(check() for check in checks), *(_route(urls, clock, engine, device, dtype) if urls else [])]
+    return [*(check() for check in checks), *(_route(urls, engine, device, dtype) if urls else [])]
 
 
-def examine_worker(client: HubClient, folder: Path, clock: Clock = SystemClock()) -> list[Finding]:
+def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
     """What matters to a worker that has met its hub already; torch is looked at by whoever needs it."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
-    return [*machine, _clock(client, clock), _weights(client.trusted_run())]
+    return [*machine, _clock(client), _weights(client.trusted_run())]
 
 
 def _torch() -> Finding:
@@ -122,7 +121,7 @@ def _writable(folder: Path) -> Finding:
         return Finding("folder", False, str(error), error.exit_code)
 
 
-def _route(urls: Sequence[str], clock: Clock, engine: str, device: str, dtype: str) -> Iterator[Finding]:
+def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[Finding]:
     """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
     try:
         bases, given = one_run(urls)
@@ -140,7 +139,7 @@ def _route(urls: Sequence[str], clock: Clock, engine: str, device: str, dtype: s
             if finding.ok and met is None:
                 met = client.trusted_run()
                 pinned = met.root_fingerprint  # the others have to belong to the same run
-                yield _clock(client, clock)
+                yield _clock(client)
     if met is not None:
         yield _weights(met)
         if _torch_version() is not None:
@@ -171,10 +170,10 @@ def _hub(client: HubClient) -> Finding:
     return Finding("hub", True, f"{client.url} runs {info.run}, {info.steps} steps, protocol {info.protocol_version}")
 
 
-def _clock(client: HubClient, clock: Clock) -> Finding:
+def _clock(client: HubClient) -> Finding:
     """Do the clocks agree? A client corrects its requests by the hub's clock, so this stops nobody."""
     try:
-        skew_ms = clock.now_ms() - client.status().now_ms
+        skew_ms = SystemClock().now_ms() - client.status().now_ms
     except ShoalError as error:
         return Finding("clock", False, f"the hub does not say what time it is: {' '.join(str(error).split())}")
     text = f"{abs(skew_ms) / 1000:.1f} s {'ahead of' if skew_ms > 0 else 'behind'} the hub"

@@ -15,6 +15,7 @@ from math import ceil, log, log2, pow
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.engines.memory import ALLOWANCE
 from shoal.hub.settings import CONCURRENT_UPLOADS
 from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
@@ -47,23 +48,6 @@ DATABASE_BYTES, DATABASE_LOG_BYTES = 300_000, 4_000_000  # empty, and what SQLit
 FROM_BEFORE = 2  # checkpoints kept beside the newest and the best (trainer/folder.py), once there are so many
 ANCHORED = 1.7  # payloads of deltas in a row after which a version is whole: shorter ways skip some (plan_check.md)
 WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes of one process's folder, or of all processes of a kind: at most while it runs, and when it has ended."""
-
-    name: str
-    running: float
-    finished: float
-    what: str
-
-
-@dataclass(frozen=True)
-class Stage:
-    name: str
-    seconds: float
-    what: str
 
 
 @dataclass(frozen=True)
@@ -138,25 +122,26 @@ class Planning:
         run = self.recipe.run
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 
-    def disk(self) -> Iterator[Disk]:
-        """At most. An origin keeps the versions that leases may name, back to a whole one."""
+    def disk(self) -> Iterator[tuple[str, float, float, str]]:
+        """Folder, bytes at most while it is used and when the run has ended, and what they are. An origin keeps the
+        versions that leases may name, back to a whole one."""
         run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
         yield self._checkpoints()
-        yield Disk("trainer: export", payload, payload, "the last version")
+        yield "trainer: export", payload, payload, "the last version"
         rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
-        yield Disk("trainer: rollouts", rollouts, rollouts, "what each step was trained on")
+        yield "trainer: rollouts", rollouts, rollouts, "what each step was trained on"
         kept = max(OriginSettings().kept_versions, run.max_staleness + 2) + 1
-        yield Disk("origin", self._offered(kept), self._offered(kept_when_finished(run.max_staleness)),
-                   f"{min(kept, versions)} versions, with the one that is being published")  # fmt: skip
+        finished, what = self._offered(kept_when_finished(run.max_staleness)), "with the one that is being published"
+        yield "origin", self._offered(kept), finished, f"{min(kept, versions)} versions, {what}"
         mirrored = self.recipe.relay.keep_versions
-        yield Disk("each relay", self._offered(mirrored), 0, f"{min(mirrored, versions)} versions")
+        yield "each relay", self._offered(mirrored), 0, f"{min(mirrored, versions)} versions"
         for role, count in {"validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}.items():
             held = min(versions, count)
             size = held * (payload + self._beside)
-            yield Disk(f"each {role}", size, 0, f"{held} versions, with the one that is being made")
+            yield f"each {role}", size, 0, f"{held} versions, with the one that is being made"
         submitted = self.tokens * run.steps * self.speeds.submission_bytes
         hub = DATABASE_BYTES + submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
-        yield Disk("hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top")
+        yield "hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top"
 
     def _offered(self, count: int) -> float:
         """So many versions back to a whole one, and the deltas to each: from the one before, some from further back."""
@@ -165,7 +150,7 @@ class Planning:
         deltas = sum((span - 1) // stride for stride in (1, *DELTA_STRIDES) if stride <= every)
         return ceil(span / every) * self.payload + deltas * self._beside
 
-    def _checkpoints(self) -> Disk:
+    def _checkpoints(self) -> tuple[str, float, float, str]:
         """A version in the making counts, and the first of all, which has no moments, as long as there is none older
         than guards look back."""
         trainer, steps, newest = self.recipe.trainer, self.recipe.run.steps, self.chosen.keep_checkpoints
@@ -176,8 +161,8 @@ class Planning:
         first = 8 * self.shape.trained if steps <= LOOKBACK or most == saved else 0
         awaited = f" (up to {AWAITED} more while their scores are awaited)" if best and most < saved else ""
         running = max(most * self.checkpoint - first, ended * self.checkpoint)
-        return Disk("trainer: checkpoints", running, ended * self.checkpoint,
-                    f"{most}{awaited}, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each")  # fmt: skip
+        what = f"{most}{awaited}, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each"
+        return "trainer: checkpoints", running, ended * self.checkpoint, what
 
     def memory(self) -> Iterator[tuple[str, float, float, str]]:
         """Role, bytes on its device, bytes of its host, and what they are. On a CPU all of it is in the first."""
@@ -192,10 +177,11 @@ class Planning:
             yield f"trainer, {self.processes} on one host", 0, together, ""
         models = {
             "validator": (self.loaded + 1, self.recipe.validator.dtype, f"{self.loaded} loaded, 1 for second looks"),
-            "worker": (1, self.worker_dtype, "weights; sequences take the rest"),
+            "worker": (1, self.worker_dtype, "weights and one sequence; more take the rest"),
         }
         for role, (count, dtype, what) in models.items():
             device, host = count * self.shape.weights * WIDTHS[dtype] + base, self.payload + base
+            device += self._row // ALLOWANCE if role == "worker" else 0
             yield role, device + (0 if on_gpu else self.payload), host if on_gpu else 0, f"{what}; a payload is mapped"
         upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
         yield "hub", 0, PROCESS_BYTES["hub"] + CONCURRENT_UPLOADS * upload, f"with {CONCURRENT_UPLOADS} uploads"
@@ -234,10 +220,14 @@ class Planning:
     @property
     def _rows(self) -> int:
         """The sequences of a worker's batch that fit together."""
-        run, weights = self.recipe.run, self.shape.weights * WIDTHS[self.worker_dtype]
-        row = max(1, self.shape.cached_bytes * run.max_new_tokens)
-        fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / row)
+        weights = self.shape.weights * WIDTHS[self.worker_dtype]
+        fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / self._row)
         return max(1, min(fit, self._sequences))
+
+    @property
+    def _row(self) -> int:
+        """What an engine reckons with for one sequence at its longest: keys and values, and room for as much again."""
+        return max(1, self.shape.cached_bytes * self.recipe.run.max_new_tokens)
 
     @property
     def _token_s(self) -> float:
@@ -297,17 +287,16 @@ class Planning:
     def step_s(self) -> float:
         """The trainer decides how long a step takes, where there are as many machines as are needed; but a completion
         must not take longer than the steps that it may be old. With staleness 0 one stage follows another."""
+        if self.recipe.run.max_staleness == 0:
+            return sum(seconds for _, seconds, _ in self.stages())
         tokens_s = min(self.workers * self.worker_tokens_s, self.validators * self.audit_tokens_s)
         return max(self._wanted_s, self.tokens / tokens_s)
 
     @property
     def _wanted_s(self) -> float:
-        completion_s, publish_s = self._batch_s(self._rows), self.publish_s
-        if self.recipe.run.max_staleness == 0:
-            checked_s = self.tokens / self.audit_tokens_s
-            return completion_s + checked_s + self.train_s + self._saving_s + publish_s + self._apply_s
-        most_s = completion_s / (self.recipe.run.max_staleness + 1)
-        return max(self.train_s, publish_s + self._saving_s, self._transfer_s, most_s)
+        """So long generating may take, and checking: as long as what else a step has to wait for."""
+        most_s = self._batch_s(self._rows) / (self.recipe.run.max_staleness + 1)
+        return max(self.train_s, self.publish_s + self._saving_s, self._transfer_s, most_s)
 
     @property
     def _transfer_s(self) -> float:
@@ -330,27 +319,22 @@ class Planning:
     def validators(self) -> int:
         return machines_needed(self.tokens / self.audit_tokens_s, self._wanted_s, self.recipe.run.steps)
 
-    def stages(self) -> Iterator[Stage]:
-        speeds, gb = self.speeds, self.payload / 1e9
-        copies = speeds.workers_per_relay + 1
-        yield Stage("generate", self.tokens / self.worker_tokens_s / self.workers,
-                    f"{count_of(self.workers, 'worker')} of {self.worker_tokens_s:,.0f} tokens/s")  # fmt: skip
-        yield Stage("audit", self.tokens / self.audit_tokens_s / self.validators,
-                    f"{count_of(self.validators, 'validator')} of {self.audit_tokens_s:,.0f} tokens/s")  # fmt: skip
-        yield Stage("train", self.train_s, f"{count_of(self.processes, 'device')} of {self._train_tflops:g} TFLOP/s")
-        every = self.chosen.checkpoint_every
-        yield Stage(
-            "save", self._saving_s, f"a checkpoint every {f'{every:,} steps' if every > 1 else 'step'}, per step"
-        )
-        yield Stage("publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s")
-        yield Stage("transfer", self._transfer_s,
-                    f"out of a relay with {speeds.workers_per_relay:g} workers; a whole version: "
-                    f"{copies * self.payload / speeds.link_bytes_s:,.0f} s")  # fmt: skip
-        yield Stage(
-            "apply",
-            self._apply_s,
-            f"on a worker's disk at {speeds.apply_gb_s:g} GB/s; a whole version is checked as it comes",
-        )
+    def stages(self) -> Iterator[tuple[str, float, str]]:
+        """Name, seconds of a step, and what they are of."""
+        speeds, gb, every = self.speeds, self.payload / 1e9, self.chosen.checkpoint_every
+        for name, machine, count, tokens_s in (
+            ("generate", "worker", self.workers, self.worker_tokens_s),
+            ("audit", "validator", self.validators, self.audit_tokens_s),
+        ):
+            yield name, self.tokens / tokens_s / count, f"{count_of(count, machine)} of {tokens_s:,.0f} tokens/s"
+        yield "train", self.train_s, f"{count_of(self.processes, 'device')} of {self._train_tflops:g} TFLOP/s"
+        yield "save", self._saving_s, f"a checkpoint every {f'{every:,} steps' if every > 1 else 'step'}, per step"
+        yield "publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s"
+        whole_s = (speeds.workers_per_relay + 1) * self.payload / speeds.link_bytes_s
+        whole = f"a whole version: {whole_s:,.0f} s"
+        yield "transfer", self._transfer_s, f"out of a relay with {speeds.workers_per_relay:g} workers; {whole}"
+        disk = f"on a worker's disk at {speeds.apply_gb_s:g} GB/s"
+        yield "apply", self._apply_s, f"{disk}; a whole version is checked as it comes"
 
     def cost(self, gpu_hour: float) -> float:
         """Of the whole run: every trainer process, worker and validator has one GPU."""

@@ -23,7 +23,7 @@ from shoal.client.known_hubs import known_root
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.config import dump_config, load_config
 from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.lock import FolderLock
@@ -73,7 +73,7 @@ class RunFolder:
     recipe: Recipe
 
     @classmethod
-    def prepare(cls, path: Path, recipe: Recipe, clock: Clock = SystemClock()) -> RunFolder:
+    def prepare(cls, path: Path, recipe: Recipe) -> RunFolder:
         """Make the folder, or open one that this recipe made; afterwards every key and certificate is there."""
         stored = path / "recipe.toml"
         if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
@@ -87,7 +87,7 @@ class RunFolder:
                 if not folder._certificate_path(name).exists():
                     folder._root()  # what is wrong with it is said before any key is made
                     key = protocol.load_or_create_key(path / "keys" / f"{name}.key")
-                    folder.put_certificate(name, folder.certify(role, key.public_key, clock))
+                    folder.put_certificate(name, folder.certify(role, key.public_key))
             write_atomically(stored, dump_config(recipe).encode(), RECIPE_MODE)
         return folder
 
@@ -149,11 +149,12 @@ class RunFolder:
     def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         return tuple(self.certificate(name) for name in self.trusted_roles)
 
-    def certify(self, role: protocol.Role, public_key: str, clock: Clock = SystemClock()) -> protocol.SignedDocument:
+    def certify(self, role: protocol.Role, public_key: str) -> protocol.SignedDocument:
         """A certificate by the root key, whose private half must be here; it is not written anywhere."""
         root = self._root()
         run = run_id(self.recipe.run.name, protocol.fingerprint(root.public_key))
-        document = protocol.RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=clock.now_ms())
+        now_ms = SystemClock().now_ms()
+        document = protocol.RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=now_ms)
         return protocol.sign_document(document, root)
 
     def put_certificate(self, name: str, signed: protocol.SignedDocument) -> None:

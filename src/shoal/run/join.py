@@ -24,6 +24,7 @@ from shoal.run.folder import hub_of
 from shoal.run.roles import begin
 from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
+from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
@@ -47,7 +48,7 @@ class JoinRequest:
     sandbox: bool = False
 
 
-def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
+def run_joined_worker(request: JoinRequest) -> int:
     """Work for the run at the URLs until it ends or this process is stopped; the exit code. First what is wrong here,
     then whether there is a hub; torch is loaded (seconds) when there is work to do."""
     from shoal.engines import check_engine
@@ -61,7 +62,7 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
     check_engine(request.engine, request.device, request.dtype)
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
-    stop = begin("worker", None, verbose)
+    stop = begin("worker", None, is_verbose())
 
     def say_when_stopping() -> None:
         """At once: the group that is being generated may take long to end."""
@@ -88,18 +89,12 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
 
 
 def run_standalone_relay(
-    hub: str,
-    upstreams: tuple[str, ...],
-    peers: tuple[str, ...],
-    folder: Path | None,
-    listen: tuple[str, int],
-    wait_s: float,
-    settings: Mapping[str, float | None],
-    verbose: bool,
-) -> None:
+    hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
+    wait_s: float, settings: Mapping[str, float | None],
+) -> None:  # fmt: skip
     """Mirror the weights of the run at the join URL `hub`; without upstreams, from wherever the hub says that they are.
     `settings` are those of `RelaySettings` that were given."""
-    stop = begin("relay", None, verbose)
+    stop = begin("relay", None, is_verbose())
     with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()
         remember_root(client.url, trusted.root_fingerprint)

@@ -23,6 +23,7 @@ from shoal.run.folder import RunFolder
 from shoal.run.progress import Display, History, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
 from shoal.runtime import logs
+from shoal.runtime.limits import folder_bytes, show_bytes
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import kept_when_finished
@@ -31,6 +32,7 @@ from shoal.runtime.supervise import Ending, ProcessSpec, Supervisor
 from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
 from shoal.shardcast.tree import HEAD
+from shoal.trainer.folder import scores_of
 from shoal.trainer.record import standing
 
 log = logging.getLogger(__name__)
@@ -49,13 +51,9 @@ class Launched:
 
 
 def launch(
-    folder: RunFolder,
-    patience_s: float,
-    stop: StopToken,
-    display: Display,
-    extra: Sequence[ProcessSpec] = (),
+    folder: RunFolder, patience_s: float, stop: StopToken, display: Display, extra: Sequence[ProcessSpec] = (),
     notes: Mapping[str, str] | None = None,
-) -> Launched:
+) -> Launched:  # fmt: skip
     """Run everything to its end, shown by `display` (which the caller enters and leaves). `extra` are further
     processes, supervised like the recipe's own; `notes` are remarks on workers by name. No process is left when this
     returns or raises."""
@@ -66,7 +64,7 @@ def launch(
         for name in [*role_names(folder), *(spec.name for spec in extra)]:
             if (
                 folder.path / name / ".lock"
-            ).exists():  # of an earlier start whose supervisor was killed: it may be ending
+            ).exists():  # the supervisor of an earlier start was killed: it may be ending
                 FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
         endpoints = folder.assign_endpoints()
         display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
@@ -138,6 +136,14 @@ def ledger_line(path: Path) -> str:
     return f"the ledger is in {path / 'ledger.jsonl'}: {rows:,} entries; to check it: {check}"
 
 
+def kept_line(path: Path) -> str:
+    """What a finished run keeps on this disk, the largest folders first."""
+    sizes = {one.name: folder_bytes(one) for one in path.iterdir() if one.is_dir()}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name} {show_bytes(size)}" for name, size in largest)
+    return f"{path} keeps {show_bytes(sum(sizes.values()))}: {named}, …"
+
+
 def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     """What a run came to, and what to do next. `before`: steps that were done when it was started."""
     lines, code = summary(path / METRICS, launched.status, launched.elapsed_s, before), launched.ending.exit_code
@@ -145,10 +151,10 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
         lines.append(f"to resume: {shoal_command()} run --dir {path}")
     if code != 0:
         return lines
-    rows, take = MetricsLog(path / METRICS).rows(), f"{shoal_command()} export {path} OUT"
-    untrained, scores = any(line.startswith(NOTHING_TRAINED) for line in lines), held_out_of(rows)
+    metrics, take = MetricsLog(path / METRICS), f"{shoal_command()} export {path} OUT"
+    untrained, scores = any(line.startswith(NOTHING_TRAINED) for line in lines), scores_of(metrics)
     where = f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}"
-    alarms = [f"ALARM {name}, since step {since}: {seen}" for name, (since, seen) in standing(rows).items()]
+    alarms = [f"ALARM {name}, since step {since}: {seen}" for name, (since, seen) in standing(metrics.rows()).items()]
     if alarms:
         which = f"the best by held-out score: {take} --best" if scores else f"an earlier one: {take} --version N"
         return [*lines, *alarms, f"{where}, BUT ALARMS STAND: look at it before you use it; {which}"]
@@ -165,11 +171,12 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:
     """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk). `before` is how
     many steps there were when this start began: a run that is resumed did not do them now."""
-    rows = MetricsLog(metrics_file).rows()
+    metrics = MetricsLog(metrics_file)
+    rows = metrics.rows()
     done = status.step if status is not None else steps_in(metrics_file)
     total = f" of {status.steps}" if status is not None else ""
     lines = [f"{done}{total} steps{f', {max(0, done - before)} of them' if before else ''} in {elapsed_s:.0f} s"]
-    if scores := held_out_of(rows):
+    if scores := scores_of(metrics):
         last = f" → {scores[max(scores)]:.3f}" if len(scores) > 1 else f" (version {min(scores)}, no other)"
         lines.append(f"held-out score {scores[min(scores)]:.3f}{last}")
     rewards = [reward for row in rows if (reward := reward_of(row)) is not None]
@@ -179,9 +186,7 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
     trained = [row for row in rows if "groups" in row]
-    if trained and not any(
-        row["groups"] for row in trained
-    ):  # a run that learns nothing must not look like one that did
+    if trained and not any(row["groups"] for row in trained):  # nothing learned must not look like success
         dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
         unsure = status.submissions.get("unsure", 0) if status is not None else 0
         why = f"all {dropped} groups had equal rewards; the tasks are too easy or too hard, or the reward is constant"
@@ -191,10 +196,6 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
     return lines
 
 
-def held_out_of(rows: Sequence[Mapping[str, float]]) -> dict[int, float]:
-    return {int(row["step"]): row["held_out"] for row in rows if "held_out" in row}
-
-
 def steps_in(metrics_file: Path) -> int:
     """How many steps the trainer has written down. The last row of a run that is over is of its last version only."""
     return max((int(row["step"]) + ("groups" in row) for row in MetricsLog(metrics_file).rows()), default=0)
@@ -202,8 +203,8 @@ def steps_in(metrics_file: Path) -> int:
 
 def when_stopped(path: Path) -> tuple[bool, str]:
     """What a folder can say of a run whose hub does not answer: whether it is finished, and how it stands."""
-    steps, rows = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS).rows()
-    done, scores = max((int(row["step"]) for row in rows), default=0), held_out_of(rows)
+    steps, metrics = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS)
+    done, scores = steps_in(path / METRICS), scores_of(metrics)
     score = f", held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}" if scores else ""
     if done >= steps:
         export, measure = path / "trainer" / "export", f"to measure it: {shoal_command()} eval {path} --env SPEC"

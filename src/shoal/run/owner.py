@@ -146,9 +146,7 @@ def _text(path: Path) -> str:
 
 
 WAIT_S = 10.0
-NO_POLICY = protocol.PolicyRef(
-    incarnation=0, version=0, digest="0" * 64
-)  # an owner may open a kind before there is one
+NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before any
 LEAST_PREFIX = 4
 ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
@@ -227,12 +225,9 @@ def calibrate(order: Order) -> str:
         measured = profile.measured
         kind = protocol.MeasuredKind(limits=profile.model_dump(mode="json"), tokens=measured.tokens if measured else 0)
         made = protocol.Calibration(
-            run=client.trusted_run().run,
-            policy=client.status().policy or NO_POLICY,
-            kinds={profile.key: kind},
-            machines=measured.validators if measured else (),
-            made_at_ms=SystemClock().now_ms(),
-        )
+            run=client.trusted_run().run, policy=client.status().policy or NO_POLICY, kinds={profile.key: kind},
+            machines=measured.validators if measured else (), made_at_ms=SystemClock().now_ms(),
+        )  # fmt: skip
         signed = protocol.sign_document(made, root)
         client.publish_calibration(signed)
     return f"the run takes work of {profile.key} by calibration {protocol.document_hash(signed)}"

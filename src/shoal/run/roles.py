@@ -74,7 +74,8 @@ def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
 def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.engines.asking import Asking
     from shoal.environments import build, has_dialogues
-    from shoal.hub import EvaluationPlan, HubConfig, run_hub
+    from shoal.hub import EvaluationPlan, HubConfig
+    from shoal.hub.http.server import run_hub
     from shoal.models import model_folder, read_files
     from shoal.run.estimate import announced_size
     from shoal.validator import measurable_kinds, profile_keys
@@ -124,10 +125,10 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
 
     recipe = folder.recipe
     if recipe.trainer.processes > 1 and own_rank() is None:  # the same in several processes, which this one watches
-        from shoal.trainer.elastic import run_group
+        from shoal.trainer.ranks import run_group
 
         return run_group(command_of(folder.path, "trainer"), recipe.trainer.processes, stop)
-    from shoal.trainer.process import run_trainer
+    from shoal.trainer.loop import run_trainer
     from shoal.trainer.settings import TrainerConfig
 
     config = TrainerConfig(
@@ -165,15 +166,10 @@ def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = 
 
     recipe, name = folder.recipe, f"worker-{index}"
     config = WorkerConfig(
-        folder=folder.path / name,
-        settings=recipe.worker,
-        engine=recipe.worker.engine,
-        hub_url=folder.endpoints.hub,
-        root_fingerprint=fingerprint(folder.root_key),
-        name=name,
-        cheat=cheat,
+        folder=folder.path / name, settings=recipe.worker, engine=recipe.worker.engine, name=name, cheat=cheat,
+        hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
         limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # whoever runs the trainer runs this, too
-    )
+    )  # fmt: skip
     run_worker(config, stop)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from shoal.environments import ENVIRONMENTS, EnvironmentSettings
+from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, build, require_scoring
 from shoal.environments.data.locating import kind_of
 from shoal.environments.formats import FORMATS
 from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError
@@ -22,7 +21,7 @@ from shoal.run.recipe import Recipe, load_recipe
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import ensure_folder
 from shoal.shardcast.manifest import read_manifest
-from shoal.shardcast.tree import Tree, manifest_key
+from shoal.shardcast.tree import Tree, manifest_key, parse_label
 from shoal.trainer.folder import MARK, refuse_foreign
 
 
@@ -53,9 +52,6 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype, manifest_of, which)
 
 
-CHECKPOINT = re.compile(r"(\d+)\.(\d+)")
-
-
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model lies, what to call it, and the run that trained it, if it is a run's."""
@@ -83,8 +79,8 @@ def model_source(text: str) -> Iterator[ModelSource]:
 
 def _is_newest(run: Path) -> bool:
     """Whether a run's export is of its newest policy."""
-    checkpoints = [match for entry in run.glob("trainer/checkpoints/*") if (match := CHECKPOINT.fullmatch(entry.name))]
-    newest = max(((int(match[1]), int(match[2])) for match in checkpoints), default=(0, 0))
+    places = (parse_label(entry.name) for entry in run.glob("trainer/checkpoints/*"))
+    newest = max((place for place in places if place is not None), default=(0, 0))
     try:
         progress = json.loads((run / "trainer" / "export" / MARK).read_bytes())["progress"]
         return (int(progress["version"]), int(progress["incarnation"])) >= newest
@@ -114,6 +110,13 @@ class TaskSource:
         """Whether rows that cannot be used are to be left out, whatever their number."""
         parts = self.settings.mix or (self.settings,)
         return all(part.options.get("bad_rows") == "skip" for part in parts if part.name == "dataset")
+
+
+def scorable(source: TaskSource) -> Environment:
+    """The environment, if this machine can score its tasks: who cannot is told before a model is loaded."""
+    environment = build(source.settings)
+    require_scoring(environment)
+    return environment
 
 
 def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:

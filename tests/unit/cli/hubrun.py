@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kit.cast import Run, Running
+from kit.hub import FakeEnvironment
 from shoal import protocol
-from shoal.environments import Score, Split, Task
-from shoal.hub import HubConfig, run_hub
+from shoal.hub import HubConfig
+from shoal.hub.http.server import run_hub
 from shoal.hub.service import Hub
 from shoal.hub.state import credits, nodes
 from shoal.hub.state.commands import AddVerdict, Record, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, SubmissionRow, SubmissionState, UnitRow, UnitState
-from shoal.ledger import credit_for, head_of
+from shoal.ledger import head_of
 from shoal.run.folder import RunFolder, port_of
 from shoal.run.recipe import Recipe
 from shoal.runtime.config import parse_config
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
 
 RECIPE = "[hub]\nport = 0\n[run]\nname = 'small'\nsteps = 3\ngroups_per_step = 2\ngroup_size = 2\nmax_staleness = 1"
-READY_S = 30.0
-
-
-class Tasks:
-    """Ten tasks whose prompts are their names."""
-
-    name, digest = "fake", "e0" * 32
-
-    def __init__(self) -> None:
-        self._tasks = [Task(id=f"task-{index}", prompt=f"{index}=", answer="") for index in range(10)]
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._tasks if split == "train" else []
-
-    def task(self, task_id: str) -> Task:
-        return next(task for task in self._tasks if task.id == task_id)
-
-    def score(self, task: Task, completion: str) -> Score:
-        return Score(0.0)
 
 
 def make_folder(path: Path, *overrides: str) -> RunFolder:
@@ -56,7 +38,7 @@ def hub_config(folder: RunFolder) -> HubConfig:
     endpoints = folder.endpoints
     return HubConfig(
         folder=folder.path / "hub", run_id=folder.run_id, run=folder.recipe.run,
-        settings=folder.recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=Tasks(),
+        settings=folder.recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=FakeEnvironment(),
         encode=lambda task: list(task.prompt.encode()), eos_token_id=0, key=folder.key("hub"),
         root_key=folder.root_key, certificates=folder.certificates, sources=endpoints.sources,
         last_resort=endpoints.last_resort,
@@ -64,17 +46,18 @@ def hub_config(folder: RunFolder) -> HubConfig:
 
 
 @contextmanager
-def serving(folder: RunFolder) -> Iterator[str]:
-    """The address of the folder's hub while it serves."""
-    stop, ready = StopToken(), threading.Event()
-    thread = threading.Thread(target=run_hub, args=(hub_config(folder), stop, lambda _url: ready.set()))
-    thread.start()
+def running(run: Run) -> Iterator[str]:
+    """The address of a server while it serves."""
+    server = Running(run)
     try:
-        assert ready.wait(READY_S), "the hub did not start"
-        yield folder.endpoints.hub
+        yield server.url
     finally:
-        stop.set("the test is over")
-        thread.join(READY_S)
+        server.end()
+
+
+def serving(folder: RunFolder) -> AbstractContextManager[str]:
+    """The address of the folder's hub while it serves."""
+    return running(partial(run_hub, hub_config(folder)))
 
 
 def record(hub: Hub, *rows: tuple[str, dict[str, Any]]) -> None:
@@ -126,12 +109,6 @@ def earn(hub: Hub, folder: RunFolder, node: str, unit: int, tokens: int) -> None
             Save(submission, None), AddVerdict(name, signed), Save(after, before.state), *joined, record,
         ])  # fmt: skip
     hub.posting.post()
-
-
-def forged(node: str, submission: str, tokens: int, unit: int = 0) -> tuple[str, dict[str, Any]]:
-    """Credit that nobody ever judged, as whoever holds the hub's key can record it."""
-    body = {"node": node, "unit": unit, "submission": submission, "tokens": tokens, "credit": credit_for(tokens)}
-    return "credit", {**body, "validator": "0" * 32, "receipt": "0" * 64, "verdict": "0" * 64}
 
 
 def batch(step: int) -> tuple[str, dict[str, Any]]:

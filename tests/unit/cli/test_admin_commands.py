@@ -18,16 +18,9 @@ from shoal.client import ClientOptions, HubClient
 from shoal.errors import HubRefused, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import verify
-from shoal.protocol import (
-    AuditRequest,
-    LeaseRequest,
-    SignedDocument,
-    SigningKey,
-    Vouch,
-    load_key,
-    load_or_create_key,
-    open_document,
-)
+from shoal.protocol import SignedDocument, SigningKey, Vouch, load_key, load_or_create_key, open_document
+from shoal.protocol.lease import LeaseRequest
+from shoal.protocol.verdict import AuditRequest
 from shoal.run.folder import RunFolder
 from shoal.run.owner import PASSPHRASE, node_of, vouch_of
 from shoal.runtime.clock import SystemClock
@@ -89,9 +82,8 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, c
 
 
 def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: Capture) -> None:
-    assert "there is no unit 9999999" in told(capsys, 2, "why", "9999999", folder.path).err
-    assert main(["why", "f" * 32, str(folder.path)]) == 2
-    assert main(["why", "nobody", str(folder.path)]) == 2
+    for what, said in (("9999999", "there is no unit 9999999"), ("f" * 32, ""), ("nobody", "")):
+        assert said in told(capsys, 2, "why", what, folder.path).err
 
 
 def test_from_elsewhere_with_the_keys_alone(folder: RunFolder, tmp_path: Path) -> None:
@@ -209,8 +201,7 @@ def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
 
 @pytest.fixture
 def owner(tmp_path: Path, capsys: Capture) -> Path:
-    assert main(["key", "new", str(tmp_path / "owner.key")]) == 0
-    capsys.readouterr()
+    told(capsys, 0, "key", "new", tmp_path / "owner.key")
     return tmp_path / "owner.key"
 
 
@@ -219,19 +210,14 @@ def passphrase(monkeypatch: Patch) -> None:
     monkeypatch.setenv(PASSPHRASE, "several words of mine")
 
 
-def test_a_key_is_made_private_and_shown(owner: Path, capsys: Capture) -> None:
-    key = load_key(owner)
-    for where in (owner, owner.parent / "w"):
-        if where != owner:
-            where.mkdir()
-            owner.rename(where / "node.key")  # a worker's folder stands for the key in it
-        assert main(["key", "new", str(where)]) == 0, "there is one already: it is shown"
-        assert capsys.readouterr().out.split()[-5:] == ["node", key.node, "public", "key", key.public_key]
-
-
-def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Capture) -> None:
-    before = owner.read_bytes()
-    assert "already" in told(capsys, 0, "key", "new", owner).out
+def test_no_key_is_overwritten_but_shown(owner: Path, tmp_path: Path, capsys: Capture) -> None:
+    before, key = owner.read_bytes(), load_key(owner)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "node.key").symlink_to(owner)
+    for where in (owner, tmp_path / "w"):  # a worker's folder stands for the key in it
+        shown = told(capsys, 0, "key", "new", where).out
+        assert "already" in shown
+        assert shown.split()[-5:] == ["node", key.node, "public", "key", key.public_key]
     assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 0
     assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 2
     assert main(["key", "import", str(tmp_path / "sealed"), str(owner)]) == 2
@@ -240,7 +226,6 @@ def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Capture) -> 
 
 def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     text = told(capsys, 0, "key", "export", owner).out
-    assert "PRIVATE" not in text
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert main(["key", "import", "-", str(tmp_path / "there.key")]) == 0
     assert load_key(tmp_path / "there.key").public_key == load_key(owner).public_key
@@ -268,13 +253,8 @@ def test_an_owner_vouches_for_a_machine_without_going_there(owner: Path, tmp_pat
     assert vouch_of(machine, None, tmp_path / "vouch.json").signed_by == vouch.owner
     with pytest.raises(UserError, match=f"vouches for node {machine.node}, but this one is"):
         vouch_of(SigningKey.generate(), None, tmp_path / "vouch.json")
-
-
-def test_what_a_worker_brings_along_of_its_owner(owner: Path, tmp_path: Path) -> None:
-    machine = SigningKey.generate()
     assert vouch_of(machine, None, None) is None
     signed = vouch_of(machine, owner, None)
-    assert signed is not None
     assert open_document(signed, Vouch, load_key(owner).public_key).node == machine.node
     with pytest.raises(UserError, match="give one of them"):
         vouch_of(machine, owner, owner)

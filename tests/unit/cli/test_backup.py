@@ -7,6 +7,7 @@ import tarfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from kit import Capture, Patch, TempPaths, fork
 from kit.cli import told
 from kit.folder import Play
 from shoal.cli.main import main
-from shoal.errors import ConfigError, ProtocolError, ResourceError
+from shoal.errors import CheckpointError, ConfigError, ProtocolError, ResourceError
 from shoal.run import backup
 from shoal.run.backup import MANIFEST, backup_run, new_bundle, restore_run, verify_backup
 from shoal.run.folder import RunFolder
@@ -65,17 +66,13 @@ class TestLive:
         play.close()
         assert len(summary.submissions) >= len(promised)
         assert not list((tmp_path / "run").glob(".backup-*"))
-        restored = Play(self.restored(tmp_path), receipts=promised)
+        restore_run(tmp_path / "run.tar", tmp_path / "elsewhere" / "run")
+        restored = Play(tmp_path / "elsewhere" / "run", receipts=promised)
         assert (restored.folder.run_id, restored.endpoints) == (play.folder.run_id, play.endpoints)
         while not restored.finished:
             restored.step()
         restored.check()
         restored.close()
-
-    @staticmethod
-    def restored(folder: Path) -> Path:
-        restore_run(folder / "run.tar", folder / "elsewhere" / "run")
-        return folder / "elsewhere" / "run"
 
 
 class TestContents:
@@ -146,80 +143,78 @@ class TestContents:
         assert held == {"head.json", "manifests/0.2.json"}
 
 
-def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+Made = Callable[[Path], bytes]
+
+
+def rewritten(change: Callable[[str, bytes], bytes | None]) -> Made:
     """A copy of a tar with members changed, or (None) left out."""
-    with tarfile.open(source) as old, tarfile.open(target, "w") as new:
-        for info in old:
-            file = old.extractfile(info)
-            data = change(info.name, file.read())
-            if data is not None:
-                info.size = len(data)
-                new.addfile(info, io.BytesIO(data))
-    return target
+
+    def copy(whole: Path) -> bytes:
+        out = io.BytesIO()
+        with tarfile.open(whole) as old, tarfile.open(fileobj=out, mode="w") as new:
+            for info in old:
+                data = change(info.name, old.extractfile(info).read())
+                if data is not None:
+                    info.size = len(data)
+                    new.addfile(info, io.BytesIO(data))
+        return out.getvalue()
+
+    return copy
 
 
-class TestDamage:
-    def test_a_backup_is_whole_and_says_so(self, taken: Path) -> None:
-        assert verify_backup(taken).line.startswith("run kept-")
+def flipped(part: str) -> Made:
+    def change(name: str, data: bytes) -> bytes:
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if name.startswith(part) else data
 
-    @pytest.mark.parametrize("part", ["hub/hub.db", "hub/blobs/", "keys/root.key", MANIFEST])
-    def test_any_changed_byte_is_found_and_nothing_is_restored(self, taken: Path, tmp_path: Path, part: str) -> None:
-        def change(name: str, data: bytes) -> bytes:
-            middle = len(data) // 2
-            flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-            return flipped if name.startswith(part) else data
+    return rewritten(change)
 
-        bad = rewritten(taken, tmp_path / "bad.tar", change)
-        with pytest.raises(ProtocolError, match="damaged"):
-            verify_backup(bad)
-        with pytest.raises(ProtocolError, match="damaged"):
-            restore_run(bad, tmp_path / "run")
-        assert [path.name for path in tmp_path.iterdir()] == ["bad.tar"]
 
-    @pytest.mark.parametrize("lost", ["hub/blobs/", "keys/hub.key", MANIFEST, "hub/hub.db"])
-    def test_a_missing_file_is_found(self, taken: Path, tmp_path: Path, lost: str) -> None:
-        bad = rewritten(taken, tmp_path / "bad.tar", lambda name, data: None if name.startswith(lost) else data)
-        with pytest.raises(ProtocolError):
-            verify_backup(bad)
-        other = rewritten(
-            taken, tmp_path / "other.tar", lambda _name, data: data.replace(b'"run": "kept-', b'"run": "a-')
-        )
-        with pytest.raises(ProtocolError, match="its manifest does not match its own hash"):
-            verify_backup(other)
+def without(part: str) -> Made:
+    return rewritten(lambda name, data: None if name.startswith(part) else data)
 
-    def test_one_that_ends_early_or_is_something_else_is_said_to_be(self, taken: Path, tmp_path: Path) -> None:
-        (tmp_path / "short.tar").write_bytes(taken.read_bytes()[: taken.stat().st_size // 2])
-        (tmp_path / "other.tar").write_bytes(b"no tar at all" * 100)
-        for name in ("short.tar", "other.tar"):
-            with pytest.raises(ProtocolError, match="damaged"):
-                verify_backup(tmp_path / name)
-        with pytest.raises(ResourceError, match="cannot unpack the backup"):
-            verify_backup(tmp_path / "none.tar")
 
-    @pytest.mark.parametrize("name", ["../outside", "/etc/outside", "hub/../../outside", "./hub"])
-    def test_no_name_reaches_outside_the_folder(self, tmp_path: Path, name: str) -> None:
-        with tarfile.open(tmp_path / "bad.tar", "w") as tar:
-            tar.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
-        with pytest.raises(ProtocolError, match="no name of a file in a run's folder"):
-            restore_run(tmp_path / "bad.tar", tmp_path / "run")
-        assert [path.name for path in tmp_path.iterdir()] == ["bad.tar"]
+def alone(name: str, **values: Any) -> Made:
+    """A tar of this member alone."""
 
-    def test_links_and_devices_are_not_unpacked(self, tmp_path: Path) -> None:
-        info = tarfile.TarInfo("hub/secret")
-        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        with tarfile.open(tmp_path / "bad.tar", "w") as tar:
-            tar.addfile(info)
-        with pytest.raises(ProtocolError, match="a member that no backup has"):
-            restore_run(tmp_path / "bad.tar", tmp_path / "run")
-
-    def test_a_file_that_is_mostly_a_hole_is_not_unpacked(self, tmp_path: Path) -> None:
-        info = tarfile.TarInfo("hub/hub.db")
-        info.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}
-        info.size = 1
-        with tarfile.open(tmp_path / "bad.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+    def write(_whole: Path) -> bytes:
+        out, info = io.BytesIO(), tarfile.TarInfo(name)
+        for key, value in values.items():
+            setattr(info, key, value)
+        with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
             tar.addfile(info, io.BytesIO(b"x"))
-        with pytest.raises(ProtocolError, match="a member that no backup has"):
-            verify_backup(tmp_path / "bad.tar")
+        return out.getvalue()
+
+    return write
+
+
+OUTSIDE, STRANGE = "no name of a file in a run's folder", "a member that no backup has"
+HOLE = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        *((flipped(part), "damaged") for part in ("hub/hub.db", "hub/blobs/", "keys/root.key", MANIFEST)),
+        *((without(part), "damaged") for part in ("hub/blobs/", "keys/hub.key", MANIFEST, "hub/hub.db")),
+        (rewritten(lambda _name, data: data.replace(b'"run": "kept-', b'"run": "a-')), "does not match its own hash"),
+        (lambda whole: whole.read_bytes()[: whole.stat().st_size // 2], "damaged"),
+        (lambda _whole: b"no tar at all" * 100, "damaged"),
+        *((alone(name), OUTSIDE) for name in ("../outside", "/etc/outside", "hub/../../outside", "./hub")),
+        (alone("hub/secret", type=tarfile.SYMTYPE, linkname="/etc/passwd"), STRANGE),
+        (alone("hub/hub.db", pax_headers=HOLE, size=1), STRANGE),
+    ],
+)
+def test_what_is_no_whole_backup_is_found_and_nothing_is_restored(
+    taken: Path, tmp_path: Path, made: Made, said: str
+) -> None:
+    bad = tmp_path / "bad.tar"
+    bad.write_bytes(made(taken))
+    with pytest.raises(ProtocolError, match=said):
+        verify_backup(bad)
+    with pytest.raises(ProtocolError, match=said):
+        restore_run(bad, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.tar"]
 
 
 class TestPlaces:
@@ -238,6 +233,8 @@ class TestPlaces:
             new_bundle(tmp_path / "out.tar", "run", 1) as bundle,
         ):
             bundle.add("a", tmp_path / "none")
+        with pytest.raises(ResourceError, match="cannot unpack the backup"):
+            verify_backup(tmp_path / "none.tar")
         assert list(tmp_path.iterdir()) == []
 
     def test_the_commands_say_what_to_do_next(self, taken: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -250,29 +247,11 @@ class TestPlaces:
         assert not (tmp_path / "no.tar").exists()
 
 
-def export(run: Path, out: Path) -> tuple[int, str]:
-    ran = fork.run(run.parent, "export", str(run), str(out))
-    return ran.returncode, ran.stderr
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"hub": {"port": 0}}))
     (folder.path / "trainer" / "checkpoints" / "0.0").mkdir(parents=True)
     return folder.path
-
-
-def test_a_folder_that_is_no_runs(tmp_path: Path) -> None:
-    code, said = export(tmp_path, tmp_path / "out")
-    assert code == 2
-    assert said == f"shoal: {tmp_path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE\n"
-
-
-def test_a_run_that_has_no_checkpoint_yet(run: Path, tmp_path: Path) -> None:
-    (run / "trainer" / "checkpoints" / "0.0").rmdir()
-    code, said = export(run, tmp_path / "out")
-    assert code == 5
-    assert "there is no checkpoint in" in said
 
 
 @pytest.mark.parametrize(
@@ -290,12 +269,13 @@ def test_a_target_that_is_no_export_is_left_alone(
     for name, text in there.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    ended, said = export(run, tmp_path / target)
-    assert (ended, sentence in said) == (code, True), said
+    ran = fork.run(tmp_path, "export", str(run), str(tmp_path / target))
+    assert (ran.returncode, sentence in ran.stderr) == (code, True), ran.stderr
     assert {name: (tmp_path / name).read_text() for name in there} == there
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_two_checkpoints_at_once(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--best and --version name two checkpoints"):
-        export_run(run, tmp_path / "out", best=True, version=3)
+def test_a_run_that_has_no_checkpoint_yet(run: Path, tmp_path: Path) -> None:
+    (run / "trainer" / "checkpoints" / "0.0").rmdir()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        export_run(run, tmp_path / "out")

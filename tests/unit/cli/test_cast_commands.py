@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +16,8 @@ from rich.console import Console
 import shoal.run.join
 import shoal.shardcast
 from kit import Capture, Patch
+from kit.cast import Lab, from_folder
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, counted
 from shoal.errors import UserError
@@ -45,28 +44,9 @@ def signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(lab: Lab) -> Serve:
     """Static servers of folders."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, *_: object) -> None:
-            """A client that has hung up is none of this test's business."""
-
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(folder: Path) -> str:
-        servers.append(Server(("127.0.0.1", 0), partial(Quiet, directory=str(folder))))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return lambda folder: lab.source(from_folder(folder)).url
 
 
 def published(folder: Path, run: str = "files", key: SigningKey = KEY, files: dict[str, bytes] | None = None) -> Path:
@@ -206,8 +186,7 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def test_what_another_signed_or_named_is_neither_published_into_nor_mirrored_on(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
-    assert main(["cast", "publish", "file", "--dir", "named", "--name", "mine", "--no-serve"]) == 0
-    capsys.readouterr()
+    told(capsys, 0, "cast", "publish", "file", "--dir", "named", "--name", "mine", "--no-serve")
     for folder in ("www", "mirror"):
         published(here / folder, key=OTHER)
     for arguments, words in (

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from kit import Capture, Logs, Patch, TempPaths
+from kit import Capture, Logs
 from kit.cli import told
+from kit.data import own_cache as own_cache
+from kit.data import write_jsonl
 from shoal.cli.main import main
 from shoal.engines.asking import Asking
 from shoal.environments import EnvironmentSettings, Task, build, identity_of
@@ -21,17 +23,11 @@ from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import Recipe
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: TempPaths, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def write(path: Path, count: int, bad: dict[int, str] | None = None) -> Path:
     rows = [{"id": f"q{row}", "question": f"{row} + 1?", "answer": str(row + 1)} for row in range(count)]
     for row, question in (bad or {}).items():
         rows[row]["question"] = question
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +61,8 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
         {"question": f"{row} + 1?", "answer": "proof" if kind == "proof" else "B", "question_type": kind}
         for row, kind in enumerate(kinds)
     ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    caught = told(capsys, 2, "data", "check", tmp_path / "a.jsonl")
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    caught = told(capsys, 2, "data", "check", path)
     said = caught.out.splitlines()
     reason = "a run refuses this data, for no row can be used of kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot "
     assert caught.err.startswith(f"2 rows cannot be used: {reason}")
@@ -77,13 +73,12 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
         "  kind 'proof': 2 rows, 0 can be used, 0 to train on",
         "2 rows: question_type is 'proof': no grader judges proofs: row 3 (a.jsonl line 4), row 4 (a.jsonl line 5)",
     ]
-    assert main(["data", "order", str(tmp_path / "a.jsonl")]) == 2
-    assert "kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used" in capsys.readouterr().err
+    assert "kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used" in told(capsys, 2, "data", "order", path).err
     for spelling in ("bad_rows=skip", "environment.options.bad_rows=skip"):
-        assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", spelling]) == 0
-        assert capsys.readouterr().err == "2 rows cannot be used: a run leaves them out\n"
-    assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=refuse"]) == 2
-    assert capsys.readouterr().err.endswith(f'a run refuses this data, as bad_rows = "refuse" says; {without}')
+        skipped = told(capsys, 0, "data", "check", path, "--set", spelling).err
+        assert skipped == "2 rows cannot be used: a run leaves them out\n"
+    refused = told(capsys, 2, "data", "check", path, "--set", "bad_rows=refuse").err
+    assert refused.endswith(f'a run refuses this data, as bad_rows = "refuse" says; {without}')
 
 
 def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
@@ -92,7 +87,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
     ]
     rows[3]["question"], rows[50]["question"] = "", "7+1?"
     rows[40]["answer"], rows[90]["answer"] = None, " "
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "a.jsonl", rows)
     other = write(tmp_path / "b.jsonl", 10, {2: ""})
     with other.open("a") as file:
         file.write('{"id": "last", "question": "?", "answer": null}\n')
@@ -114,23 +109,14 @@ def test_check_says_what_is_wrong_once_and_others_warn(tmp_path: Path, capsys: C
     assert "1 of 20 rows left out, for they cannot be used: row 7 (a.jsonl line 8)" in caplog.text
 
 
-def test_the_two_digests_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
-    path = write(tmp_path / "a.jsonl", 40)
-    environment = build(EnvironmentSettings(name="dataset", data=path))
-    main(["data", "check", str(path)])
-    main(["data", "order", str(path), "--count", "1"])
-    said = capsys.readouterr().out
-    assert said.count(f"data digest {identity_of(environment).data_digest}") == 2
-    assert said.count(f"environment digest {environment.digest}") == 1
-
-
 def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 50, {7: ""})
     assert main(["data", "order", str(path), "--seed", "3", "--from", "5", "--count", "4"]) == 0
     head, names, *rows = capsys.readouterr().out.splitlines()
     environment = build(EnvironmentSettings(name="dataset", data=path))
     tasks = environment.tasks("train")
-    assert head.startswith(f"# {len(tasks)} tasks, seed 3, environment digest {environment.digest}, data digest ")
+    digests = f"environment digest {environment.digest}, data digest {identity_of(environment).data_digest}"
+    assert head.startswith(f"# {len(tasks)} tasks, seed 3, {digests}")
     assert names == "unit\trow\tid"
     for unit, row in zip(range(5, 9), rows, strict=True):
         task = tasks[task_index(len(tasks), 3, unit)]
@@ -139,9 +125,8 @@ def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: Capture) -> None:
 
 def test_the_order_goes_on_after_a_task_that_cannot_be_used(tmp_path: Path, capsys: Capture) -> None:
     rows = [{"id": f"q{row}", "question": f"{row} + 1?", "answer": "" if row % 2 else "1"} for row in range(50)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["data", "order", str(tmp_path / "a.jsonl"), "--count", "30"]) == 0
-    shown = [int(line.split("\t")[1]) for line in capsys.readouterr().out.splitlines()[2:]]
+    said = told(capsys, 0, "data", "order", write_jsonl(tmp_path / "a.jsonl", rows), "--count", "30").out
+    shown = [int(line.split("\t")[1]) for line in said.splitlines()[2:]]
     assert len(shown) == 30
     assert all(row % 2 == 0 for row in shown)
 
@@ -151,8 +136,7 @@ def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: Capture) -
     recipe = tmp_path / "mine.toml"
     recipe.write_text(f'[run]\nname = "mine"\nseed = 9\n[environment]\nname = "dataset"\ndata = "{path}"\n')
     of_recipe = told(capsys, 0, "data", "order", recipe, "--count", "2").out
-    assert main(["data", "order", str(path), "--seed", "9", "--count", "2"]) == 0
-    assert capsys.readouterr().out == of_recipe
+    assert told(capsys, 0, "data", "order", path, "--seed", "9", "--count", "2").out == of_recipe
     assert main(["data", "check", str(recipe)]) == 0
 
 
@@ -186,6 +170,15 @@ def test_without_settings_a_prompt_is_its_text() -> None:
 def test_a_prompt_that_the_model_cannot_take_makes_its_task_unusable(prompt: str, sentence: str) -> None:
     with pytest.raises(UnusableTask, match=sentence):
         asking().ids(Task("t", prompt, ""))
+
+
+def test_room_of_models_that_name_their_positions_otherwise_is_known() -> None:
+    files = dict(read_files(model_folder("tiny")))
+    config = json.loads(files["config.json"])
+    del config["max_position_embeddings"]
+    files["config.json"] = json.dumps({**config, "n_positions": 12}).encode()
+    with pytest.raises(UnusableTask, match="room for 2 tokens"):
+        Asking(files, build(EnvironmentSettings()), 10).check(Task("t", "12345678=", ""))
 
 
 def test_the_length_text_counts() -> None:
@@ -237,9 +230,8 @@ def test_thinking_must_close_where_the_answer_begins_with_it() -> None:
 
 
 def rows(folder: Path, *prompts: str) -> dict[str, Any]:
-    lines = [json.dumps({"question": prompt, "answer": "4"}) for prompt in prompts]
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    data = {"name": "dataset", "data": str(folder / "rows.jsonl"), "options": {"grader": "mathematics"}}
+    path = write_jsonl(folder / "rows.jsonl", [{"question": prompt, "answer": "4"} for prompt in prompts])
+    data = {"name": "dataset", "data": str(path), "options": {"grader": "mathematics"}}
     return {"environment": data}
 
 

@@ -19,7 +19,6 @@ from shoal.ledger import append, fold
 from shoal.models.load import load_model
 from shoal.protocol import LedgerEntry, SamplingParameters
 from shoal.run.demo import claims
-from shoal.run.demo import claims as place
 from shoal.run.demo import recount as module
 from shoal.run.demo.claims import MARK, Cast, Claim, learned, make_room, model_scores_as_claimed
 from shoal.run.demo.recount import Recount, recount, score
@@ -129,7 +128,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("busy", [".", "hub"])
 def test_a_demo_that_is_running_or_still_ending_is_not_replaced(tmp_path: Path, monkeypatch: Patch, busy: str) -> None:
-    monkeypatch.setattr(place, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(claims, "LOCK_WAIT_S", 0.0)
     path = earlier_demo(tmp_path / "demo")
     with FolderLock(path / busy).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
         make_room(path, FACTS)
@@ -212,31 +211,25 @@ def test_in_a_process_of_its_own(export: Path, tmp_path: Path) -> None:
         recount(tmp_path, recipe(), 120, StopToken())
 
 
-class TestItsEnd:
-    @pytest.fixture
-    def started(self, monkeypatch: Patch) -> list[subprocess.Popen[bytes]]:
-        """Every process that was started, to see that none is left."""
-        processes: list[subprocess.Popen[bytes]] = []
-        original = subprocess.Popen
+@pytest.mark.parametrize(
+    ("timeout_s", "stopped", "said"),
+    [(0.01, False, "was not scored within 0 s"), (600, True, r"stopped \(SIGINT\) before .* was scored")],
+)
+def test_a_deadline_or_a_stop_leaves_no_process(
+    tmp_path: Path, monkeypatch: Patch, timeout_s: float, stopped: bool, said: str
+) -> None:
+    started, original, stop = list[subprocess.Popen[bytes]](), subprocess.Popen, StopToken()
 
-        def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-            processes.append(original(*arguments, **options))
-            return processes[-1]
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(original(*arguments, **options))
+        return started[-1]
 
-        monkeypatch.setattr(module.subprocess, "Popen", popen)
-        return processes
-
-    def test_a_deadline(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
-        with pytest.raises(DeadlineExceeded, match=r"was not scored within 0 s"):
-            recount(tmp_path, recipe(), 0.01, StopToken())
-        assert [process.returncode for process in started] == [-9]
-
-    def test_a_stop(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
-        stop = StopToken()
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    if stopped:
         stop.set("SIGINT")
-        with pytest.raises(DeadlineExceeded, match=r"stopped \(SIGINT\) before .* was scored"):
-            recount(tmp_path, recipe(), 600, stop)
-        assert [process.returncode for process in started] == [-9]
+    with pytest.raises(DeadlineExceeded, match=said):
+        recount(tmp_path, recipe(), timeout_s, stop)
+    assert [process.returncode for process in started] == [-9]
 
 
 def test_the_model_side_is_plain_transformers() -> None:

@@ -85,8 +85,8 @@ def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: P
     out = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"a": [1]}), out)
     before = out.read_bytes()
-    assert main(["filter", "tiny", str(data), "--out", str(out)]) == 2
-    assert "is there and was not written by shoal filter: choose another --out" in capsys.readouterr().err
+    error = told(capsys, 2, "filter", "tiny", data, "--out", out).err
+    assert "is there and was not written by shoal filter: choose another --out" in error
     assert out.read_bytes() == before
 
 
@@ -117,7 +117,7 @@ def test_programs_refused_without_a_sandbox(
     (tmp_path / "programs.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("shoal.evaluation.subject.open_subject", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("shoal.cli.measuring.open_subject", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
     error = told(capsys, 2, *command, "programs.jsonl").err
     assert "bwrap is not on the PATH; install bubblewrap" in error
@@ -163,15 +163,10 @@ def demos(tmp_path: Path) -> Path:
     return path
 
 
-def said(capsys: Capture, *arguments: object) -> str:
-    assert main(["sft", *map(str, arguments)]) == 2
-    return capsys.readouterr().err
-
-
 def test_request_that_failed_before_training_blocks_nobody(demos: Path, tmp_path: Path, capsys: Capture) -> None:
-    request = ("tiny", "--data", demos, "--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--validation")
-    assert "lower --validation" in said(capsys, *request, 2000)
-    assert main(["sft", *map(str, request), "1"]) == 0
+    request = ("sft", "tiny", "--data", demos, "--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--validation")
+    assert "lower --validation" in told(capsys, 2, *request, 2000).err
+    told(capsys, 0, *request, 1)
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
@@ -191,20 +186,12 @@ def test_told_to_stop_while_it_starts(demos: Path, tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.glob("out*"))
 
 
-def test_right_answers_as_demonstrations(tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "demos.jsonl"
-    assert main(["data", "demos", "sort", "--out", str(out), "--count", "5"]) == 0
-    sort = build(EnvironmentSettings(name="sort"))
-    tasks = [sort.tasks("train")[index] for index in range(5)]
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [
-        {"task": task.id, "prompt": task.prompt, "completion": task.answer} for task in tasks
-    ]
-
-
-def test_demonstrations_are_verified_by_the_task_they_name(tmp_path: Path, capsys: Capture) -> None:
-    demos = tmp_path / "demos.jsonl"
+def test_right_answers_as_demonstrations_are_verified_by_the_task_they_name(tmp_path: Path, capsys: Capture) -> None:
+    demos, sort = tmp_path / "demos.jsonl", build(EnvironmentSettings(name="sort"))
     assert main(["data", "demos", "sort", "--out", str(demos), "--count", "3"]) == 0
     rows = [json.loads(line) for line in demos.read_text().splitlines()]
+    tasks = [sort.tasks("train")[index] for index in range(3)]
+    assert rows == [{"task": task.id, "prompt": task.prompt, "completion": task.answer} for task in tasks]
     rows[1]["completion"] = "7"
     demos.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = ["--out", str(tmp_path / "out"), "--steps", "1", "--validation", "0"]

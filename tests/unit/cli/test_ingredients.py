@@ -55,16 +55,9 @@ def test_a_colon_in_an_id_makes_no_mixture(tmp_path: Path) -> None:
     rows = [{"id": f"src{n}:{n}", "question": f"{n}+1=", "answer": str(n + 1)} for n in range(60)]
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = build(EnvironmentSettings(name="dataset", data=path))
-    assert len(_check_tasks(environment, Anything())) == 1  # type: ignore[arg-type]
+    assert len(_check_tasks(build(EnvironmentSettings(name="dataset", data=path)), None)) == 1
     parts = [{"name": "dataset", "data": str(path), "label": label} for label in ("a", "b")]
-    mixed = build(EnvironmentSettings.model_validate({"mix": parts}))
-    assert len(_check_tasks(mixed, Anything())) == 2  # type: ignore[arg-type]
-
-
-class Anything:
-    def check(self, _task: object) -> None:
-        """Every prompt can be asked."""
+    assert len(_check_tasks(build(EnvironmentSettings.model_validate({"mix": parts})), None)) == 2
 
 
 @pytest.mark.parametrize(
@@ -305,21 +298,11 @@ def test_everything_is_read_and_written_back_the_same(recipe: Path) -> None:
     assert loaded.environment.length.targets == (8, 16)
 
 
-def test_paths_are_meant_from_where_the_recipe_lies(recipe: Path) -> None:
-    environment, base = load_recipe(recipe).environment, recipe.parent
-    assert load_recipe(recipe).model.path == str(base / "models" / "small")
-    assert load_recipe(recipe, ["model.path=tiny"]).model.path == "tiny"
-    assert environment.data == base / "rows"
-    assert environment.options["held_out"] == str(base / "other.jsonl")
-    assert environment.mix[0].data == base / "maths.jsonl"
-    assert environment.mix[0].options == {"held_out": str(base / "aime.jsonl")}
-    assert environment.mix[1].file == base / "reward.py"
-    assert environment.judges[0].path == base / "judge"
-    assert environment.judges[1].path is None
-
-
-def test_a_restored_run_is_told_what_it_lacks(recipe: Path) -> None:
+def test_paths_are_meant_from_where_the_recipe_lies_and_a_restored_run_is_told_what_it_lacks(recipe: Path) -> None:
     loaded, base = load_recipe(recipe), recipe.parent
+    assert loaded.model.path == str(base / "models" / "small")
+    assert load_recipe(recipe, ["model.path=tiny"]).model.path == "tiny"
+    assert [judge.path for judge in loaded.environment.judges] == [base / "judge", None]
     names = ["models/small", "judge", "rows", "other.jsonl", "maths.jsonl", "aime.jsonl", "reward.py"]
     assert sorted(missing_inputs(loaded)) == sorted(str(base / name) for name in names)
     (base / "rows").mkdir()
@@ -349,8 +332,6 @@ def test_overrides_reach_into_tables_and_are_meant_from_here(recipe: Path, tmp_p
         ("environment.mix.first.weight=1", "give a number from 0 to 2 in place of first"),
         ("environment.mix.0=1", "would be a whole table"),
         ("environment.length.targets.0=1", "targets is a value, not a section"),
-        ("environment.mix.0.wieght=1", "did you mean 'weight'"),
-        ("environment.mix.0.weight=-1", "greater than 0"),
         ("environment.length.from=max", r"\[environment.length\] has no key 'from'"),
     ],
 )

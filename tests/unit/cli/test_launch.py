@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from kit.scene import Memory
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
-from shoal.run.launch import Launched, conclusion, launch, process_spec
+from shoal.run.launch import Launched, conclusion, kept_line, launch, process_spec
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, role_names, run_role
 from shoal.runtime.config import parse_config
@@ -89,6 +88,15 @@ def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised
     assert display.scenes[-1].notes == {"worker-2": "cheats"}
     assert json.loads((folder.path / "processes.json").read_text()) == {}
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
+
+
+def test_a_finished_run_says_what_it_keeps(tmp_path: Path) -> None:
+    for name, size in {"trainer": 3_000_000, "origin": 2_000_000, "hub": 1_000_000, "logs": 1}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"x" * size)
+    line = kept_line(tmp_path)
+    assert line.startswith(f"{tmp_path} keeps 6")
+    assert re.search(r": trainer 3[\d.]* MB, origin 2[\d.]* MB, hub 1[\d.]* MB, …$", line)
 
 
 def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Patch, folder: RunFolder) -> None:
@@ -202,42 +210,21 @@ def test_a_role_that_the_run_does_not_have(folder: RunFolder, name: str, message
         run_role(folder, name, StopToken())
 
 
-@contextmanager
-def serving(folder: RunFolder, name: str, url: str) -> Iterator[None]:
-    """A role in a thread, from its first answer until it is told to stop."""
-    stop = StopToken()
-    thread = threading.Thread(target=run_role, args=(folder, name, stop))
-    thread.start()
-    try:
-        end = time.monotonic() + 20
-        while not answers(url):
-            assert time.monotonic() < end, f"{name} does not answer"
-        yield
-    finally:
-        stop.set("the test is over")
-        thread.join(20)
-    assert not thread.is_alive()
-
-
-def answers(url: str) -> bool:
-    try:
-        httpx.get(url, timeout=5)
-    except httpx.ConnectError:
-        return False
-    return True
-
-
 def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, tmp_path: Path) -> None:
-    endpoints = folder.assign_endpoints()
-    with serving(folder, "hub", f"{endpoints.hub}/health"), serving(folder, "origin", endpoints.origin):
-        command = [sys.executable, "-m", "shoal.cli", "relay", "--run-info", endpoints.join, "--host", "127.0.0.1"]
-        options = ["--port", "0", "--folder", str(tmp_path / "mirror")]
-        with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as relay:
-            line = next(line for line in relay.stderr if "serving at" in line)
-            assert answers(line.split()[-1])
+    url, stop = folder.assign_endpoints().join, StopToken()
+    command = [sys.executable, "-m", "shoal.cli", "relay", "--run-info", url, "--host", "127.0.0.1", "--port", "0"]
+    with ThreadPoolExecutor() as threads:
+        roles = [threads.submit(run_role, folder, name, stop) for name in ("hub", "origin")]
+        mirror = ["--folder", str(tmp_path / "mirror")]
+        with subprocess.Popen([*command, *mirror], stderr=subprocess.PIPE, text=True) as relay:
+            line = next((line for line in relay.stderr if "serving at" in line), "")
+            assert httpx.get(line.split()[-1], timeout=5).status_code < 500
             relay.terminate()
             assert relay.wait(20) == 0
             relay.stderr.read()
+        stop.set("the test is over")
+        for role in roles:
+            role.result(20)
 
 
 BEGIN = """

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import queue
 import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hubrun import batch, earn, hub_config, join, join_validator, make_folder, publish, record, serving
+from hubrun import batch, earn, hub_config, join, join_validator, make_folder, publish, record, running, serving
 
 from kit import Capture, Patch
 from kit.cli import told
@@ -30,7 +29,6 @@ from shoal.run.ledger.check import check_ledger, check_place, export_ledger
 from shoal.run.ledger.places import FolderPlace, HubPlace, proven_fork
 from shoal.run.ledger.witness import Witness
 from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import run_origin
 from shoal.shardcast.tree import Tree, witness_key
 from shoal.worker.outbox import HEADS, KEPT, KeptHeads
@@ -250,17 +248,8 @@ def test_hub_that_leaves_does_not_hide_its_fork(folder: RunFolder, forked: Path,
     assert len(answered) == 2
 
 
-@contextmanager
-def served(origin: Path) -> Iterator[str]:
-    """The address of an origin while it serves."""
-    stop, urls = StopToken(), queue.Queue[str]()
-    server = threading.Thread(target=run_origin, args=(origin, "127.0.0.1", 0, stop, urls.put))
-    server.start()
-    try:
-        yield urls.get(timeout=30)
-    finally:
-        stop.set("the test is over")
-        server.join(30)
+def served(origin: Path) -> AbstractContextManager[str]:
+    return running(partial(run_origin, origin, "127.0.0.1", 0))
 
 
 def grow_and_publish(folder: RunFolder) -> None:

@@ -7,16 +7,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import typer
 
 from kit import Capture, Patch
-from kit.cli import told
+from kit.cli import TINY, told
 from shoal.cli.main import app, main
 from shoal.errors import EnvironmentSetupError
 from shoal.protocol import ModelSize
@@ -31,8 +30,7 @@ def venv(tmp_path: Path, monkeypatch: Patch) -> Path:
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
     for name in ("python", "shoal"):
-        (folder / name).write_text("#!/bin/sh\n")
-        (folder / name).chmod(0o755)
+        (folder / name).touch(0o755)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -44,8 +42,7 @@ def test_commands_that_are_said_work_where_they_are_said(venv: Path, monkeypatch
     assert install_command("wandb") == ".venv/bin/python -m pip install wandb"
     other = tmp_path / "other"
     other.mkdir()
-    (other / "shoal").write_text("#!/bin/sh\n")
-    (other / "shoal").chmod(0o755)
+    (other / "shoal").touch(0o755)
     monkeypatch.setenv("PATH", str(other))
     assert shoal_command() == ".venv/bin/shoal", "another one on the path is not meant"
     monkeypatch.setenv("PATH", str(venv))
@@ -55,15 +52,15 @@ def test_commands_that_are_said_work_where_they_are_said(venv: Path, monkeypatch
     assert shoal_command() == str(venv / "shoal")
 
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "make_reference.py"
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_reference_is_up_to_date() -> None:
-    result = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    script = [sys.executable, str(ROOT / "scripts" / "make_reference.py"), "--check"]
+    result = subprocess.run(script, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
-ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PAST = ("CHANGELOG.md", "log.md")  # they tell what was: files and commands may be gone
 FENCE = re.compile(r"^ *```\w*\n(.*?)^ *```", re.M | re.S)
@@ -103,9 +100,12 @@ def shown_commands(page: Path) -> Iterator[str]:
     yield from re.findall(rf"`(?:\.venv/bin/)?{COMMAND}`", prose(page))
 
 
+command_line = cache(partial(typer.main.get_command, app))
+
+
 def mistake(shown: str) -> str:
     """What is wrong with a command as it is shown; empty if nothing is."""
-    words, command = shlex.split(shown, comments=True)[1:], _group()
+    words, command = shlex.split(shown, comments=True)[1:], command_line()
     while words and hasattr(command, "commands"):
         word = words.pop(0)
         if word.startswith("-"):
@@ -116,11 +116,6 @@ def mistake(shown: str) -> str:
     there = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]} | ALWAYS
     unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in there]
     return f"{shown}: there is no option {', '.join(unknown)}" if unknown else ""
-
-
-@cache
-def _group() -> Any:
-    return typer.main.get_command(app)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -144,7 +139,6 @@ def test_mistakes_would_be_seen(tmp_path: Path) -> None:
     assert "--nonsense" in mistake("shoal ledger verify WHERE --nonsense 3")
 
 
-TINY = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 ONE_TASK = "tasks = [('1=', '1')]\ndef score(prompt, completion, answer):\n    return 1.0\n"
 
 
@@ -223,15 +217,7 @@ def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, c
     request = ["run", str(TINY), "--dir", str(tmp_path / "run")]
     assert main([*request, "--prepare"]) == 0
     (tmp_path / "run" / "hub").mkdir()  # it has begun
-    assert main([*request, "--dry-run"]) == 0
-    capsys.readouterr()
+    told(capsys, 0, *request, "--dry-run")
     said = told(capsys, 2, *request, "--dry-run", "--set", "trainer.lora.rank=8")
     assert "was made with another recipe" in said.err
     assert said.out == ""
-
-
-def test_told_to_stop_before_a_command_listens_it_was_stopped() -> None:
-    """As early as can be: the first thing that is done is the signal."""
-    told = "m.app = lambda **_: os.kill(os.getpid(), signal.SIGTERM)"
-    code = f"import os, signal, sys; import shoal.cli.main as m; {told}; sys.exit(m.main())"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 130

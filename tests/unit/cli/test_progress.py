@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kit import eventually
 from kit.cli import NODE, report, status, wait
 from kit.scene import Memory, at_step, process, verdict, worker
 from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus
@@ -75,21 +76,16 @@ def test_the_time_left_follows_the_pace_of_the_steps_and_runs_down_between_them(
 
 def test_a_run_that_was_set_back_forgets_its_pace() -> None:
     history = History()
-    history.add(at_step(5), 0.0)
-    history.add(at_step(6), 4.0)
-    history.add(at_step(3), 8.0)
-    assert history.left_s(9.0) is None
-    history.add(at_step(4), 10.0)
-    assert history.left_s(10.0) is None
-    history.add(at_step(5), 12.0)
-    assert history.left_s(12.0) == pytest.approx(4 * 2.0)
+    for step, at_s, left_s in ((5, 0.0, None), (6, 4.0, None), (3, 8.0, None), (4, 10.0, None), (5, 12.0, 4 * 2.0)):
+        history.add(at_step(step), at_s)
+        assert history.left_s(at_s) == (left_s and pytest.approx(left_s))
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_nodes_of_one_name_are_told_apart() -> None:
-    alone, one, other = worker(0), worker(1), worker(2)
+    alone, one, other = (worker(index) for index in range(3))
     twin = NodeView(node="cd" * 16, name="worker-1", role="worker", state=NodeState.ACTIVE)
     nameless = NodeView(node="ef" * 16, name="", role="worker", state=NodeState.ACTIVE)
     assert labels([alone, one, twin, other, nameless]) == {
@@ -169,16 +165,13 @@ def answer(seen: RunStatus) -> httpx.Response:
 
 
 def taken(poller: StatusPoller) -> RunStatus:
-    end_s = time.monotonic() + DEADLINE_S
-    while (seen := poller.take()) is None:
-        assert time.monotonic() < end_s, "no answer came"
-        time.sleep(0.001)
-    return seen
+    seen: list[RunStatus | None] = []
+    eventually(lambda: seen.append(poller.take()) or seen[-1], DEADLINE_S, "no answer came")
+    return seen[-1]
 
 
 def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
     answers: queue.SimpleQueue[httpx.Response | Exception] = queue.SimpleQueue()
-
     asked = 0
 
     def answer_when_told(_request: httpx.Request) -> httpx.Response:
@@ -196,9 +189,7 @@ def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
         assert poller.take() is None
         answers.put(answer(at_step(2)))
         answers.put(httpx.ConnectError("away"))
-        end_s = time.monotonic() + DEADLINE_S
-        while asked < 4:
-            assert time.monotonic() < end_s
+        eventually(lambda: asked >= 4, DEADLINE_S)
         assert taken(poller).step == 2, "an answer is not lost because the next one did not come"
         answers.put(httpx.ConnectError("for a question that may be on its way"))
     assert not polling()
@@ -288,10 +279,6 @@ def test_who_was_suspended_blames_nobody() -> None:
 HUB = process("hub", pid=None)
 
 
-def sentence(of: ProcessView, seen: RunStatus | None = None, silent_s: float = 0.0) -> str:
-    return troubles(seen, [HUB, of], silent_s).get(of.name, "")
-
-
 # ── the end of a run without progress ────────────────────────────────────────────────────────────────────────────
 
 
@@ -316,17 +303,13 @@ def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None
 def test_anything_new_calms_the_watchdog(change: dict[str, Any]) -> None:
     dog = Watchdog(patience_s=60)
     assert dog.look(status(), 0.0) is None
-    assert dog.look(status(**change), 59.0) is None
-    assert dog.look(status(**change), 118.0) is None
-    assert dog.look(status(**change), 119.0) is not None
+    assert [bool(dog.look(status(**change), now_s)) for now_s in (59.0, 118.0, 119.0)] == [False, False, True]
 
 
 def test_before_the_first_policy_patience_counts_too() -> None:
     dog = Watchdog(patience_s=60)
     assert dog.look(None, 0.0) is None
-    assert dog.look(status(step=0), 30.0) is None
-    assert dog.look(status(step=0), 89.0) is None
-    assert dog.look(status(step=0), 90.0) is not None
+    assert [bool(dog.look(status(step=0), now_s)) for now_s in (30.0, 89.0, 90.0)] == [False, False, True]
     hub = Watchdog(patience_s=60)
     assert hub.look(None, 0.0) is None
     assert hub.look(None, 61.0, silent_s=61.0) == Ending(
@@ -382,7 +365,7 @@ def test_symptom_and_cause_are_both_named(
     ],
 )  # fmt: skip
 def test_what_the_supervisor_knows(changes: dict[str, Any], words: str) -> None:
-    assert sentence(process("w", **changes)) == words
+    assert troubles(None, [HUB, process("w", **changes)], 0.0).get("w", "") == words
 
 
 def node(name: str, seen_s_ago: float, role: Any = "validator") -> NodeView:
@@ -412,7 +395,7 @@ HEARD_63 = node("validator-0", 63)
 def test_a_process_of_which_the_hub_has_not_heard_for_long(
     of: str, since_s: float, seen: RunStatus, words: str
 ) -> None:
-    assert sentence(process(of, since_s=since_s), seen) == words
+    assert troubles(seen, [HUB, process(of, since_s=since_s)], 0.0).get(of, "") == words
     assert troubles(seen, [process("hub", since_s=5.0), process(of)], 0.0) == {}, "the hub itself has just started"
 
 

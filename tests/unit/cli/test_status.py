@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kit import Capture, Patch
+from kit.cli import told
 from shoal import protocol
-from shoal.cli.main import main
 from shoal.cli.why import check_line, entry_line, node_lines, reward_lines, unit_lines
 from shoal.ledger import append
 from shoal.run.folder import RunFolder
@@ -18,31 +18,31 @@ from shoal.run.recipe import Recipe
 
 
 @pytest.mark.parametrize(
-    ("steps", "code", "said", "remedy"),
+    ("steps", "last", "code", "said", "remedy"),
     [
-        (4, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is in", "eval {} --env SPEC"),
-        (9, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "resume it with: shoal run --dir {}"),
+        (4, {"step": 4}, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is", "eval {} --env SPEC"),
+        (4, {"step": 3, "groups": 8}, 0, "is finished: 4 steps", "eval {} --env SPEC"),  # no version is evaluated
+        (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run --dir {}"),
     ],
 )
 def test_a_stopped_run_says_where_it_stands(
-    tmp_path: Path, steps: int, code: int, said: str, remedy: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+    tmp_path: Path, steps: int, last: dict[str, float], code: int, said: str, remedy: str, monkeypatch: Patch,
+    capsys: Capture,
+) -> None:  # fmt: skip
     monkeypatch.setattr("shoal.runtime.text.shoal_command", lambda: "shoal")
     monkeypatch.setattr("shoal.run.launch.shoal_command", lambda: "shoal")
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": steps}, "hub": {"port": 0}}))
     folder.assign_endpoints()
     (folder.path / "trainer").mkdir()
-    rows = [{"step": 0, "held_out": 0.25}, {"step": 4, "held_out": 0.5}]
+    rows = [{"step": 0, "held_out": 0.25}, {"held_out": 0.5, **last}]
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["status", str(folder.path), "--wait", "0"]) == code
-    shown = capsys.readouterr()
-    told = " ".join((shown.out if code == 0 else shown.err).split())
-    assert f"the run in {folder.path} {said}" in told
-    assert remedy.format(folder.path) in told
-    assert main(["why", "0", str(folder.path), "--wait", "0"]) == 4
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"the run in {folder.path} {said}" in told
-    assert f"start it alone with shoal hub --dir {folder.path}, then ask again" in told
+    shown = told(capsys, code, "status", folder.path, "--wait", 0)
+    words = " ".join((shown.out if code == 0 else shown.err).split())
+    assert f"the run in {folder.path} {said}" in words
+    assert remedy.format(folder.path) in words
+    words = " ".join(told(capsys, 4, "why", 0, folder.path, "--wait", 0).err.split())
+    assert f"the run in {folder.path} {said}" in words
+    assert f"start it alone with shoal hub --dir {folder.path}, then ask again" in words
 
 
 NODE = "ab" * 16
@@ -108,18 +108,6 @@ def story(**changes: Any) -> protocol.NodeStory:
     return protocol.NodeStory(**{**values, **changes})
 
 
-def test_a_node_in_words_with_what_its_sanction_followed_from() -> None:
-    lines = list(node_lines(story()))
-    assert lines[0] == f"node {NODE} (alice), worker: banned: sampling.seed"
-    assert "1 certain and 0 statistical strikes" in lines[1]
-    assert "work: may hold 3 leases, let 2 lapse, a group takes it 1.5 s" in lines
-    at = lines.index("1970-01-01 00:00:06 ledger row 2: sanction: state banned, reason sampling.seed")
-    assert lines[at + 1] == (
-        "  because of unit 7, submission cdcdcdcdcdcdcdcd…: sampling.seed (certain), by validator vvvvvvvvvvvv"
-    )
-    assert "refused: unit 7, lease u7a0" in lines
-
-
 def test_what_happened_to_a_node_is_told_in_order_and_each_thing_once() -> None:
     """The clock of the ledger: came, lost a lease (5 s), was refused and banned (6 s), then pardoned by order (9 s)."""
     node, rejected, banned = entries()
@@ -127,11 +115,16 @@ def test_what_happened_to_a_node_is_told_in_order_and_each_thing_once() -> None:
     order = append(pardoned, "admin", {"node": NODE, "verb": "pardon", "by": "root", "reason": "a mistake"}, 9_000)
     lost = LEASE.model_copy(update={"state": "expired"})
     told = list(node_lines(story(leases=(lost,), ledger=(node, rejected, banned, pardoned, order))))
-    assert [line.split(" under ")[0] for line in told if line.startswith(("1970", "refused", "lease "))] == [
+    assert told[0] == f"node {NODE} (alice), worker: banned: sampling.seed"
+    assert "1 certain and 0 statistical strikes" in told[1]
+    assert "work: may hold 3 leases, let 2 lapse, a group takes it 1.5 s" in told
+    events = ("1970", "refused", "lease ", "  because")
+    assert [line.split(" under ")[0] for line in told if line.startswith(events)] == [
         "1970-01-01 00:00:00 ledger row 0: node: role worker, name alice",
         "lease u7a0 of unit 7 to abababababab",
         "refused: unit 7, lease u7a0",
         "1970-01-01 00:00:06 ledger row 2: sanction: state banned, reason sampling.seed",
+        "  because of unit 7, submission cdcdcdcdcdcdcdcd…: sampling.seed (certain), by validator vvvvvvvvvvvv",
         "1970-01-01 00:00:09 ledger row 3: sanction: state active, reason a mistake",
         "1970-01-01 00:00:09 ledger row 4: order of the run's owner: verb pardon, by root, reason a mistake",
     ]

@@ -39,14 +39,6 @@ def test_a_line_says_where_the_run_stands() -> None:
     ]
 
 
-def test_that_nobody_is_left_to_work_is_said_once_and_again_when_it_happens_again() -> None:
-    banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal join`"
-    later = banned.replace("proofs.drift", "proofs.drift, 9 s ago")
-    moments = [scene(status(standstill=each)) for each in ((banned,), (later,), (), (banned,))]
-    found = [[line for line in heard if "standstill" in line] for heard in lines(*moments)]
-    assert found == [[f"standstill: {banned}"], [], [], [f"standstill: {banned}"]]
-
-
 def test_a_line_is_said_again_only_to_break_a_long_silence() -> None:
     moments = [scene(status(), elapsed_s=elapsed_s) for elapsed_s in (10.0, 13.0, 19.0, 20.0, 23.0)]
     assert [len(heard) for heard in lines(*moments)] == [1, 0, 0, 1, 0]
@@ -108,14 +100,6 @@ def test_a_process_that_died_and_came_back_is_told_twice() -> None:
     assert between_two_looks == [[], ["trainer was killed by SIGKILL; it was started again (pid 77)"], []]
     again = process("trainer", restarts=2, why="was killed by SIGKILL", since_s=1.0, pid=None)
     assert lines(scene(None, again)) == [["trainer was restarted 2 times, 1 s ago after it was killed by SIGKILL"]]
-
-
-def test_a_process_that_is_in_trouble_again_is_told_again() -> None:
-    quiet = process("hub", since_s=300.0)
-    answered = History()
-    answered.add(status(), 100.0)
-    silent, well = (Scene(None, [quiet], answered, elapsed_s) for elapsed_s in (120.0, 101.0))
-    assert [len(heard) for heard in lines(silent, silent, well, silent)] == [1, 0, 0, 1]
 
 
 def test_control_characters_stay_out_of_lines() -> None:
@@ -182,11 +166,6 @@ def test_of_many_workers_those_in_trouble_are_shown_and_the_others_counted() -> 
     assert "and 42 more" in shown
 
 
-def test_of_many_alarms_the_newest_are_shown() -> None:
-    shown = drawn(scene(status(alarms=tuple(f"alarm {number}" for number in range(9, 0, -1)))))
-    assert [f"alarm {number}" in shown for number in (9, 6, 5)] == [True, True, False]
-
-
 def test_the_state_of_a_worker_is_that_of_its_process_until_it_is_shut_out() -> None:
     seen = status(nodes=(worker(0), worker(1), BANNED))
     dead = {"state": "restarting", "why": "was killed by SIGKILL", "pid": None}
@@ -198,22 +177,26 @@ def test_the_state_of_a_worker_is_that_of_its_process_until_it_is_shut_out() -> 
     assert "starting" in rows["worker-3"]
 
 
-def test_a_finished_worker_and_trainer_are_done_and_not_in_trouble() -> None:
-    done = {"state": "resting", "why": "is done", "pid": None}
-    seen = at_step(9, nodes=(worker(0),), finished=True)
-    shown = drawn(scene(seen, process("worker-0", **done), process("trainer", **done)))
-    assert "1:05, finished" in shown
-    assert "trainer: done" in shown
-    assert "trouble" not in shown
+DONE = {"state": "resting", "why": "is done", "pid": None}
+FINISHED = scene(at_step(9, nodes=(worker(0),), finished=True), process("worker-0", **DONE), process("trainer", **DONE))
+UNHEARD = scene(None, process("hub", pid=None, since_s=2.0), process("worker-0", pid=None), elapsed_s=2.0)
 
 
-def test_before_the_hub_answers_there_is_a_frame_too() -> None:
-    shown = drawn(scene(None, process("hub", pid=None, since_s=2.0), process("worker-0", pid=None), elapsed_s=2.0))
-    assert "the hub does not answer yet" in shown
-    assert "worker-0" in shown
-    assert "trouble" not in shown
-    assert "the trainer is loading the first policy" in drawn(scene(status(step=0)))
-    assert "the trainer is loading" not in drawn(busy())
+@pytest.mark.parametrize(
+    ("moment", "shown", "absent"),
+    [
+        (FINISHED, ("1:05, finished", "trainer: done"), "trouble"),
+        (UNHEARD, ("the hub does not answer yet", "worker-0"), "trouble"),
+        (scene(status(step=0)), ("the trainer is loading the first policy",), "trouble"),
+        (busy(), (), "the trainer is loading"),
+        (scene(status(alarms=tuple(f"alarm {n}" for n in range(9, 0, -1)))), ("alarm 9", "alarm 6"), "alarm 5"),
+    ],
+    ids=["finished", "unheard", "starting", "busy", "many-alarms"],
+)
+def test_what_a_frame_shows_and_what_it_does_not(moment: Scene, shown: tuple[str, ...], absent: str) -> None:
+    found = drawn(moment)
+    assert [words for words in shown if words not in found] == []
+    assert absent not in found
 
 
 def test_a_worker_that_does_nothing_says_what_it_waits_for() -> None:
@@ -288,24 +271,36 @@ def test_live_only_on_a_capable_terminal(
         assert raw.getvalue().count(b"\n") == 1
 
 
-def test_one_that_is_given_up_after_its_restarts_is_told_of_again() -> None:
-    states = ("restarting", "restarting", "given up", "given up")
-    moments = [
-        scene(status(), process("worker-0", state=state, why="ended with exit code 1", pid=None), elapsed_s=9.0 + at)
-        for at, state in enumerate(states)
-    ]
-    told = [[line for line in heard if "worker-0" in line] for heard in lines(*moments)]
-    assert [len(heard) for heard in told] == [1, 0, 1, 0]
-    assert "given up" in told[2][0]
+def in_trouble(*seconds: float) -> list[Scene]:
+    """A hub that answered last after 100 s."""
+    answered = History()
+    answered.add(status(), 100.0)
+    return [Scene(None, [process("hub", since_s=300.0)], answered, elapsed_s) for elapsed_s in seconds]
 
 
-def test_what_the_owner_orders_is_said_once() -> None:
-    said: list[str] = []
-    display = PlainDisplay(said.append)
-    paused = OwnerOrders(conduct="paused", since_ms=98_000, reason="power cut")
-    for standing in (OwnerOrders(), paused, paused, OwnerOrders(conduct="draining", drained=True), OwnerOrders()):
-        display.show(scene(at_step(2, standing=standing)))
-    assert [line for line in said if "owner" in line] == [
-        "owner: paused by its owner, 2 s ago: power cut; to go on: shoal admin resume",
-        "owner: drained by its owner, 100 s ago; to go on: shoal admin resume",
-    ]
+BANNED_ALL = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal join`"
+LATER = BANNED_ALL.replace("proofs.drift", "proofs.drift, 9 s ago")
+PAUSED = OwnerOrders(conduct="paused", since_ms=98_000, reason="power cut")
+DRAINED = OwnerOrders(conduct="draining", drained=True)
+
+
+@pytest.mark.parametrize(
+    ("moments", "of", "said"),
+    [
+        ([scene(status(standstill=each)) for each in ((BANNED_ALL,), (LATER,), (), (BANNED_ALL,))], "standstill",
+         [f"standstill: {BANNED_ALL}", "", "", f"standstill: {BANNED_ALL}"]),
+        (in_trouble(120.0, 120.0, 101.0, 120.0), "hub",
+         ["hub (pid 4711) has not answered for 20 s", "", "", "hub (pid 4711) has not answered for 20 s"]),
+        ([scene(status(), process("worker-0", state=state, why="ended with exit code 1", pid=None), elapsed_s=9.0 + at)
+          for at, state in enumerate(("restarting", "restarting", "given up", "given up"))], "worker-0",
+         ["worker-0 ended with exit code 1", "", "worker-0 was given up after it ended with exit code 1", ""]),
+        ([scene(at_step(2, standing=each)) for each in (OwnerOrders(), PAUSED, PAUSED, DRAINED)], "owner",
+         ["", "owner: paused by its owner, 2 s ago: power cut; to go on: shoal admin resume", "",
+          "owner: drained by its owner, 100 s ago; to go on: shoal admin resume"]),
+    ],
+    ids=["nobody-left", "in-trouble-again", "given-up-after-restarts", "ordered"],
+)  # fmt: skip
+def test_a_fact_is_said_once_and_again_when_it_is_so_again(moments: list[Scene], of: str, said: list[str]) -> None:
+    found = ["".join(line for line in heard if of in line) for heard in lines(*moments)]
+    assert [line.startswith(words) for line, words in zip(found, said, strict=True)] == [True] * len(said), found
+    assert [bool(line) for line in found] == [bool(words) for words in said]

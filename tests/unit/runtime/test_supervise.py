@@ -67,7 +67,7 @@ def poll_until(supervisor: Supervisor, condition: Callable[[], bool], what: str)
         assert supervisor.poll() is None
         return condition()
 
-    eventually(step, what)
+    eventually(step, otherwise=what)
 
 
 def view(supervisor: Supervisor, name: str) -> ProcessView:
@@ -208,7 +208,7 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(bench: Ben
     pid = supervisor.pids["stubborn"]
     supervisor.shut_down()
     assert not alive(pid)
-    eventually(lambda: not alive(grandchild), "the end of the grandchild")
+    eventually(lambda: not alive(grandchild))
 
 
 IMPATIENCE = """
@@ -241,7 +241,7 @@ def test_a_second_signal_leaves_no_child_and_no_traceback(tmp_path: Path, second
         log = tmp_path / "deaf.log"
         try:
             known = tmp_path / "processes.json"
-            eventually(lambda: log.exists() and "up" in log.read_text() and known.exists(), "the child")
+            eventually(lambda: log.exists() and "up" in log.read_text() and known.exists())
             child = json.loads(known.read_text())["deaf"]
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == "ending\n"
@@ -288,12 +288,12 @@ def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", ORPHANAGE, str(tmp_path)])
     log, processes = tmp_path / "child.log", tmp_path / "processes.json"
     try:
-        eventually(lambda: log.exists() and "pid" in log.read_text() and processes.exists(), "the child")
+        eventually(lambda: log.exists() and "pid" in log.read_text() and processes.exists())
         child = json.loads(processes.read_text())["child"]
         assert alive(child)
         supervisor.kill()
         supervisor.wait(DEADLINE_S)
-        eventually(lambda: not alive(child), "the end of the orphan")
+        eventually(lambda: not alive(child))
         assert "stopped: the supervisor is gone" in log.read_text()
     finally:
         supervisor.kill()

@@ -5,7 +5,8 @@
                                                                        └ right, or unsure ─► nothing is said
     PUT /submissions ─► audit with what was shown
 
-What validators were given is kept in this process: after a restart the lease is looked at again.
+Which leases are due and what validators were given is kept in this process. A new hub, or one of several, finds such
+leases in the database; after a restart a lease is looked at again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYT
 AUDIT_SHARE = 1 / 16
 """What shown progress may take of the bytes that validators are given while submissions wait; bytes are tokens."""
 MOST_GIVEN = 64
+SEARCH_EVERY_MS, SEARCH_SHARED_MS = 60_000, 1_000
+"""How often the database is searched for shown leases: by the only hub, which hears of them, and by one of several."""
 
 
 class Showing:
@@ -36,6 +39,8 @@ class Showing:
         self._context = context
         self._lock = threading.Lock()
         self._looked_at: dict[str, int] = {}  # lease: its shown tokens when it was last given to a validator
+        self._due: dict[str, tuple[int, int]] = {}  # lease: its deadline and shown tokens when they were last seen
+        self._searched_ms = -SEARCH_EVERY_MS
         self._given: dict[str, tuple[str, bytes]] = {}  # lease and bytes by digest, the newest last
         self._owed_bytes = 0.0
 
@@ -58,6 +63,8 @@ class Showing:
             moment = context.moment(transaction, counted=False)
             renewed = leases.renew(moment, [held.lease], {lease: sum(tokens)})
             transaction.apply([replace(part, body=pack(ShownProgress(new))), *renewed])
+        with self._lock:
+            self._note([each.row for each in renewed])
         context.changes.notify(Topic.AUDITS)
         deadline_ms = renewed[0].row.deadline_ms if renewed else held.lease.deadline_ms
         return ProgressReply(tokens=tokens, deadline_ms=deadline_ms)
@@ -76,10 +83,7 @@ class Showing:
         many bytes; None if none is due."""
         with self._lock:
             self._owed_bytes += AUDIT_SHARE * sum(claimed)
-            showing, before = reader.showing(), self._looked_at
-            self._looked_at = {row.lease: before[row.lease] for row in showing if row.lease in before}
-            due = (row for row in showing if submissions.is_shown_due(row.progress, before.get(row.lease, 0)))
-            row = next(due, None)
+            row = self._next(reader, moment.now_ms)
             if row is None:
                 self._owed_bytes = 0.0
                 return None
@@ -97,6 +101,30 @@ class Showing:
             submission=name, size_bytes=len(body), lease=signed, received_at_ms=moment.now_ms,
             deadline_ms=moment.now_ms + moment.rules.audit_ms, depth="progress",
         )  # fmt: skip
+
+    def _is_due(self, row: LeaseRow) -> bool:
+        return row.progress >= max(1, submissions.GROWTH * self._looked_at.get(row.lease, 0))
+
+    def _note(self, rows: Iterable[LeaseRow]) -> None:
+        self._due.update({row.lease: (row.deadline_ms, row.progress) for row in rows if self._is_due(row)})
+
+    def _next(self, reader: Reader, now_ms: int) -> LeaseRow | None:
+        """The lease to look at. It stays due until it has been looked at."""
+        every_ms = SEARCH_SHARED_MS if self._context.storage.is_shared else SEARCH_EVERY_MS
+        if now_ms - self._searched_ms >= every_ms:
+            self._searched_ms, showing = now_ms, reader.showing()
+            self._looked_at = {row.lease: n for row in showing if (n := self._looked_at.get(row.lease)) is not None}
+            self._note(showing)
+        while self._due:
+            lease = min(self._due, key=self._due.__getitem__)
+            held = reader.holding(lease)
+            row = held.lease if held is not None and held.lease.state is LeaseState.ACTIVE else None
+            if row is not None and row.progress < self._due[lease][1]:
+                return None  # this view is older than what was shown: the next request sees it
+            if row is not None and self._is_due(row):
+                return row
+            del self._due[lease]
+        return None
 
     def _sampled(self, reader: Reader, row: LeaseRow, signed: protocol.SignedDocument) -> bytes:
         """A submission with nothing in it but what was shown of one rollout, which nobody can tell in advance."""

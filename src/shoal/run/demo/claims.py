@@ -25,7 +25,7 @@ from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry, NodeState, PolicyManifest, load_key
 from shoal.run.demo.recount import Recount, recount
 from shoal.run.folder import RunFolder
-from shoal.run.launch import METRICS, held_out_of
+from shoal.run.launch import METRICS
 from shoal.run.ledger.check import check_place, leave_ledger
 from shoal.run.ledger.places import FolderPlace
 from shoal.run.recipe import Recipe
@@ -37,6 +37,7 @@ from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key
+from shoal.trainer.folder import scores_of
 
 LEAST_RISE = 0.20
 SCORE_TOLERANCE_TASKS = 1  # another engine may break one tie between two next tokens otherwise
@@ -169,7 +170,7 @@ RECOUNT_S = 180.0
 
 
 def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
-    scores = list(held_out_of(MetricsLog(folder.path / METRICS).rows()).values())
+    scores = list(scores_of(MetricsLog(folder.path / METRICS)).values())
     entries, accounts, shut_out_at_ms = standing_of(folder.path)
     yield learned(scores)
     yield cheater_caught(entries, accounts, shut_out_at_ms.get(cast.cheater, 0), cast)

@@ -1,4 +1,4 @@
-"""`shoal ledger verify`: a run's ledger, wherever it is, against every head that is at hand (`ledger.verification`).
+"""`shoal ledger verify`: a run's ledger, wherever it is, against every head that is at hand (`ledger.evidence`).
 
 heads:  the hub's · those inside policy manifests and receipts · the one kept from last time · --head · --witness
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
-from shoal.ledger.verification import Checked, begun, check_rows, pages
+from shoal.ledger.evidence import Checked, begun, check_rows, pages
 from shoal.protocol import LedgerEntry
 from shoal.run.ledger.places import (
     FolderPlace,
@@ -33,12 +33,9 @@ from shoal.runtime.text import printable
 
 
 def check_ledger(
-    where: str,
-    head: Path | None = None,
-    wait_s: float = 3.0,
-    needs_documents: bool = True,
+    where: str, head: Path | None = None, wait_s: float = 3.0, needs_documents: bool = True,
     witnesses: Sequence[str] = (),
-) -> Checked:
+) -> Checked:  # fmt: skip
     """Verify the ledger at `where`; raises `LedgerError` with the row and what is wrong. Keeps its head."""
     if (fork := read_proof(Path(where))) is not None:
         raise LedgerError(fork)
@@ -47,12 +44,9 @@ def check_ledger(
 
 
 def check_place(
-    place: Place,
-    head: Path | None = None,
-    needs_documents: bool = True,
-    witnesses: Sequence[str] = (),
+    place: Place, head: Path | None = None, needs_documents: bool = True, witnesses: Sequence[str] = (),
     remember: bool = True,
-) -> Checked:
+) -> Checked:  # fmt: skip
     missing = place.missing_evidence() if needs_documents else ""
     if missing:
         raise LedgerError(

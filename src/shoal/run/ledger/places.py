@@ -30,10 +30,10 @@ from shoal.hub.service.context import orders_of
 from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
-from shoal.ledger.verification import Rows
+from shoal.ledger.evidence import Rows
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 from shoal.run.folder import RunFolder, hub_of
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.files import ensure_folder, home, make_home, write_atomically
 from shoal.runtime.targets import TargetRefused, check_url
@@ -427,23 +427,17 @@ def load_kept(run: str) -> KeptHead | None:
         ) from error
 
 
-def keep(
-    root_key: str,
-    head: protocol.LedgerHead,
-    signed: protocol.SignedDocument | None = None,
-    clock: Clock = SystemClock(),
-) -> None:
+def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocument | None) -> None:
     """Remember the newest head that was verified, unless a newer one is known; `signed`: as the hub signed it."""
     known = load_kept(head.run)
     if known is not None and known.index >= head.index:
         return
     statement = signed if signed is not None and signed.document.get("index") == head.index else None
-    kept = KeptHead(
-        run=head.run, root_key=root_key, index=head.index, hash=head.hash, seen_ms=clock.now_ms(), signed=statement
-    )
+    now_ms, place = SystemClock().now_ms(), kept_path(head.run)
+    kept = KeptHead(run=head.run, root_key=root_key, index=head.index, hash=head.hash, seen_ms=now_ms, signed=statement)
     make_home()
-    ensure_folder(kept_path(head.run).parent)
-    write_atomically(kept_path(head.run), kept.model_dump_json(indent=2).encode() + b"\n")
+    ensure_folder(place.parent)
+    write_atomically(place, kept.model_dump_json(indent=2).encode() + b"\n")
 
 
 def read_head_file(path: Path, run: str) -> list[Pin]:
@@ -491,12 +485,9 @@ def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
 
 
 def save_proof(
-    keys: Keys,
-    certificates: tuple[protocol.SignedDocument, ...],
-    first: protocol.SignedDocument,
-    second: protocol.SignedDocument,
-    entries: list[protocol.LedgerEntry],
-) -> Path:
+    keys: Keys, certificates: tuple[protocol.SignedDocument, ...], first: protocol.SignedDocument,
+    second: protocol.SignedDocument, entries: list[protocol.LedgerEntry],
+) -> Path:  # fmt: skip
     """The file with the proof; raises `LedgerError` if it is none. `entries`: the second one's rows."""
     last = second.document.get("index")
     between = tuple(entry for entry in entries if isinstance(last, int) and entry.index <= last)

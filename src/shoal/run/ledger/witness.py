@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.run.folder import hub_of
 from shoal.run.ledger.places import MAX_ROWS, Place, download, save_proof, served_rows
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
@@ -56,7 +56,6 @@ class Witness:
     client: HubClient
     folder: Path
     out: Sequence[Path]
-    clock: Clock = field(default_factory=SystemClock)
 
     def __post_init__(self) -> None:
         self.key: protocol.SigningKey = protocol.load_or_create_key(self.folder / "witness.key")
@@ -72,7 +71,7 @@ class Witness:
         last = self._grown(keys, seen, signed)
         now = Seen(run=keys.run, root_key=keys.root_key, last=last, head=signed)
         write_atomically(self._path, now.model_dump_json(indent=2).encode() + b"\n")
-        witnessed = protocol.WitnessedHead(run=keys.run, index=last.index, hash=last.hash, at_ms=self.clock.now_ms())
+        witnessed = protocol.WitnessedHead(run=keys.run, index=last.index, hash=last.hash, at_ms=SystemClock().now_ms())
         document = protocol.sign_document(witnessed, self.key).model_dump_json().encode() + b"\n"
         for folder in self.out:
             Tree(folder).write(witness_key(self.key.public_key), document)

@@ -1,0 +1,262 @@
+"""What `shoal eval` and `shoal filter` do: open model and tasks, measure, say what came out, write what is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from typer import Exit, echo
+
+from shoal.cli.printing import counted
+from shoal.environments import Environment, EnvironmentSettings, build
+from shoal.environments.data.locating import locate
+from shoal.environments.data.readers import Table
+from shoal.errors import ConfigError, ScoringFailure, UserError
+from shoal.evaluation import filter as filtering
+from shoal.evaluation import job
+from shoal.evaluation.filter import RateBand
+from shoal.evaluation.plan import PARTS, Leaks, SamplingPlan, archived_ids, find_leaks
+from shoal.evaluation.records import UNUSABLE, dumped
+from shoal.evaluation.subject import EngineChoice, open_subject, plain_name
+from shoal.evaluation.summary import MAX_FAILURES, missing_lines, summary_of, table_lines
+from shoal.models import BUILTIN
+from shoal.models.folder import model_folder, read_config, read_files
+from shoal.rewards import ScoringPatience, ScoringPool
+from shoal.run.sources import ModelSource, TaskSource, model_source, scorable, task_source
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
+from shoal.runtime.text import count_of
+
+RESCORE = "score them again: shoal eval --rescore {}"
+DEFAULT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was asked for on the command line, of `eval` or `filter`; None: what fits."""
+
+    model: str
+    source: TaskSource
+    samples: int
+    tasks: int
+    temperature: float | None
+    max_new_tokens: int | None
+    seed: int
+    split: str | None
+    batch_rows: int
+    machine: tuple[str, str, str]
+    environment: Environment = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Mistakes on the command line, and tasks that cannot be scored here, are told before a model is loaded."""
+        self.plan(None)
+        object.__setattr__(self, "environment", scorable(self.source))
+
+    def plan(self, positions: int | None) -> SamplingPlan:
+        """The plan, with what was left open taken from the recipe, or from what the model has room for."""
+        recipe = self.source.recipe
+        split = self.split or ("all" if self.source.whole else "held_out")
+        if split not in PARTS:
+            raise UserError(f"--split {split}: there are {', '.join(PARTS)}")
+        temperature = self.temperature
+        if temperature is None:
+            temperature = 0.0 if self.samples == 1 else recipe.run.temperature if recipe else 1.0
+        room = DEFAULT_TOKENS if positions is None else max(1, min(DEFAULT_TOKENS, positions // 2))
+        tokens = self.max_new_tokens or (recipe.run.max_new_tokens if recipe else room)
+        return SamplingPlan(
+            samples=self.samples, tasks=self.tasks, temperature=temperature, max_new_tokens=tokens, seed=self.seed,
+            split=split, batch_rows=self.batch_rows,
+        )  # fmt: skip
+
+    def opened(
+        self, look: Callable[[job.Chosen, ModelSource], Leaks], allow_leaks: bool = False
+    ) -> tuple[job.EvaluationJob, Leaks]:
+        """Model and tasks, opened, without the tasks that leaked; refused if there are some and that is not allowed."""
+        with model_source(self.model) as model:
+            positions = read_config(read_files(model_folder(model.where))).get("max_position_embeddings")
+            plan = self.plan(positions if isinstance(positions, int) and positions > 0 else None)
+            chosen = job.choose(self.environment, plan)
+            leaks = look(chosen, model)
+            if not allow_leaks:
+                leaks.refuse()
+            chosen = job.without(chosen, leaks.known) if leaks.known else chosen
+            subject = open_subject(model.name, model.where, EngineChoice(*self.machine), plan.rows)
+        return job.EvaluationJob(subject, chosen, self.source.settings, leaks.known), leaks
+
+
+def worked(
+    what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any],
+    kept: str = "what is done is kept in {}, and the same command continues",
+) -> Any:  # fmt: skip
+    """The result of `work(processes, stop, report)`, which keeps what it does in the folder. If it is told to stop, the
+    command ends. A reward function, or a program under test, may do anything: processes beside this one score."""
+    stop = stop_on_signals()
+
+    def processes() -> ScoringPool:
+        pool = ScoringPool(source.settings, environment, stop, ScoringPatience(all_s=86_400.0))
+        pool.start()
+        return pool
+
+    with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
+        found = work(processes, stop, report)
+    if found is None:
+        echo(f"stopped; {kept.format(folder)}", err=True)
+        raise Exit(TOLD_TO_STOP_CODE)
+    return found
+
+
+def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks: bool) -> None:
+    source, untold = given.source, [given.model not in BUILTIN]
+
+    def look(chosen: job.Chosen, model: ModelSource) -> Leaks:
+        untold.append(model.run is None and trained_on is None and chosen.plan.split != "train")
+        return look_for_leaks(trained_on, chosen, model)
+
+    evaluation, leaks = given.opened(look, allow_leaks)
+    if out is None:  # a folder that follows from what is evaluated: the same command finds it again
+        digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
+        out = Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(source.label)}-{digest[:8]}"
+    summary, folder = job.finished(out, evaluation.about), out
+    if summary is not None:
+        echo(f"this evaluation is done already: {out}", err=True)
+    else:
+        summary = worked(
+            "evaluating", out, source, evaluation.chosen.environment,
+            lambda processes, stop, report: job.evaluate(evaluation, processes, folder, stop, report),
+        )  # fmt: skip
+    say(summary, source.label, leaks, out)
+    if all(untold):
+        echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
+    echo(f"wrote {out}")
+    refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
+
+
+def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
+    """Score kept completions by the environment as it is now, and say the new numbers."""
+    if not out.is_dir():
+        raise UserError(f"--rescore {out}: there is no such folder")
+    if env is not None:
+        source = task_source(env, overrides)
+    elif overrides:
+        raise UserError(f"--set {overrides[0]}: say with --env what it changes")
+    else:
+        try:
+            source = TaskSource(EnvironmentSettings.model_validate_json((out / job.ENVIRONMENT).read_bytes()))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{out / job.ENVIRONMENT} cannot be read: say with --env what the tasks are") from error
+    environment = scorable(source)
+    summary = worked(
+        "scoring", out, source, environment,
+        lambda processes, stop, report: job.rescore(out, source.settings, environment, processes, stop, report),
+        "{} is as it was",
+    )  # fmt: skip
+    say(summary, source.label, Leaks(), out)
+    scored = f"{summary['scored_tasks']:,} of {summary['chosen']['tasks']:,} tasks"
+    continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
+    echo(f"wrote {out}" if (out / job.SUMMARY).exists() else continues)
+    refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
+
+
+def look_for_leaks(trained_on: str | None, chosen: job.Chosen, model: ModelSource) -> Leaks:
+    """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
+    if trained_on is not None:
+        training = task_source(trained_on)
+    elif model.run is not None and chosen.plan.split != "train":
+        training = TaskSource(model.run.recipe.environment, run=model.run)
+    else:
+        return Leaks()
+    ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
+    return find_leaks((task for _, task in chosen.tasks()), build(training.settings), sorted(ids))
+
+
+def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
+    model, environment, plan = summary["model"], summary["environment"], summary["plan"]
+    heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
+    echo(
+        f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']}), {heat}, "
+        f"at most {plan['max_new_tokens']} tokens"
+    )
+    for line in table_lines(summary):
+        echo(line)
+    if summary["unscored"]["samples"]:
+        echo(f"  {RESCORE.format(out)}")
+    if leaks.known:
+        echo(f"  left out: {leaks.sentence}")
+    if plan["split"] == "train":
+        echo("  these are training tasks: the numbers say nothing about unseen ones")
+
+
+def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
+    """Results of which much is missing are written and shown, and are no success; `rescore` and `again` are remedies.
+    Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out."""
+    share, unusable = summary["unscored"]["share"], summary["problems"].get(UNUSABLE, 0)
+    if share > MAX_FAILURES:
+        remedy = rescore if summary["unscored"]["samples"] else again
+        raise ScoringFailure(
+            f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
+            f"left and may mislead; mend what the lines above name, then {remedy}"
+        )
+    if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
+        raise ScoringFailure(
+            f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}: shoal data check "
+            "lists them; to leave them out: --set environment.options.bad_rows=skip"
+        )
+
+
+def work_of(out: Path) -> Path:
+    """Where the measurement is kept until the result is written."""
+    return out.with_name(f"{out.name}.work")
+
+
+def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: str | None) -> None:
+    """Measure, or continue to; write what stays; say how many that are."""
+    source, data = given.source, filtering.data_of(given.environment)
+    if data is not None and data.options.held_out is not None and given.split != "train":
+        raise ConfigError("the held-out tasks are in a file of their own: filter that file, or give --split train")
+    evaluation, _ = given.opened(lambda *_: Leaks())
+    name, path = plain_name(name or evaluation.subject.name), source.settings.data
+    column = filtering.rate_columns(name)[0]
+    about = {**evaluation.about, "band": str(band), "all": everything, "column": column}
+    if filtering.written_before(out, about):
+        return echo(f"this is done already: {out}", err=True)
+    table = None if data is None or path is None else Table(locate(path, data.options.split))
+    if table is not None:
+        filtering.refuse_taken(table.columns, name)
+    work = work_of(out)
+    environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
+    journal = worked(
+        "filtering", work, source, environment,
+        lambda processes, stop, report: job.measure(evaluation, processes, work, stop, report),
+    )  # fmt: skip
+    rates = filtering.rates_by_row(environment, plan.split, journal.records())
+    echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
+    summary = summary_of(plan, journal.records())
+    for line in (*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)):
+        echo(line)
+    kept = None if everything else band
+    if table is None:
+        rows = filtering.task_rows(environment, plan.split, rates, kept, name)
+    else:
+        rows = filtering.original_rows(table, rates, kept, name)
+    count, inside = filtering.write_rows(out, rows, about), sum(band.holds(rate.value) for rate in rates.values())
+    echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
+    if not rates:
+        raise ConfigError("no task could be measured: nothing was written; mend what the lines above name")
+    if count == 0:
+        raise ConfigError(
+            f"no task is within --keep {band}: nothing was written; the same command with another band needs no new "
+            "samples"
+        )
+    again = f"remove {out} and filter again"
+    if summary["unscored"]["samples"]:
+        again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"
+        echo(f"  {again}")
+    else:
+        shutil.rmtree(work, ignore_errors=True)
+    echo(f"wrote {out}: {count_of(count, 'row')}; the rate is the column {column}")
+    return refuse_if_hollow(summary, source, again, again)
