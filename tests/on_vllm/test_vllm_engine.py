@@ -17,7 +17,8 @@ from shoal.engines import Engine, GenerationRequest, PrefillRequest, build
 from shoal.engines.torch import TorchEngine
 from shoal.engines.vllm.weights import plain_linear
 from shoal.errors import ModelError
-from shoal.models import TensorView
+from shoal.evaluation.subject import EngineChoice, open_subject
+from shoal.models import TensorView, TextTokenizer
 from shoal.models.load import model_from_files
 from shoal.models.lora import ADAPTER_FILE
 from shoal.models.state import policy_state, policy_views, to_view
@@ -268,6 +269,13 @@ def test_what_vllm_keeps_or_computes_otherwise_is_refused_in_words(files, messag
     model = model_from_files(files)
     with pytest.raises(ModelError, match=rf"{message}.*generate with --engine torch"):
         build("vllm", files).load_policy(REF, policy_views(model))
+
+
+def test_a_model_folder_is_evaluated_as_by_torchs_engine():
+    mine, theirs = (open_subject("tiny", "tiny", EngineChoice(name, "cpu", "float32"), 8) for name in ("vllm", "torch"))
+    prompts = [tuple(TextTokenizer(mine.files).encode(text)) for text in ("31=", "9071348=", "52=")]
+    answers = [each.engine.greedy(prompts, 10, EOS) for each in (mine, theirs)]
+    assert [each.tolist() for each in answers[0]] == [each.tolist() for each in answers[1]]
 
 
 def test_adapters_are_refused(small):
