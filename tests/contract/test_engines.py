@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit.engines import ENGINE_NAMES
 from shoal.engines import ENGINES, build, kind_of
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
@@ -49,7 +50,7 @@ def other_weights(tiny) -> Mapping[str, TensorView]:
     return policy_views(clone)
 
 
-@pytest.fixture(scope="module", params=[*sorted(ENGINES), "paged"])
+@pytest.fixture(scope="module", params=[*ENGINE_NAMES, "paged"])
 def made(request, tiny) -> Engine:
     """Every engine, and the torch engine's path for GPUs, computed on a CPU."""
     return TorchEngine(tiny.files, pages=True) if request.param == "paged" else build(request.param, tiny.files)
@@ -79,7 +80,7 @@ def test_it_is_an_engine_and_says_which(engine, weights):
     assert engine.size_bytes == sum(view.data.nbytes for view in weights.values())
 
 
-@pytest.mark.parametrize("name", sorted(ENGINES))
+@pytest.mark.parametrize("name", ENGINE_NAMES)
 def test_nothing_works_before_a_policy_is_loaded(name, tiny):
     empty = build(name, tiny.files)
     assert empty.policy is None
@@ -135,6 +136,22 @@ def test_it_says_how_far_each_group_is(engine, tiny):
     plain = engine.generate(asked)
     for one, other in zip(groups, plain, strict=True):
         assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in other], "it changes nothing"
+
+
+class EnoughTold(Exception):
+    pass
+
+
+def test_who_is_told_may_end_the_call_and_the_engine_is_as_before(engine, tiny):
+    def enough(_tokens):
+        raise EnoughTold
+
+    asked = [group(tiny, prompt, range(6)) for prompt in PROMPTS[:3]]
+    plain = engine.generate(asked, PROOF)
+    with pytest.raises(EnoughTold):
+        engine.generate([asked[0], replace(asked[1], on_tokens=enough), asked[2]], PROOF)
+    for one, two in zip(chain(*plain), chain(*engine.generate(asked, PROOF)), strict=True):
+        assert (one.token_ids.tolist(), one.proofs) == (two.token_ids.tolist(), two.proofs)
 
 
 def test_a_completion_ends_at_its_first_end_token_or_at_the_limit(engine, tiny):
@@ -275,7 +292,7 @@ def test_a_request_without_tokens_is_refused():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (("warp", "cpu", "float32"), "no engine 'warp'; there are scripted, torch"),
+        (("warp", "cpu", "float32"), "no engine 'warp'; there are scripted, torch, vllm"),
         (("torch", "tpu", "float32"), "no device 'tpu'; there are auto, cpu, cuda"),
         (("torch", "cpu", "int3"), "the engine torch does not compute in 'int3'; it knows float32, bfloat16"),
         (("scripted", "cpu", "bfloat16"), "the engine scripted does not compute in 'bfloat16'; it knows float32"),

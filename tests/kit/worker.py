@@ -40,6 +40,7 @@ def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> protocol.Lease
 class _Info:
     run = RUN
     profiles: tuple[str, ...] = ("torch/cpu/float32",)
+    max_staleness = 1
 
 
 class _Trusted:

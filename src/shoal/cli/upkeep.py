@@ -121,6 +121,7 @@ def doctor(
         bool, Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
     ] = False,
     model: Annotated[str, Option(help="Model folder to try, if there is no URL.")] = "tiny",
+    engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     against: Annotated[
@@ -138,7 +139,7 @@ def doctor(
 
     if selftest and calibrate:
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
-    findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype)
+    findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype, engine=engine)
     for finding in findings:
         echo(visible(finding.line))
     ok = all(finding.ok for finding in findings)
@@ -149,7 +150,7 @@ def doctor(
 
     asked = TrialOptions(
         urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), sequences, tokens,
-        temperature, out,
+        temperature, out, engine,
     )  # fmt: skip
     if selftest:
         for finding in run_selftest(asked, stop_on_signals()):

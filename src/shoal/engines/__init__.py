@@ -3,6 +3,7 @@
     protocol, registry    what an engine is; an engine by name from a model's files
     torch                 any Hugging Face causal language model; rows, decoding: batches with a key-value cache;
                           batching, paged, pages: continuous batching over pages, for GPUs
+    vllm                  vLLM in this process, for workers; a package, which imports vLLM only when asked for
     scripted              a toy model without torch, for tests of everything around an engine
     memory, shelf         how much is computed at once; engines by policy, a few kept loaded
     asking, groups        tasks as prompts of a model; the groups of leases, drawn and as they are submitted

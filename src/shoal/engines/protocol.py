@@ -44,11 +44,12 @@ OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
 @dataclass(frozen=True)
 class GenerationRequest:
     """One group: a prompt, and one 64-bit seed per completion wanted. `on_tokens` is told every few steps, in the
-    caller's thread, how many tokens of the group are drawn: a lease on which something happens is renewed. `on_chunks`
-    is told in the same way of finished chunks, if proofs are asked for; what it does not ask for within the call is not
-    computed. `respond` is asked at every end-of-sequence token whether the completion is finished; what it gives
-    instead is fed to the model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the
-    completion: the uniforms begin at that position."""
+    caller's thread, how many tokens of the group are drawn: a lease on which something happens is renewed. If it
+    raises, the call ends, nothing of any group is kept, and the engine is as before. `on_chunks` is told in the same
+    way of finished chunks, if proofs are asked for; what it does not ask for within the call is not computed. `respond`
+    is asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the
+    model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms
+    begin at that position."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]

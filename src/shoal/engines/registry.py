@@ -1,4 +1,4 @@
-"""Which engines there are. The torch engine is imported when it is first asked for, or warmed up: it takes seconds."""
+"""Which engines there are. torch's and vLLM's are imported when first asked for, or warmed up: that takes seconds."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ class EngineEntry:
     def formats(self, _device: str) -> tuple[str, ...]:
         """Those of `dtypes` that a device of this machine computes in, the fastest first."""
         return self.dtypes
+
+    def require(self) -> None:
+        """Raise `ConfigError` if something is not installed that it needs; needs no torch."""
 
     def start(self, _device: str) -> None:
         """Load what it needs."""
@@ -79,10 +82,40 @@ class TorchEntry(EngineEntry):
         check_policy(files, entries, dtype, memory_bytes)
 
 
+class VllmEntry(TorchEntry):
+    def require(self) -> None:
+        from shoal.engines.vllm.needs import installed_device
+
+        installed_device()
+
+    def device(self, device: str) -> str:
+        from shoal.engines.vllm.needs import installed_device
+
+        own = installed_device()
+        if device not in ("auto", own):
+            raise ConfigError(
+                f'the vLLM that is installed here has no device but "{own}": set it to that, or to "auto"'
+            )
+        return super().device(own)
+
+    def start(self, device: str) -> None:
+        from shoal.engines.vllm.needs import load
+
+        load()
+        super().start(device)
+        import shoal.engines.vllm.engine  # noqa: F401
+
+
 def _torch(files: Files, device: str, dtype: str) -> Engine:
     from shoal.engines.torch import TorchEngine
 
     return TorchEngine(files, dtype, device)
+
+
+def _vllm(files: Files, device: str, dtype: str) -> Engine:
+    from shoal.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(files, device, dtype)
 
 
 def _scripted(files: Files, _device: str, _dtype: str) -> Engine:
@@ -91,11 +124,16 @@ def _scripted(files: Files, _device: str, _dtype: str) -> Engine:
     return ScriptedEngine(files)
 
 
-ENGINES = {"torch": TorchEntry("torch", _torch, DTYPES), "scripted": EngineEntry("scripted", _scripted)}
+ENGINES: dict[str, EngineEntry] = {
+    "torch": TorchEntry("torch", _torch, DTYPES),
+    "scripted": EngineEntry("scripted", _scripted),
+    "vllm": VllmEntry("vllm", _vllm, DTYPES),
+}
 
 
 def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:
-    """Raise `ConfigError` for a name that is not there. Needs no torch; whether there is a GPU is seen later."""
+    """Raise `ConfigError` for a name that is not there, or an engine that is not installed. Needs no torch; whether
+    there is a GPU is seen later."""
     if name not in ENGINES:
         raise ConfigError(f"there is no engine {name!r}; there are {', '.join(sorted(ENGINES))}")
     if device not in DEVICES:
@@ -103,6 +141,7 @@ def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:
     if dtype not in ("auto", *ENGINES[name].dtypes):
         known = ", ".join(ENGINES[name].dtypes)
         raise ConfigError(f"the engine {name} does not compute in {dtype!r}; it knows {known}")
+    ENGINES[name].require()
 
 
 def check_policy(name: str, files: Files, entries: Sequence[Entry], device: str, dtype: str, memory_bytes: int) -> None:

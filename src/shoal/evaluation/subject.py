@@ -13,6 +13,7 @@ from shoal.engines.memory import is_out_of_memory
 from shoal.engines.registry import resolved
 from shoal.errors import ModelError, ResourceError
 from shoal.models.folder import DESCRIPTION_FILES, check_weights, model_folder, read_files
+from shoal.protocol import TensorView
 
 NAME_LENGTH = 48
 
@@ -48,9 +49,17 @@ def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int)
             device, dtype = resolved("torch", machine.device, machine.dtype)
             engine: Engine = TorchEngine.wrap(load_model(folder, dtype, device).model, max_rows=rows)
         else:
-            engine = build(machine.engine, files, machine.device, machine.dtype)
-            engine.load_policy(None, {})
+            device, dtype = resolved(machine.engine, machine.device, machine.dtype)
+            engine = build(machine.engine, files, device, dtype)
+            engine.load_policy(None, {} if machine.engine == "scripted" else _weights(folder, dtype))
     return EvaluatedModel(name, model_digest(folder), files, engine)
+
+
+def _weights(folder: Path, dtype: str) -> dict[str, TensorView]:
+    from shoal.models.load import load_model
+    from shoal.models.state import policy_views
+
+    return policy_views(load_model(folder, dtype).model)
 
 
 def model_digest(folder: Path) -> str:

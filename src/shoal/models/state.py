@@ -82,7 +82,11 @@ def _holds(target: torch.dtype, source: torch.dtype) -> bool:
 def change_state(model: nn.Module, changes: Iterable[Any]) -> None:
     """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device. `changes`
     (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there."""
-    state = policy_state(model)
+    change_values(policy_state(model), changes)
+
+
+def change_values(state: Mapping[str, Tensor], changes: Iterable[Any]) -> None:
+    """The same for a state that is not a model's own."""
     with torch.no_grad():
         for change in changes:
             if change.name not in state:

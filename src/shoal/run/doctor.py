@@ -60,10 +60,12 @@ class Finding:
         return f"{'ok     ' if self.ok else 'problem'}  {self.name:<8} {self.text}"
 
 
-def examine(urls: Sequence[str], folder: Path, device: str = "auto", dtype: str = "auto") -> list[Finding]:
+def examine(
+    urls: Sequence[str], folder: Path, device: str = "auto", dtype: str = "auto", engine: str = "torch"
+) -> list[Finding]:
     """Look at everything; a check that cannot be made is a problem, not a crash."""
     checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
-    return [*(check() for check in checks), *(_route(urls, device, dtype) if urls else [])]
+    return [*(check() for check in checks), *(_route(urls, engine, device, dtype) if urls else [])]
 
 
 def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
@@ -118,7 +120,7 @@ def _writable(folder: Path) -> Finding:
         return Finding("folder", False, str(error), error.exit_code)
 
 
-def _route(urls: Sequence[str], device: str, dtype: str) -> Iterator[Finding]:
+def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[Finding]:
     """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
     try:
         bases, given = one_run(urls)
@@ -140,17 +142,17 @@ def _route(urls: Sequence[str], device: str, dtype: str) -> Iterator[Finding]:
     if met is not None:
         yield _weights(met)
         if _torch_version() is not None:
-            yield _compute(met.info, device, dtype)
+            yield _compute(met.info, engine, device, dtype)
 
 
-def _compute(info: RunInfo, device: str, dtype: str) -> Finding:
+def _compute(info: RunInfo, engine: str, device: str, dtype: str) -> Finding:
     """What `shoal join` would compute in for the run, by the same functions; torch takes seconds to load."""
     from shoal.engines import choose
     from shoal.engines.memory import free_bytes
     from shoal.worker.settings import refuse_too_large
 
     try:
-        device, dtype = choose("torch", device, dtype, info.profiles)
+        device, dtype = choose(engine, device, dtype, info.profiles)
         refuse_too_large(info, device, dtype, MachineLimits())
     except (ConfigError, ResourceError) as error:
         return Finding("compute", False, str(error), error.exit_code)

@@ -117,6 +117,10 @@ def check_engines(recipe: Recipe) -> None:
         if settings.engine not in ENGINES:
             known = ", ".join(sorted(ENGINES))
             raise ConfigError(f"[{section}] engine = {settings.engine!r}: there is no such engine; there are {known}")
+        if (section, settings.engine) == ("validator", "vllm"):
+            raise ConfigError(
+                "[validator] engine = 'vllm': validators check with torch; workers may generate with vLLM"
+            )
         try:
             check_engine(settings.engine, settings.device, settings.dtype)
         except ConfigError as error:

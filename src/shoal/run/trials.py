@@ -45,13 +45,14 @@ class TrialOptions:
     tokens: int
     temperature: float
     out: Path | None
+    engine: str = "torch"
 
     @property
     def machines(self) -> tuple[Machine, list[Machine]]:
         """The worker, and the validators that judge it; where "auto" was asked for, what that is here."""
-        asked = Machine(self.device, self.dtype), *map(Machine.parse, self.against or ("cpu/float32",))
-        worker, *judges = (Machine(*resolved("torch", each.device, each.dtype)) for each in asked)
-        return worker, judges
+        judges = map(Machine.parse, self.against or ("cpu/float32",))
+        worker = Machine(*resolved(self.engine, self.device, self.dtype))
+        return worker, [Machine(*resolved("torch", each.device, each.dtype)) for each in judges]
 
 
 def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
@@ -64,16 +65,16 @@ def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
     if options.url is not None:
         files, tensors, proof, known = _policy_of_run(options.url, stop)
         try:
-            worker = Machine(*choose("torch", options.device, options.dtype, known))
+            worker = Machine(*choose(options.engine, options.device, options.dtype, known))
         except ConfigError as error:
             yield Finding("run", False, str(error))
             return
-        yield Finding("run", True, f"computes as torch/{worker}")
+        yield Finding("run", True, f"computes as {options.engine}/{worker}")
     else:
         if options.dtype == "auto":
-            worker = Machine(*choose("torch", options.device, "auto", profiles))
+            worker = Machine(*choose(options.engine, options.device, "auto", profiles))
         files, tensors = _policy_of_folder(options.model, worker.dtype)
-    test = SelfTest(files, tensors, worker, validators[0], profiles, proof)
+    test = SelfTest(files, tensors, worker, validators[0], profiles, proof, options.engine)
     for trial in test.run():
         yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")
 
@@ -109,7 +110,7 @@ def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple
     """Measure, and write the profile, unless cheats would pass. Nothing is overwritten."""
     if options.url is not None:
         raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
-    out = options.out or Path(kind_of("torch", options.device, options.dtype).replace("/", "-") + ".toml")
+    out = options.out or Path(kind_of(options.engine, options.device, options.dtype).replace("/", "-") + ".toml")
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
     worker, validators = options.machines
@@ -127,8 +128,8 @@ def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple
         date=datetime.now(UTC).date().isoformat(),
     )
     engines = []
-    for machine in (worker, *validators):
-        engines.append(build("torch", files, machine.device, machine.dtype))
+    for name, machine in ((options.engine, worker), *(("torch", each) for each in validators)):
+        engines.append(build(name, files, machine.device, machine.dtype))
         engines[-1].load_policy(None, tensors)
     measured = measure(engines[0], dict(zip(map(str, validators), engines[1:], strict=True)), plan, tell, BLOCKS)
     if not measured.problems:

@@ -289,10 +289,10 @@ class Subject:
             before_s, before = seconds, rows
         if MAIN not in found:
             found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
-        model, (path, device, _) = model_of(self._worker), self._worker.kind.split("/")
-        # With pages there is one attention kernel: what varies is the batch.
+        model, (path, device, _) = getattr(self._worker, "model", None), self._worker.kind.split("/")
+        # With pages, and in vLLM, there is one attention kernel: what varies is the batch.
         kernels = ("eager", "flash", "efficient", "math") if device == "cuda" else ("eager", "math")
-        is_fixed = (device == "cuda" and path != PLAIN) or model.config._attn_implementation != "sdpa"
+        is_fixed = model is None or (device == "cuda" and path != PLAIN) or model.config._attn_implementation != "sdpa"
         for name in () if is_fixed else kernels:
             try:
                 with attention(model, name):
@@ -305,7 +305,7 @@ class Subject:
     def cheating(self, name: str, how: Cheating) -> list[Case]:
         """What a cheat submits; as many tokens as honest ones at most."""
         tokens = min(CHEAT_TOKENS, self._plan.tokens)
-        with nullcontext() if how.weights is None else rounded(model_of(self._worker), how.weights):
+        with nullcontext() if how.weights is None else rounded(weights_of(self._worker), how.weights):
             return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, how.temperature)
 
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
@@ -326,12 +326,16 @@ class Subject:
         return cases
 
 
-def model_of(engine: Engine) -> Any:
-    """The model inside of an engine that computes with one of torch; others cannot be measured."""
-    model = getattr(engine, "model", None)
-    if model is None:
-        raise ConfigError(f"the engine {engine.name} has no model to measure")
-    return model
+def weights_of(engine: Engine) -> Mapping[str, Any]:
+    """The weights of an engine by name, where it computes with them; those of others cannot be rounded."""
+    from shoal.models.state import policy_state
+
+    if (model := getattr(engine, "model", None)) is not None:
+        return policy_state(model)
+    weights: Mapping[str, Any] | None = getattr(engine, "weights", None)
+    if weights is None:
+        raise ConfigError(f"the engine {engine.name} has no weights to measure")
+    return weights
 
 
 @contextmanager
@@ -352,20 +356,16 @@ def attention(model: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def rounded(model: Any, how: Quantization) -> Iterator[None]:
-    """The matrices of a model's linear layers rounded to few bits, where they lie, and put back afterwards."""
-    from shoal.models.state import policy_state
-
-    kept = {name: each.clone() for name, each in policy_state(model).items() if is_rounded(name, each.shape)}
+def rounded(weights: Mapping[str, Any], how: Quantization) -> Iterator[None]:
+    """The matrices of linear layers rounded to few bits, where they lie, and put back afterwards."""
+    kept = {name: each.clone() for name, each in weights.items() if is_rounded(name, each.shape)}
     try:
-        for name, each in policy_state(model).items():
-            if name in kept:
-                each.copy_(how.round(each.float()))
+        for name, each in kept.items():
+            weights[name].copy_(how.round(each.float()))
         yield
     finally:
-        for name, each in policy_state(model).items():
-            if name in kept:
-                each.copy_(kept[name])
+        for name, each in kept.items():
+            weights[name].copy_(each)
 
 
 def prompts_of(files: Mapping[str, bytes], environment: Environment, tokens: int) -> Prompts:

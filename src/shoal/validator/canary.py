@@ -198,10 +198,12 @@ class SelfTest:
     validator: Machine
     profiles: Profiles
     proof: ProofParameters = field(default_factory=ProofParameters)
+    engine: str = "torch"
+    """Of the worker; a validator's is torch's."""
 
     def run(self) -> Iterator[Trial]:
         """Each trial as it ends."""
-        worker = self._engine(self.worker)
+        worker = self._engine(self.worker, self.engine)
         if worker.kind not in self.profiles:
             known = ", ".join(sorted(self.profiles))
             more = f"; --profile {worker.kind} takes the built-in one" if worker.kind in ON_REQUEST else ""
@@ -233,8 +235,8 @@ class SelfTest:
             caught = verdict.outcome is Outcome.REJECTED
             yield Trial(name, caught, f"caught: {verdict.reason}" if caught else "NOT caught")
 
-    def _engine(self, machine: Machine) -> Engine:
-        engine = build("torch", self.files, machine.device, machine.dtype)
+    def _engine(self, machine: Machine, name: str = "torch") -> Engine:
+        engine = build(name, self.files, machine.device, machine.dtype)
         engine.load_policy(None, self.tensors)
         return engine
 

@@ -135,8 +135,11 @@ Profiles = Mapping[str, Profile]
 
 BUILT_IN: Profiles = {
     key: Profile(key=key)
-    for key in ("torch/cpu/float32", "torch/cuda/float32", "torch-plain/cuda/float32", "scripted/cpu/float32")
-}
+    for key in (
+        "torch/cpu/float32", "torch/cuda/float32", "torch-plain/cuda/float32", "vllm/cpu/float32",
+        "scripted/cpu/float32",
+    )
+}  # fmt: skip
 
 # SmolLM2-135M on an H200, 128 groups of 16 × 128 tokens, seen in float32 and bfloat16 (benchmarks/results).
 _BFLOAT16: dict[str, Any] = {

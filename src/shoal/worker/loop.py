@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shoal.adversary import Cheat, Loot, find_cheat
 from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
@@ -103,6 +104,10 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
         weights.forget()
 
 
+class TooOld(Exception):
+    """The policy of what is being generated: nothing of it can be trained on."""
+
+
 class NotTaken(Exception):
     """The run has measured that work of this kind cannot be judged: this machine may have another kind."""
 
@@ -159,7 +164,8 @@ class Worker:
         """`chosen`: the number format was chosen, so that another may be chosen before the first lease."""
         self._client, self._shelf, self._outbox, self._settings = client, shelf, outbox, settings
         self._stop, self._clock, self._conduct, self._pace = stop, clock, conduct, pace
-        self._may_choose, self._run = chosen, client.run_info().run
+        run = client.run_info()
+        self._may_choose, self._run, self._max_staleness = chosen, run.run, run.max_staleness
         self._hand: dict[str, Held] = {}
         self._deadlines_ms: dict[str, int] = {}
         self._broken_calls = self._submitted = 0
@@ -324,8 +330,12 @@ class Worker:
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
-        with self.activity.busy(f"generating {count_of(len(leases), 'group')} by policy {loaded.ref.label}"):
-            groups = generate(loaded, leases, self.activity.generated, self._showing.of)
+        try:
+            with self.activity.busy(f"generating {count_of(len(leases), 'group')} by policy {loaded.ref.label}"):
+                groups = generate(loaded, leases, partial(self._note, loaded.ref), self._showing.of)
+        except TooOld:
+            self._release([lease.lease for lease in leases], f"policy {loaded.ref.label} is too old to be trained on")
+            return
         self._size_up(leases, self._clock.monotonic_s() - now_s, units_that_fit(loaded.engine, leases))
         broken = [lease.lease for lease, group in zip(leases, groups, strict=True) if not is_finite(group)]
         for lease, completions in zip(leases, groups, strict=True):
@@ -342,6 +352,13 @@ class Worker:
         self._broken_calls = self._broken_calls + 1 if broken else 0
         if broken:
             self._give_back_broken(broken, len(groups), loaded)
+
+    def _note(self, policy: PolicyRef, lease: str, tokens: int) -> None:
+        """While groups are generated: how far one is. What the hub would refuse by now is not generated any further."""
+        self.activity.generated(lease, tokens)
+        newest = self._newest or policy
+        if newest.incarnation != policy.incarnation or newest.version - policy.version > self._max_staleness:
+            raise TooOld
 
     def _size_up(self, leases: Sequence[Lease], took_s: float, most: int = MAX_LEASES_PER_REQUEST) -> None:
         """How many groups can be generated in one call within the time of a lease; `most` fit into memory."""

@@ -85,7 +85,7 @@ def test_compute_format_of_join_is_said(
     for module in ("shoal.engines.memory", "shoal.runtime.limits"):
         monkeypatch.setattr(f"{module}.free_memory_bytes", lambda: 8 * 2**30)
     info = SimpleNamespace(run="r", profiles=profiles, model=ModelSize(parameters=weights))
-    finding = doctor._compute(info, "cpu", dtype)  # type: ignore[arg-type]
+    finding = doctor._compute(info, "torch", "cpu", dtype)  # type: ignore[arg-type]
     assert text in finding.text
     assert finding.ok == (finding.stops == 0) == finding.text.startswith("on cpu")
 

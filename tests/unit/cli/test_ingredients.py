@@ -155,9 +155,19 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
         ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' "),
-        ({"worker": {"engine": "torhc"}}, "there is no such engine; there are scripted, torch"),
+        ({"worker": {"engine": "torhc"}}, "there is no such engine; there are scripted, torch, vllm"),
+        ({"validator": {"engine": "vllm"}}, "validators check with torch"),
     ],
-    ids=["worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine"],
+    ids=[
+        "worker-dtype",
+        "validator-dtype",
+        "not-published",
+        "other-engine",
+        "no-profile-file",
+        "proxy",
+        "no-engine",
+        "vllm-checks",
+    ],
 )
 def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):

@@ -51,7 +51,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"join http://a:1/#{'ab' * 20} http://b:1/#{'cd' * 20}", 2, "these URLs are of different runs"),
     (f"join {NOWHERE} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
     (f"join {NOWHERE} --engine scripted --dtype foo", 2, "foo"),
-    (f"join {NOWHERE} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch"),
+    (f"join {NOWHERE} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch, vllm"),
     (f"join {NOWHERE} --engine scripted --cheat foo", 2, f"no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
     ("join --dir runs/x --cheat foo", 2, "there is no cheat 'foo'"),
     (f"join {NOWHERE} --dir runs/x", 2, "two ways to work: leave --dir out to join that run (--folder runs/x"),

@@ -25,7 +25,7 @@ from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import ConfigError
 from shoal.models.load import load_model
-from shoal.models.state import policy_state, policy_views
+from shoal.models.state import policy_views
 from shoal.protocol import Outcome, Submission
 from shoal.runtime.config import parse_config
 from shoal.sampling import SeedTolerance
@@ -34,7 +34,7 @@ from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, pr
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure, model_of, prompts_of, replayed
+from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure, prompts_of, replayed, weights_of
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
 from shoal.validator.profiles import (
@@ -260,10 +260,10 @@ def test_limits_that_honest_groups_do_not_keep_are_refused(monkeypatch: Patch) -
 
 def test_a_worker_is_measured_without_changing_the_validators_weights() -> None:
     worker, validators, plan = engines("float32", "float32", sequences=32)
-    before = {name: each.clone() for name, each in policy_state(model_of(validators["cpu/float32"])).items()}
+    before = {name: each.clone() for name, each in weights_of(validators["cpu/float32"]).items()}
     measure(worker, validators, plan)
-    for model in (model_of(validators["cpu/float32"]), model_of(worker)):
-        assert all(torch.equal(before[name], each) for name, each in policy_state(model).items())
+    for engine in (validators["cpu/float32"], worker):
+        assert all(torch.equal(before[name], each) for name, each in weights_of(engine).items())
 
 
 def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: Patch) -> None:

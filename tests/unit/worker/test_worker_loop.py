@@ -167,6 +167,25 @@ def test_a_lease_that_ran_out_is_not_begun_unless_its_deadline_was_moved(tmp_pat
     assert (bench.units, bench.released) == (([1, 2], []) if moved else ([2], [("lease-1",)]))
 
 
+@pytest.mark.parametrize(("newest", "goes_on"), [((0, 1), True), ((0, 2), False), ((1, 1), False)])
+def test_groups_of_a_policy_that_has_become_too_old_are_not_generated_any_further(tmp_path, newest, goes_on):
+    """Staleness of the run: 1. Another incarnation voids every lease."""
+    bench = Bench(tmp_path, [lease(1), lease(2)], [lease(3)])
+    incarnation, version = newest
+    found = policy(version).model_copy(update={"incarnation": incarnation})
+
+    def published() -> None:
+        if bench.hub.requests:  # the leases are in hand
+            bench.hub.policy = found
+            bench.worker._hear(protocol.HeartbeatReply(node=bench.hub.view, policy=found))
+            bench.shelf.before_get = lambda: None
+
+    bench.shelf.before_get = published
+    bench.worker.run()
+    assert bench.units == ([1, 2, 3] if goes_on else [])
+    assert bench.released[:1] == ([] if goes_on else [("lease-1", "lease-2")])
+
+
 def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1)])
     worker = bench.worker

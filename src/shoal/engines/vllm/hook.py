@@ -1,0 +1,89 @@
+"""Between vLLM's model and its sampler: which token is next, and the hidden state that it is drawn from.
+
+    scheduler ─► execute_model ─► states after the final norm, logits        (a captured graph ends before the head)
+                 sample_tokens ─► `Hook`: rows of ours by the inverse CDF at u[t], or forced; their states are kept
+                 scheduler     ◄─ the tokens
+
+The hook decides nothing else and asks nobody: whatever may fail for reasons of ours happens after the step, in the
+engine, where an exception leaves vLLM as it was. Requests that are not ours are vLLM's own affair.
+
+N: rows that get a token, V: vocabulary, H: hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.engines.vllm.rows import DrawnRow, GivenRow
+from shoal.sampling.sampler import sample
+from shoal.sampling.stream import uniforms_at
+
+
+class Hook:
+    """`drawn` and `given` are ours, by vLLM's name for the request; `seen` are those that the step chose a token for:
+    whoever begins a step makes it empty. States are kept where `keeps_states`."""
+
+    def __init__(self, runner: Any) -> None:
+        self.drawn: dict[str, DrawnRow] = {}
+        self.given: dict[str, GivenRow] = {}
+        self.seen: list[DrawnRow] = []
+        self.keeps_states = False
+        self._runner = runner
+        self._sample_tokens, self._vllm_sample = runner.sample_tokens, runner._sample
+        self._states_NH = torch.empty(0)
+        runner.sample_tokens, runner._sample = self._with_states, self._chosen
+
+    def _with_states(self, grammar_output: Any) -> Any:
+        """In place of `sample_tokens`: the states of this step are here, and gone afterwards."""
+        computed = self._runner.execute_model_state
+        if computed is not None:
+            self._states_NH = computed.sample_hidden_states
+            if self.given:
+                self._see(computed.hidden_states)
+        return self._sample_tokens(grammar_output)
+
+    def _see(self, states_NH: Tensor) -> None:
+        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
+        for place, request in enumerate(batch.req_ids):
+            if request in self.given:
+                computed = int(batch.num_computed_tokens_cpu[place])
+                self.given[request].see(states_NH[starts[place] : starts[place + 1]], computed)
+
+    def _chosen(self, logits_NV: Tensor, spec_decode_metadata: Any) -> Any:
+        """In place of `_sample`. A prompt that is only partly computed has a row here too, and gets no token."""
+        from vllm.v1.outputs import SamplerOutput
+
+        if not (self.drawn or self.given):
+            return self._vllm_sample(logits_NV, spec_decode_metadata)
+        requests = self._runner.input_batch.req_ids
+        partial = self._runner.discard_request_mask.np[: len(requests)].tolist()
+        tokens, at = [0] * len(requests), list[int]()
+        for place, request in enumerate(requests):
+            if request in self.drawn and not partial[place]:
+                at.append(place)
+                self.seen.append(self.drawn[request])
+        if at:
+            every = len(at) == len(logits_NV)  # as usual: nothing is copied
+            self._choose(self.seen, *((each if every else each[at]) for each in (logits_NV, self._states_NH)))
+        for place, row in zip(at, self.seen, strict=True):
+            tokens[place] = row.chosen
+        return SamplerOutput(torch.tensor(tokens, dtype=torch.int32, device=logits_NV.device)[:, None], None)
+
+    def _choose(self, rows: list[DrawnRow], logits_NV: Tensor, states_NH: Tensor) -> None:
+        if rows[0].greedy:
+            tokens_N, logprobs_N = logits_NV.argmax(dim=1), torch.zeros(len(rows))
+        else:
+            seeds_N = np.array([row.seed for row in rows], dtype=np.uint64)
+            uniforms_N = uniforms_at(seeds_N, np.array([row.position for row in rows], dtype=np.uint64))
+            temperatures_N = torch.tensor([row.request.sampling.temperature for row in rows], dtype=torch.float64)
+            uniforms = torch.from_numpy(uniforms_N).to(logits_NV.device)
+            tokens_N, logprobs_N = sample(logits_NV, uniforms, temperatures_N)
+        for row, token, logprob in zip(rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
+            row.choose(token, logprob)
+        if self.keeps_states:
+            for row, state in zip(rows, states_NH.to(torch.bfloat16).unbind(), strict=True):
+                row.states.append(state)
