@@ -1,10 +1,10 @@
-"""What is being decoded: the rows still in the batch, their dice, what they have said so far, and its proofs.
+"""What is being decoded: the rows still in the batch, their seeds, what they have said so far, and its proofs.
 
 The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed. A
 block of steps is one chunk of every sequence that lived in it, and is folded into points before the next one begins: so
 memory stays bounded, and only points leave the device.
 
-R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: given tokens.
+R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: tool tokens.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class HiddenRows:
 
 @dataclass(eq=False)
 class Row:
-    """One completion to be drawn: of which request, by which seed, and what there is of it so far: all of a finished
-    one, or what is kept of a batch for which memory did not suffice: whole chunks, which are not computed again, so
-    that what was shown of them stays true."""
+    """One completion to be drawn: of which request, by which seed, and what there is of it: all of a finished one, or
+    the whole chunks kept of a batch for which memory did not suffice. These are not computed again, so that what was
+    shown of them stays true."""
 
     group: int
     seed: int
@@ -124,8 +124,8 @@ class Row:
 @dataclass
 class Decoding:
     """What has been decoded so far, step by step; rows are those of the whole batch, finished or not. All begin with
-    equally many tokens: none, or those that were kept (`Row`). `line_of` says of a row whether somebody answers its
-    turns: such rows are looked at token by token, the others never."""
+    equally many tokens: none, or those that were kept (`Row`). `line_of` gives the line of a row whose turns are
+    answered: such rows are looked at token by token, the others never."""
 
     rows: Sequence[Row]
     max_new_tokens: int
@@ -175,7 +175,7 @@ class Decoding:
         return keep_R
 
     def forced(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens with those that are given in place of drawn ones, and 0 for their log-probabilities."""
+        """The tokens with tool tokens in place of drawn ones, and 0 for their log-probabilities."""
         given = [
             (place, line.forced)
             for place, row in enumerate(state.rows.tolist() if self.lines else ())
@@ -201,7 +201,6 @@ class Decoding:
         ]
 
     def _proofs(self) -> list[list[bytes]]:
-        """The proofs of all finished chunks, of every row."""
         drawn = [[] for _ in self.rows] if self._hidden is None else self._hidden.proofs()
         return [[*row.proofs, *more] for row, more in zip(self.rows, drawn, strict=True)]
 
@@ -212,7 +211,6 @@ class Decoding:
         ]
 
     def finish(self) -> None:
-        """Every row is drawn: give each its completion."""
         if self._hidden is not None:
             self._hidden.fold(self.lengths)
         for place, (tokens, logprobs, proofs) in enumerate(zip(*self._columns(), self._proofs(), strict=True)):
@@ -228,8 +226,8 @@ class Decoding:
         row.completion = Completion(tokens, logprobs, finish, b"".join(proofs), given)
 
     def salvage(self) -> list[Row]:
-        """After memory ran out: what is finished is kept. Returns the rows that are to be continued from there. Kept of
-        those are whole chunks; without proofs, everything."""
+        """After memory ran out: what is finished is kept. Returns the other rows, each with its whole chunks (without
+        proofs, with everything)."""
         end = self.step if self.proof is None else self.begun
         if self._hidden is not None:
             end = self._hidden.folded_tokens
@@ -249,8 +247,6 @@ class Decoding:
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """One call: its requests, the rows of each, and how tokens are chosen."""
-
     requests: Sequence[GenerationRequest]
     groups: list[list[Row]]
     proof: ProofParameters | None
@@ -308,7 +304,6 @@ class GenerationCall:
                         on_chunks(partial(finished, group, chunks))
 
         def finished(group: int, chunks: Callable[[], list[Chunks]]) -> dict[int, Chunks]:
-            """The finished chunks of one group, by seed."""
             found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others[group] if row.proofs}
             return found | {decoding.rows[place].seed: chunks()[place] for place in places[group]}
 

@@ -21,29 +21,24 @@ def is_finite(group: Sequence[Completion]) -> bool:
 
 
 def generate(
-    loaded: LoadedPolicy,
-    leases: Sequence[Lease],
-    on_tokens: Callable[[str, int], None] | None = None,
+    loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None,
     on_chunks: Callable[[Lease], OnChunks | None] | None = None,
-) -> list[list[Completion]]:
-    """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike). `on_tokens`
-    hears now and then of a lease how many tokens it has; `on_chunks` says who hears of its finished chunks. An engine's
-    failure becomes one sentence."""
+) -> list[list[Completion]]:  # fmt: skip
+    """The groups of leases of one policy, with the proofs that each lease wants. `on_tokens` hears how many tokens a
+    lease has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes one sentence."""
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):
             alike = [lease for lease in leases if lease.proof == proof]
             requests = [
                 GenerationRequest(
-                    lease.prompt_ids,
-                    lease.seed_numbers,
-                    lease.sampling,
+                    lease.prompt_ids, lease.seed_numbers, lease.sampling,
                     on_tokens=partial(on_tokens, lease.lease) if on_tokens is not None else None,
                     on_chunks=on_chunks(lease) if on_chunks is not None else None,
                     respond=talk.respond if (talk := dialogue_for(lease, loaded.files)) is not None else None,
                 )
                 for lease in alike
-            ]
+            ]  # fmt: skip
             drawn = loaded.engine.generate(requests, proof)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]
@@ -62,7 +57,6 @@ def generate(
 
 
 def submission_of(lease: Lease, completions: Sequence[Completion], engine: str) -> Submission:
-    """A finished group, framed by the lease that it was drawn for."""
     return Submission(
         format=SUBMISSION_FORMAT, run=lease.run, node=lease.node, lease=lease.lease, unit=lease.unit,
         incarnation=lease.policy.incarnation, version=lease.policy.version, policy_digest=lease.policy.digest,

@@ -109,7 +109,6 @@ def decoding(model: Any, cache: PagedCache) -> Iterator[None]:
 
 
 def is_decoding() -> bool:
-    """Whether this thread decodes with pages."""
     return hasattr(_active, "cache")
 
 

@@ -20,8 +20,7 @@ from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch
 
 Finish = Literal["eos", "length"]
-PLAIN = "torch-plain"
-"""In a kind: torch's engine on a GPU without pages and captured steps, which rounds differently."""
+PLAIN = "torch-plain"  # in a kind: torch's engine on a GPU without pages and captured steps, which rounds differently
 
 Respond = Callable[[list[int]], tuple[int, ...] | None]
 """The tokens of a completion up to the end of a turn, to the tokens that are given after it; None: it is finished."""
@@ -42,13 +41,12 @@ OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One group: a prompt, and one 64-bit seed per completion wanted. `on_tokens` is told every few steps how many
-    tokens of the group are drawn so far, in the caller's thread: a lease on which something happens is renewed.
-    `on_chunks` is told in the same way when chunks of tokens are finished, if proofs are asked for; what it does not
-    ask for within the call is not computed. `respond` is asked at every end-of-sequence token whether the completion is
-    finished; what it gives instead is fed to the model, not drawn (see `dialogue`). `begun` tokens at the end of the
-    prompt are the first of the completion: the uniforms of the first token that is drawn here are those of that
-    position."""
+    """One group: a prompt, and one 64-bit seed per completion. `on_tokens` is told every few steps how many tokens of
+    the group are drawn, in the caller's thread: a lease on which something happens is renewed. `on_chunks` is told when
+    chunks are finished, if proofs are asked for; what it does not ask for within the call is not computed. `respond` is
+    asked at each end-of-sequence token whether the completion is finished; what it gives instead is fed to the model
+    (see `dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the first token that is
+    drawn here takes the uniform of that position."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -121,12 +119,10 @@ class Engine(Protocol):
     def kind(self) -> str:
         """What its rounding depends on, `engine path/device/number format`: the key of a profile. Known for sure once
         the policy is in place."""
-        ...
 
     @property
     def policy(self) -> PolicyRef | None:
         """The policy whose weights are in place; None until the first `load_policy`, or after one that failed."""
-        ...
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -137,25 +133,20 @@ class Engine(Protocol):
     @property
     def size_bytes(self) -> int:
         """What its weights take of the device's memory."""
-        ...
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         """Put weights in place; names, shapes and types must be exactly the model's (`ModelError`)."""
-        ...
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         """One list per request, one completion per seed, both in order; with proofs if `proof` says of what size."""
-        ...
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         """One result per request, in order; with points if `proof` says of what size."""
-        ...
 
     def greedy(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
     ) -> list[npt.NDArray[np.int32]]:
         """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
-        ...
 
 
 @runtime_checkable
@@ -164,7 +155,6 @@ class UpdatableEngine(Engine, Protocol):
 
     def update_policy(self, ref: PolicyRef, changes: Iterable[ChangedValues]) -> None:
         """Turn the policy in place into `ref` by writing the values that differ, and no others."""
-        ...
 
 
 @runtime_checkable
@@ -176,4 +166,3 @@ class BoundedEngine(Engine, Protocol):
 
     def rows_at_once(self, tokens_each: int) -> int:
         """How many completions of so many tokens, prompts included, are drawn together; more are drawn in turns."""
-        ...

@@ -42,8 +42,7 @@ class LoadedPolicy:
 class EngineShelf:
     """At most `held` loaded policies, fewer where memory does not suffice. One caller at a time."""
 
-    wait_s = 30.0
-    """How long a caller that can do something else meanwhile waits for a policy."""
+    wait_s = 30.0  # how long a caller that can do something else meanwhile waits for a policy
 
     def __init__(self, fetch: Fetch, build: Build, held: int, check: Check = lambda _files, _entries: None) -> None:
         if held < 1:
@@ -94,7 +93,6 @@ class EngineShelf:
 
 
 def _put_in_place(engine: Engine, payload: Payload) -> Engine:
-    """Into the engine, with as little copying as possible; the engine."""
     ref = payload.manifest.policy
     changes = payload.changes_from(engine.policy)
     if changes is not None and isinstance(engine, UpdatableEngine):

@@ -70,14 +70,9 @@ class TorchEngine:
     memory_bytes: int | None = None
 
     def __init__(
-        self,
-        files: Mapping[str, bytes],
-        dtype: str = "float32",
-        device: str = "cpu",
-        max_rows: int = 2048,
-        max_prefill_tokens: int | None = None,
-        pages: bool | None = None,
-    ) -> None:
+        self, files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu", max_rows: int = 2048,
+        max_prefill_tokens: int | None = None, pages: bool | None = None,
+    ) -> None:  # fmt: skip
         self._setup(model_from_files(files, dtype, device, filled=False), max_rows, max_prefill_tokens)
         self._may_page = device == "cuda" if pages is None else pages
 
@@ -212,8 +207,7 @@ class TorchEngine:
     def _measure_room(self) -> None:
         """How much may be computed at once, by the memory that is free now."""
         left = None if self.memory_bytes is None else self.memory_bytes - self.size_bytes
-        usable = memory.usable_bytes(self._model.device.type, left)
-        self._usable = usable
+        self._usable = usable = memory.usable_bytes(self._model.device.type, left)
         self._room.most = max(1, usable // self._token_bytes())
         self._most_tile = max(LEAST_TILE, usable // (TILE_SHARE * 4))
         self._prefill_room.most = min(self._max_prefill_tokens, self._computable(0))
@@ -483,7 +477,6 @@ class TorchEngine:
 
 
 def _length(request: PrefillRequest) -> int:
-    """How many tokens are computed."""
     return len(request.prompt_ids) + len(request.token_ids) - 1
 
 

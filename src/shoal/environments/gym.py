@@ -3,11 +3,11 @@
     index ─► candidate numbers (a hash) ─► generator ─► entry ─► the first whose prompt is of the right split ─► task
                                                                  and that can be answered
 
-The answer is what stands between <answer> and </answer> after the thinking; all that follows the thinking, if there are
-no such tags. The library is made for scripts: here its scorers that evaluate the answer as Python (`eval`, sympy's
-parser) get readers that take literals and arithmetic and nothing else; generators that draw from global numbers, or
-from sets in whatever order, have numbers and orders of their own; scorers that one answer always satisfies must
-also pass `CONDITIONS`. Only the version that this was checked against is used.
+The answer is what stands between <answer> and </answer> after the thinking, or all that follows the thinking. The
+library is made for scripts. So scorers that evaluate the answer as Python (`eval`, sympy's parser) get readers that
+take literals and arithmetic only; generators that draw from global numbers, or from sets in any order, get numbers and
+orders of their own; scorers that one answer always satisfies must also pass `CONDITIONS`. Only the version that this
+was checked against is used.
 """
 
 from __future__ import annotations
@@ -107,8 +107,6 @@ def final_answer(completion: str) -> str:
     return said.strip()
 
 
-# One generator: its tasks by number, and its own scoring
-
 VERSION = "0.1.25"
 SOLVER = "pycosat"
 REFUSED = {
@@ -116,10 +114,9 @@ REFUSED = {
     "codeio": "it runs stored programs whose output differs from process to process",
 }
 BY_ITS_OWN_SEED = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1, "word_ladder": 1}
-"""Generators that list their tasks in advance: each task comes from a listing of this many, with a seed of its own."""
+"""Generators that list their tasks in advance: each task comes from a listing of this many, with its own seed."""
 INTEGRALS = ("intermediate_integration", "simple_integration")
-EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
-"""Where an entry keeps an answer, if it has many right ones and names none."""
+EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")  # of an entry without `answer`
 MOST_ANSWER_CHARACTERS = 100_000
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
@@ -432,11 +429,6 @@ def _check_power(base: ast.expr, exponent: ast.expr) -> None:
     numbers = [part.value for part in ast.walk(exponent) if isinstance(part, ast.Constant)]
     largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(base, ast.Name) else LARGEST_EXPONENT
     too_large = any(isinstance(number, int | float) and abs(number) > largest for number in numbers)
-    # 64*64*64 in an exponent; ((9**64)**64)**64
-    if (
-        too_large
-        or len(numbers) > 2
-        or any(map(_is_power, ast.walk(exponent)))
-        or sum(map(_is_power, ast.walk(base))) > 1
-    ):
+    towers = any(map(_is_power, ast.walk(exponent))) or sum(map(_is_power, ast.walk(base))) > 1  # ((9**64)**64)**64
+    if too_large or towers or len(numbers) > 2:  # 64*64*64 in an exponent
         raise ValueError("the exponent is too large, or there are powers of powers")

@@ -154,7 +154,7 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
 
 
 class _Unfilled(TorchFunctionMode):
-    """Weights are not drawn at random, by this thread: that took 30 of 38 s for 0.6 billion, for nothing."""
+    """Weights are not drawn at random, by this thread: for 0.6 billion that took 30 of 38 s."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in RANDOM_FILLS:
@@ -164,7 +164,7 @@ class _Unfilled(TorchFunctionMode):
 
 @contextmanager
 def _bounded(weights: int) -> Iterator[None]:
-    """A model that is made of far more parts than it has weights is given up in this context, by this thread."""
+    """In this context and thread a model that has far more parts than it has weights is given up."""
     builder, made, most = threading.get_ident(), 0, PARTS_PER_WEIGHT * weights + MORE_PARTS
 
     def count(*_registered: object) -> None:
@@ -208,7 +208,7 @@ def _attention(config: Any) -> str:
 
 def _ready(model: Any, device: str) -> Any:
     Head.of(model)
-    if model.base_model is model:  # as transformers says where it does not find the layers below the head
+    if model.base_model is model:  # so transformers says that it does not find the layers below the head
         raise ModelError(f"{type(model).__name__} does not tell its layers from its head: it cannot be computed with")
     return model.to(device).eval()
 
@@ -220,7 +220,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _first_line(error: Exception) -> str:
-    """Of what is told, without control characters: it may repeat words of the policy."""
+    """Without control characters: it may repeat words of the policy."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {''.join(each if each.isprintable() else '?' for each in line)}"
 

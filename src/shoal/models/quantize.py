@@ -2,8 +2,6 @@
 
 Used to attack, and to measure what a threshold profile catches; nothing here saves memory. As is usual, only the
 matrices of linear layers are rounded; embeddings, the output layer, norms and biases stay as they are.
-
-(Weights that were dequantised from some format lie on its grid: rounding them to that format again changes nothing.)
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ it, a number from 0 (useless) to 10 (could not be better)."""
 HOLES = re.compile(r"\{(prompt|completion|answer)\}")
 NUMBER = re.compile(r"(?<![\w.])(-?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*10)?(?![\w.]*\d)")
 
-
 TRIAL = Piece("What is 2 + 2?", "4", "4")
 BUSY = frozenset({408, 425, 429})
 
@@ -75,8 +74,8 @@ class ChatJudge:
         self._where = f"the judge {settings.label} at {settings.url}"
 
     def prepare(self) -> None:
-        """Ask once. What no waiting would mend is an `EnvironmentSetupError`: a malformed address, a key that is not
-        taken. A judge that is not there yet, or says something odd, is warned of: it may come."""
+        """Ask once. What no waiting would mend (a malformed address, a refused key) is an `EnvironmentSetupError`. A
+        judge that does not answer yet, or says something odd, is a warning."""
         check_address(self._settings)
         name = self._where
 
@@ -210,7 +209,7 @@ def question(template: str, piece: Piece) -> str:
 
 
 def grade(text: str) -> float:
-    """The number in the last line, from 0 to 10, as 0 to 1; `UnreadableAnswer` if there is none, or more than one."""
+    """The number in the last line, from 0 to 10, as 0 to 1; `UnreadableAnswer` unless there is exactly one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if len(last) <= LONGEST_LINE:

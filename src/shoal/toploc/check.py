@@ -262,9 +262,5 @@ def proof_sums(comparisons: Comparisons, most: float = math.inf) -> ProofSums:
     else:
         errors -= LARGEST_ERROR
     noise = 2 * CHANCE * LARGEST_ERROR * int(comparisons.exp_mismatches.sum())
-    return ProofSums(
-        values=int(comparisons.k.sum()),
-        exponents=int(np.maximum(comparisons.exp_mismatches - 1, 0).sum()),
-        matches=matches,
-        mantissa=max(0.0, errors - noise),
-    )
+    exponents = int(np.maximum(comparisons.exp_mismatches - 1, 0).sum())
+    return ProofSums(int(comparisons.k.sum()), exponents, matches, mantissa=max(0.0, errors - noise))

@@ -94,8 +94,7 @@ def _wrong(case: Test, ran: Ran, limits: Limits) -> str:
             return "returned another value" if case.called else "printed something else"
 
 
-# The blocks of code in a completion: fenced as CommonMark has it, and with what models do besides: text before a fence
-# that is marked as Python, a last block that is not closed
+# Blocks are fenced as in CommonMark. Models also write text before a fence marked as Python, or do not close the last.
 
 _OPENING = re.compile(r"(?P<before>[^`~]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
 _LIST = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")

@@ -170,12 +170,9 @@ class Filter(ctypes.Structure):
 def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
     """Limits, then the filter of system calls: from here on there is no way back."""
     fixed = {
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
-    }
+    }  # fmt: skip
     for kind, value in (fixed | limits).items():
         hard = resource.getrlimit(kind)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -188,8 +185,7 @@ def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
 
 def run(code: bytes, *, called: bool) -> None:
     """The program, as a script would run; ends this process."""
-    streams = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-    for number, (name, mode) in enumerate(streams):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         stream = open(number, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -137,7 +137,6 @@ same, said = SymbolicEquality(_HELPER), SymbolicEquality(_HELPER, whole=True)
 
 
 # The helper process
-
 _LIMITS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
 """What a worker dies of by itself: its processor time, its stack, memory that C code was not given. Not SIGKILL: that
 is how a kernel without memory, or a person, ends a process."""
