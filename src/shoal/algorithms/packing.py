@@ -7,8 +7,7 @@
     positions_T  0 1 2 3 | 0 1 2 | 0 1 2
     bounds       0         4       7       10     no token sees another sequence's
 
-Every function is deterministic and portable: a resumed step splits exactly as the first time, and every rank finds the
-shares of all of them by itself.
+Every function is deterministic and portable: a resumed step splits as the first time, every rank finds all shares.
 
 Legend: T tokens of all sequences end to end; B sequences, L positions of the longest; N completion tokens (flat).
 """

@@ -80,8 +80,7 @@ class RowBatch:
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
 
     def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
-        """Draw all rows within `memory_bytes`. Returns those for which memory did not suffice, each with the whole
-        chunks that there are of it."""
+        """Draw all rows within `memory_bytes`. Returns those that did not fit, each with its whole chunks."""
         rows = min(len(self._waiting), most_rows)
         needed = max(pages_for(len(each.prompt_ids) + each.sampling.max_new_tokens - 1) for each in self._requests)
         try:
@@ -285,8 +284,7 @@ def pages_for(tokens: int) -> int:
 
 
 def paged_decoder(model: Any, memory_bytes: int) -> PagedDecoder | None:
-    """A decoder for a model that gives, token by token, the states that the model gives for a whole sequence: tried,
-    with the weights that it has. None, said in words, if it does not."""
+    """A decoder for a model whose states are the same token by token as for a whole sequence: tried. Else None."""
     try:
         decoder = PagedDecoder(model)
         prompt = tuple(7 * n % decoder.vocabulary for n in range(1, PROBE_PROMPT))

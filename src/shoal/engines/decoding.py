@@ -1,8 +1,7 @@
 """What is being decoded: the rows still in the batch, their seeds, what they have said so far, and its proofs.
 
-The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed. A
-block of steps is one chunk of every sequence that lived in it, and is folded into points before the next one begins: so
-memory stays bounded, and only points leave the device.
+The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, on their device. Such a block
+is one chunk of every sequence in it, and becomes points before the next one begins: only points leave the device.
 
 R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: tool tokens.
 """
@@ -36,8 +35,7 @@ Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 class Uniforms:
-    """The streams of all rows, each from its own position `begun`, a block of positions at a time (a long limit would
-    need gigabytes at once)."""
+    """The streams of all rows, each from its position `begun`, in blocks: a long limit would need gigabytes."""
 
     def __init__(self, seeds: Sequence[int], begun: Sequence[int], block: int, device: torch.device) -> None:
         self._seeds_R1 = np.array(seeds, dtype=np.uint64)[:, None]
@@ -226,8 +224,7 @@ class Decoding:
         row.completion = Completion(tokens, logprobs, finish, b"".join(proofs), given)
 
     def salvage(self) -> list[Row]:
-        """After memory ran out: what is finished is kept. Returns the other rows, each with its whole chunks (without
-        proofs, with everything)."""
+        """After memory ran out: keep what is finished. Returns the others with whole chunks (without proofs, all)."""
         end = self.step if self.proof is None else self.begun
         if self._hidden is not None:
             end = self._hidden.folded_tokens
@@ -278,8 +275,7 @@ class GenerationCall:
         return choose
 
     def watch(self, decoding: Decoding) -> Callable[[], None]:
-        """What is called after every step: it tells who asked for it what there is of each group. Rows of a group that
-        are not in this batch are finished, or wait to be continued."""
+        """For after every step. Rows of a group that are not in this batch are finished, or wait."""
         places: dict[int, list[int]] = {}
         for place, row in enumerate(decoding.rows):
             places.setdefault(row.group, []).append(place)

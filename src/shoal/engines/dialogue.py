@@ -66,8 +66,7 @@ class Dialogue:
     texts: Texts = field(repr=False)
 
     def reply(self, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """What is given after these turns (without their end tokens); None if the dialogue is over. Nothing at all to
-        say is an end too: the model cannot go on after it."""
+        """The tool tokens after these turns (without their end tokens); None without any: the dialogue is over."""
         if len(turns) >= self.terms.max_turns:
             return None
         said = self.tool(self.texts.decode_many([list(turn) for turn in turns]))

@@ -110,8 +110,7 @@ class PagedDecoder:
         release_memory()
 
     def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> PagePool | None:
-        """A pool for so many rows of so many pages, or for as many of them as fit; the one that is there, if it does.
-        None if not even one row fits."""
+        """A pool for so many rows of so many pages, or as many as fit; the present one, if it does. Or None."""
         size = size_for(min(rows, SIZES[-1]))
         while size > SIZES[0] and size * self._slot_bytes(chunk) > (1 - POOL_SHARE) * memory_bytes:
             size = SIZES[SIZES.index(size) - 1]

@@ -1,9 +1,7 @@
-"""What an engine is: it holds one policy, draws completions from it and recomputes what others drew.
-
-Both sides of a proof come from here: the one who draws commits to the last hidden states (`Completion.proofs`), the one
-who recomputes has the points to compare with (`Prefill.points`). The hidden state of a token is the one that it was
-drawn from: at the position before it, after the final norm, cast to bf16.
-"""
+"""What an engine is: it holds one policy, draws completions from it and recomputes what others drew. Both sides of a
+proof come from here: who draws commits to the last hidden states (`Completion.proofs`), who recomputes has the points
+to compare with (`Prefill.points`). The hidden state of a token is the one that it was drawn from: at the position
+before it, after the final norm, cast to bf16."""
 
 from __future__ import annotations
 
@@ -95,8 +93,7 @@ class PrefillRequest:
 @dataclass(frozen=True, eq=False)
 class Prefill:
     """What this engine's policy says of given tokens, aligned with them. `entropy` and `varentropy` are mean and
-    variance of -log p over the distribution that each token was drawn from. `points`, if asked for, are what proofs of
-    these tokens are compared with, chunk by chunk."""
+    variance of -log p of the distribution that each was drawn from. `points`, if asked for, compare with proofs."""
 
     logprobs: npt.NDArray[np.float32]
     cdf_low: npt.NDArray[np.float64]
@@ -117,8 +114,7 @@ class Engine(Protocol):
 
     @property
     def kind(self) -> str:
-        """What its rounding depends on, `engine path/device/number format`: the key of a profile. Known for sure once
-        the policy is in place."""
+        """What its rounding depends on, `engine path/device/number format`, once a policy is loaded."""
 
     @property
     def policy(self) -> PolicyRef | None:
@@ -159,8 +155,7 @@ class UpdatableEngine(Engine, Protocol):
 
 @runtime_checkable
 class BoundedEngine(Engine, Protocol):
-    """An engine that knows how much fits into memory. `memory_bytes` is the most that it may take, weights included;
-    None: as much as is free."""
+    """Knows how much fits into memory. `memory_bytes` is the most that it may take, with weights; None: all."""
 
     memory_bytes: int | None
 

@@ -1,9 +1,8 @@
 """The rows of a batch that is being decoded: which are still in it, and how each gets its next hidden state.
 
-Attention has a cache that rows can be repeated in, dropped from and padded on the left. What recurrent layers keep
-instead (a state, the last inputs of a convolution) does not always bear that, so such a model is tried first, and
-refused if it does not agree with itself (`check_cache`). Some such layers continue from what they keep by one token,
-and forget it where several come at once (`follows_with_cache`).
+In attention's cache rows can be repeated, dropped and padded on the left. What recurrent layers keep (a state, the last
+inputs of a convolution) does not always bear that, so such a model is tried first (`check_cache`). Some such layers
+continue from what they keep by one token, and forget it where several come at once (`follows_with_cache`).
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size.
 """
@@ -36,8 +35,7 @@ AT_ONCE = 5  # more than the convolutions of recurrent layers look back
 
 @dataclass
 class Rows:
-    """The rows still in the batch: their indices, the states that their next tokens are drawn from, and positions,
-    masks and cache of what came before."""
+    """The rows still in the batch: indices, states that next tokens are drawn from, positions, masks and cache."""
 
     rows: Tensor
     hidden: Tensor
@@ -139,8 +137,7 @@ def follows_with_cache(model: Any) -> bool:
 
 
 def _tried(model: Any, at_once: int) -> bool:
-    """Attention does both. Models with other layers are tried, in inference mode, with the weights that they have; the
-    answer is kept."""
+    """Models with other layers than attention are tried, in inference mode; the answer is kept."""
     known = _known.setdefault(model, {})
     if at_once not in known:
         try:

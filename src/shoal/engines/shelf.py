@@ -1,12 +1,11 @@
-"""Engines by policy: fetched when first needed, a few kept loaded, the one least lately used given up first.
+"""Engines by policy: fetched when first needed, a few kept loaded, the least recently used given up first.
 
     get(policy) ─┬─ loaded ───────────────────────────────────────────────► engine
                  └─ fetch ─► is it the very policy asked for? ─┬─► load into the one given up, or into a new one
-                                                               └─► only what changed, where the one given up is
-                                                                   the policy that the new one was made from
+                                                               └─► only what changed, if the one given up is the
+                                                                   policy that the new one was made from
 
-Each is a whole copy of the weights. The first policy of a model is checked before an engine is made for it: `check`
-compares its files with its manifest.
+The first policy of a model is checked before an engine is made for it: `check` compares its files with its manifest.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class EngineShelf:
             release_memory()
 
     def _engine_for(self, files: Mapping[str, bytes]) -> Engine:
-        """An engine to load into: the least lately used, if one has to go anyway and is of the same model."""
+        """An engine to load into: the least recently used, if one has to go anyway and is of the same model."""
         spare = self._loaded.popitem(last=False)[1] if len(self._loaded) == self._held else None
         return spare.engine if spare is not None and spare.files == files else self._build(files)
 

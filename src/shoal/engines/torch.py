@@ -7,12 +7,10 @@
                   rows to which the environment speaks take its tokens instead of drawn ones (`dialogue`)
                   the hidden states of every `rows` steps are folded into points (`decoding`)
 
-A batch for which memory does not suffice is halved: finished rows are kept, the others are continued from their last
-whole chunk, which is fed to the model again and not drawn. So what was shown of a completion stays true. The limit is
-remembered; a group is split over batches where it must be, down to one row.
-
-Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
-share long prompts is each prompt computed once, and the completions after its cache.
+A batch for which memory does not suffice is halved: finished rows are kept, the others continue from their last whole
+chunk, which is not drawn again: what was shown of a completion stays true. The limit is remembered; a group is split
+over batches where it must be. Prefill needs no cache: sequences are right-padded, and a causal model never looks at
+what follows. Only where groups share long prompts is each prompt computed once, and the completions after its cache.
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size, V: vocabulary.
 """
@@ -85,9 +83,8 @@ class TorchEngine:
         return engine
 
     def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
-        """Another engine on the same device with a copy of the policy in place, computing in `dtype`, without `pages`
-        by the plain path. `files` describe the model. Weights that `dtype` cannot hold are a `ModelError`: nobody
-        computes with rounded ones."""
+        """Another engine on the same device with a copy of the policy, computing in `dtype`, without `pages` by the
+        plain path. Weights that `dtype` cannot hold are a `ModelError`: nobody computes with rounded ones."""
         self._refuse_unloaded()
         model, state = model_from_files(files, dtype, self._model.device.type, filled=False), policy_state(self._model)
         with torch.no_grad():
@@ -455,11 +452,10 @@ class TorchEngine:
         head = Head.of(self._model)
         tokens_N, temperatures_N = tokens_N.to(hidden_NH.device), temperatures_N.double().to(hidden_NH.device)
         rows = max(1, self._tile_elements() // self.vocabulary_size)
+        columns = (torch.split(column, rows) for column in (hidden_NH, tokens_N, temperatures_N))
         tiles = [
             token_statistics(head.logits(hidden), tokens, temperatures[:, None])
-            for hidden, tokens, temperatures in zip(
-                *(torch.split(column, rows) for column in (hidden_NH, tokens_N, temperatures_N)), strict=True
-            )
+            for hidden, tokens, temperatures in zip(*columns, strict=True)
         ]
         return [torch.cat(column) for column in zip(*tiles, strict=True)]
 

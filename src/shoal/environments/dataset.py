@@ -1,9 +1,7 @@
-"""Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for.
-
-The id of a task is its row's number and its own id (`17/math_17`), so a row that is left out never shifts another.
-Rows whose *prompt* cannot be used are in no split. Whether an *answer* can be used is known when it is read: the task
-is then an `UnusableTask`, and the hub draws another one.
-"""
+"""Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for. The id of a task is
+its row's number and its own id (`17/math_17`), so a row that is left out never shifts another. Rows whose *prompt*
+cannot be used are in no split. An *answer* is looked at when it is read: the task may then be an `UnusableTask`, and
+the hub draws another one."""
 
 from __future__ import annotations
 
@@ -191,8 +189,7 @@ class DatasetEnvironment:
                 yield f"{f'kind {kind!r}' if kind else 'no kind'}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
     def useless_kinds(self) -> Iterator[tuple[Opened, str]]:
-        """Data sets with kinds of which no row can be used, and the reason of the first row of each kind; of answers
-        that nobody checked, a few are read."""
+        """Data sets with kinds of which no row can be used, and why; of unchecked answers a few are read."""
         for opened in self._opened:
             good, told = opened.good(), list[str]()
             for number, kind in enumerate(opened.found.kinds):

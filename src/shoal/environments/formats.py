@@ -119,8 +119,7 @@ def required(value: object, column: str) -> str:
 
 
 def answer_text(value: object, column: str) -> str:
-    """Numbers as they are written, lists and mappings as JSON. A row that means `true` must write a text: nobody can
-    say how a model should write it (yes? True? correct?)."""
+    """As written, or as JSON. `true` must be a text: nobody can say how to write it (yes? True? correct?)."""
     if isinstance(value, bool):
         raise UnusableTask(f"{column} is {json.dumps(value)}, neither text nor a number: write it as text")
     if isinstance(value, float):

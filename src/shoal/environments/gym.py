@@ -42,8 +42,7 @@ from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.runtime.text import install_command, meant
 
-CANDIDATES_PER_TASK = 512
-ENTRIES_KEPT = 1024
+CANDIDATES_PER_TASK, ENTRIES_KEPT = 512, 1024
 OPENING, CLOSING = "<answer>", "</answer>"
 FULL = 1.0 - 1e-9
 
@@ -107,8 +106,7 @@ def final_answer(completion: str) -> str:
     return said.strip()
 
 
-VERSION = "0.1.25"
-SOLVER = "pycosat"
+VERSION, SOLVER = "0.1.25", "pycosat"
 REFUSED = {
     "composite": "it is a mixture of others: use environment.mix",
     "codeio": "it runs stored programs whose output differs from process to process",
@@ -157,8 +155,7 @@ class Generator:
         return self.name not in INTEGRALS or "Integral(" not in str(entry["answer"])
 
     def score(self, entry: Mapping[str, Any], answer: str) -> tuple[float, str]:
-        """What the generator gives for an answer, within [0, 1], and a note if its scorer could not read it. A scorer
-        that fails for another reason is a `ScoringFailure`; that memory does not suffice is for its caller."""
+        """Within [0, 1], and a note if the scorer could not read the answer. For another reason: `ScoringFailure`."""
         if len(answer) > MOST_ANSWER_CHARACTERS:
             return 0.0, "the answer is too long"
         try:
@@ -290,8 +287,7 @@ _own_random = random.Random(0)
 
 
 def _library() -> ModuleType:
-    """reasoning_gym, loaded and mended on first use. Where its solver, which one generator of a hundred uses, is not
-    installed, something empty stands in: the library cannot be imported without."""
+    """Loaded and mended on first use. It cannot be imported without its solver: something empty stands in."""
     missing, install = importlib.util.find_spec(SOLVER) is None, install_command(f"reasoning-gym=={VERSION}")
     try:
         if missing:

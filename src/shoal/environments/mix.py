@@ -26,8 +26,7 @@ from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Sc
 from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
-FEISTEL_ROUNDS = 4
-LONGEST_CYCLE = 10_000
+FEISTEL_ROUNDS, LONGEST_CYCLE = 4, 10_000
 LONGEST = 10**12  # positions at most, however rare a part is: no run is that long
 PASSED_OVER = 256  # tasks of a generating part that are looked at for one that nobody holds out
 
@@ -92,8 +91,7 @@ class Part:
 
 class MixedEnvironment:
     """Implements `Environment`, and passes on what its parts can do beyond it. The train split has `train_size`
-    positions, or enough for a turn for each task of every part. The held-out split has each part in proportion and no
-    task twice, `held_out_size` tasks at most."""
+    positions, or enough for a turn for each task. The held-out split has no task twice, `held_out_size` at most."""
 
     name: ClassVar[str] = "mix"
     version: ClassVar[int] = 2

@@ -29,8 +29,7 @@ class NoValue(Exception):
 
 
 def calculator(turns: Sequence[str]) -> str | None:
-    """What is said to the last turn. A bare number is a question in the first turn, and the answer in later ones: the
-    model calculates once or more and then says the result, or it says the result in words at once."""
+    """A bare number is a question in the first turn, and the answer in later ones: calculate first, then say it."""
     turn = turns[-1].strip(_BLANK)
     if not _DIGITS & set(turn) or not set(turn) <= _SIGNS or (len(turns) > 1 and is_number(turn)):
         return None

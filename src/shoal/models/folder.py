@@ -27,8 +27,7 @@ DESCRIPTION_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja",
 )  # fmt: skip
-MAX_FILE_BYTES = 64 * 1024 * 1024
-MAX_FILES = 16
+MAX_FILES, MAX_FILE_BYTES = 16, 64 * 1024 * 1024
 MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 
@@ -99,8 +98,7 @@ def eos_token_id(files: Mapping[str, bytes]) -> int:
     raise ModelError("the model names no end-of-sequence token (eos_token_id in config.json)")
 
 
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
+LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100_000_000
 PUBLISHED_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_BYTES = 0.1, 16 * 1024 * 1024  # for what a later version of shoal may put beside the weights
 REMEDY = "download it again, or save the model again with save_pretrained"
@@ -147,9 +145,8 @@ def _damage(file: Path) -> str:
 
 
 def check_targets(folder: Path, targets: Iterable[str]) -> None:
-    """Raise `ModelError` for a target of adapters that no layer in the folder's weights is called by. Only the model
-    knows which matrix is a linear layer; embeddings and the output layer (not among the numbered layers, a row for
-    each token) are left out."""
+    """`ModelError` for a target of adapters that no layer in the folder's weights is called by. Embeddings and the
+    output layer (not among the numbered layers, a row for each token) are left out."""
     matrices = {
         name: entry["shape"]
         for file in sorted(folder.glob("*.safetensors"))

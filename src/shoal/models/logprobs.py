@@ -29,11 +29,9 @@ from shoal.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-BLOCK = 4096
-SLOPE_BLOCK = 2048
+BLOCK, SLOPE_BLOCK = 4096, 2048
 LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be NaN
-TILE_ELEMENTS = 2**24
-GPU_TILE_ELEMENTS = 2**28
+TILE_ELEMENTS, GPU_TILE_ELEMENTS = 2**24, 2**28
 # What architectures call the number that they cap or multiply their logits with; a power of -1: they divide by it.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 POWERS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}

@@ -124,12 +124,9 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone.
-    `ModelError` for a target that no such layer is called by."""
+    """By name, in the model's order; never the output layer, whose weight log-probabilities take. Or a `ModelError`."""
     head = cast(Any, model).get_output_embeddings()
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head}
     last = {name: name.rpartition(".")[2] for name in linear}
     refuse_unknown_targets(targets, sorted(set(last.values())))
     return {name: module for name, module in linear.items() if last[name] in targets}

@@ -6,16 +6,14 @@
 
 Attention goes through transformers' table of attention functions. Ours, `packed_attention`, is the stock "sdpa" unless
 a call brings bounds: a packed model still serves an engine in the same process. The bounds are among a layer's
-arguments, so a layer that is recomputed in the backward pass needs no context around it.
-
-On a GPU in 16 bits it is one flash kernel over all sequences. Elsewhere sequences of similar length are padded rows for
-the attention alone. A mask [T, T] is never made.
-
-T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
+arguments, so a layer that is recomputed in the backward pass needs no context around it. On a GPU in 16 bits attention
+is one flash kernel over all sequences; elsewhere sequences of similar length are padded rows for the attention alone.
 
 Layers are compiled one by one (`compile_layers`): a whole model would be one graph, minutes to compile and again for
 every change of shape; one layer's code serves all its twins, with any number of tokens. Only packs that are one flash
 kernel are compiled: with padded rows each number of rows would be a program of its own.
+
+T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -268,8 +266,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def compile_layers(model: Any, kept_activations: float = KEPT_ACTIVATIONS) -> None:
-    """Compile every layer's `forward` in place; hooks and recomputation stay outside of it. Nothing is compiled until
-    the first call. Weights and their names stay; results agree to rounding."""
+    """Compile each layer's `forward` in place, at its first call. Results agree to rounding."""
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     torch._functorch.config.activation_memory_budget = kept_activations
     compiled: dict[type, Any] = {}

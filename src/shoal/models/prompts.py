@@ -30,8 +30,7 @@ OPENING, CLOSING = "\U0010fff0", "\U0010fff1"
 
 
 class PromptEncoder:
-    """The same ids for the same files, settings and task. `chat` None: by the model's template if it has one. Without a
-    template and settings, the ids are those of the prompt's text."""
+    """The same ids for the same files, settings and task. `chat` None: by the model's template if it has one."""
 
     def __init__(
         self, files: Mapping[str, bytes], chat: bool | None = None, system: str = "", thinking: str = ""
@@ -175,15 +174,13 @@ def _compiled(source: str) -> Template:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     # jinja's own filter escapes for HTML and takes no options.
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
+    sandbox.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent
     )
-    environment.globals |= {"raise_exception": refuse, "strftime_now": FROZEN_NOW.strftime}
+    sandbox.globals |= {"raise_exception": refuse, "strftime_now": FROZEN_NOW.strftime}
     try:
-        return environment.from_string(source)
+        return sandbox.from_string(source)
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template cannot be read: {error}") from error

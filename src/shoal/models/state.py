@@ -1,8 +1,6 @@
-"""A model's weights, as they are published and as they are put in place.
-
-The state of a policy is its parameters and persistent buffers by name, in the model's own order. Weights that share
-storage (tied embeddings) appear once, under the first name, so that nothing travels twice and nothing can disagree.
-"""
+"""A model's weights, as they are published and as they are put in place: parameters and persistent buffers by name, in
+the model's own order. Weights that share storage (tied embeddings) appear once, under the first name, so that nothing
+travels twice and nothing can disagree."""
 
 from __future__ import annotations
 

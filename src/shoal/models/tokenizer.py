@@ -1,10 +1,5 @@
-"""Text to token ids and back, from tokenizer.json alone: the hub and the validator need no more, and no torch.
-
-What a policy's tokenizer.json may say (`check_tokenizer`): nothing in it multiplies a text, or searches it for longer
-than it is worth.
-
-tokenizer.json ─► tokens of bounded length ─► few, plain steps ─► replacements that do not grow ─► the library
-"""
+"""Text to token ids and back, from tokenizer.json alone: the hub and the validator need no more, and no torch. What a
+policy's tokenizer.json may say (`check_tokenizer`): nothing in it multiplies a text, or searches it for too long."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from shoal.models.folder import eos_token_id
 
 
 class TextTokenizer:
-    """`decode` takes away one end-of-sequence token at the very end and no other special token: a completion that
-    scatters special tokens over a right answer is not that answer."""
+    """`decode` takes away one final end-of-sequence token only: with special tokens all over, no answer is right."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:
@@ -89,8 +83,7 @@ def _in_words(action: str) -> Iterator[None]:
 
 
 MAX_TOKEN = 1024  # characters; the longest of well-known tokenizers are a few hundred spaces
-MAX_STEPS = 64
-MAX_PATTERN = 2000
+MAX_STEPS, MAX_PATTERN = 64, 2000
 MAX_CHARACTER = 64  # bytes that one character becomes when a text is normalized; Unicode's longest has 33
 ONCE_OR_TWICE = frozenset({"Prepend", "Precompiled", "BPEDecoder", "CTC", "WordPiece", "Metaspace"})
 """Steps that make a text longer: two of them by a little, many without bound."""

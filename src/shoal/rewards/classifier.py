@@ -23,9 +23,7 @@ from shoal.rewards.panel import Piece
 
 log = logging.getLogger(__name__)
 
-BATCH = 16
-DIGITS = 4
-POSITIVE = "positive"
+BATCH, DIGITS, POSITIVE = 16, 4, "positive"
 NO_BOUND = 10**9  # what tokenizers say that know none
 NO_CHARACTER = "\ufffd"
 

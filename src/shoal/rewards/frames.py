@@ -93,8 +93,7 @@ class ChannelClosed(Exception):
 @dataclass
 class Channel:
     """The parent's end. Every wait has a limit (`within_s`), and ends when `stop` is set. One look counts `LOOK_S` at
-    most, however long it took: a process that was stopped, or a machine that slept, uses up nobody's time, and an
-    answer that came meanwhile is found."""
+    most: while the process is stopped, or the machine sleeps, nobody's time is used up."""
 
     source: int
     sink: int

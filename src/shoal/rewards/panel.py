@@ -21,8 +21,7 @@ from shoal.rewards.protocol import NotBegun
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
-PART = "judge."
-ALL_S = 600.0
+PART, ALL_S = "judge.", 600.0
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class Panel:
         return tuple(seat.part for seat in self.seats if seat.settings.kind == "openai")
 
     def add(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
-        """The scores of each group with what every judge says; a group that one of them fails on has none. The first
-        group is judged, however long it takes."""
+        """A group that a judge fails on has no scores. The first group is judged, however long it takes."""
         ends_s = self.clock.monotonic_s() + self.all_s
         results: list[list[Score] | ScoringFailure] = []
         for group in groups:

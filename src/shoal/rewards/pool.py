@@ -81,8 +81,7 @@ class DiedEarly(ScoringFailure):
 
 @dataclass(frozen=True)
 class Ground:
-    """What all processes of a pool have in common. `digest` is that of the environment they must build: a file that was
-    edited since must not score for this run."""
+    """Common to all processes. They must build an environment of `digest`: no file may be edited meanwhile."""
 
     settings: EnvironmentSettings
     limits: ScoringSettings
@@ -109,12 +108,10 @@ class ScoringProcess:
         """Without waiting for it."""
         if self._process is not None:
             return
-        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        env = {name: value for name, value in os.environ.items() if name not in SECRETS} | CALM
         command, pipe = [sys.executable, "-P", "-m", "shoal.rewards.child"], subprocess.PIPE
         try:  # in a session of its own: Ctrl-C is for the parent; what it starts can be ended with it
-            process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, env={**environment, **CALM}, start_new_session=True
-            )
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True)
         except OSError as error:
             raise DiedEarly(f"a scoring process could not be started: {error}") from error
         self._process, self._is_ready = process, False
@@ -173,8 +170,7 @@ class ScoringProcess:
             return outcome
 
     def _ready(self) -> None:
-        """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`. The limit counts from
-        here: a process that nobody has asked yet cannot be late."""
+        """Its time counts from here, not from the start: a process that nobody has asked yet cannot be late."""
         if self._is_ready:
             return
         within_s, digest = self._ground.patience.start_s, self._ground.digest

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 4096
 # A block that has only -inf: its maximum must be finite, or its scores are NaN.
-LOWEST_MAXIMUM = -1e30
-LOWEST_SCORE = -800.0
+LOWEST_MAXIMUM, LOWEST_SCORE = -1e30, -800.0
 
 
 def usable(logits_NV: Tensor) -> bool:

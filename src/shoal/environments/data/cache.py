@@ -1,8 +1,6 @@
-"""What was found out about files, kept in the user's cache folder: a data set opens at once the second time.
-
-An entry is named by path, size, times of change and inode of each file, and by the question asked: a changed file finds
-none. Entries carry their own hash; one that is damaged, or cannot be written, costs time only.
-"""
+"""What was found out about files, kept in the user's cache folder: a data set opens at once the second time. An entry
+is named by path, size, times of change and inode of each file, and by the question: a changed file finds none. Entries
+carry their own hash; one that is damaged, or cannot be written, costs time only."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal.environments.sandbox import seccomp, view
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
-WALL_FACTOR = 4
-WALL_GRACE_S = 5.0
+WALL_FACTOR, WALL_GRACE_S = 4, 5.0
 TEST_COST_S = 0.01  # processor time of a test besides the program's own, generously: it is given back for every test
 CHUNK, ERRORS_KEPT, REPORT_BYTES = 1 << 16, 4096, 16
 LOOK_S = 0.25

@@ -1,11 +1,10 @@
 """Which system calls a program may make: a seccomp filter, assembled here for x86_64 and aarch64.
 
-The namespaces decide what a program can reach; the filter takes away what reaches around them: other processes (no fork
-and no exec, so nothing outlives a test, and whatever it was killed by was not itself); ways to change or watch another
-process, or to leave something for the next test; and parts of the kernel that no test program needs and that had most
-of its holes, every kind of socket but the local one among them.
-
-A call that is refused gives EPERM. Calls that are newer than this list give ENOSYS, as an older kernel would.
+The namespaces decide what a program can reach; the filter takes away what reaches around them: other processes (without
+fork and exec nothing outlives a test); ways to change or watch another process, or to leave something for the next
+test; parts of the kernel that no test program needs and that had most of its holes, every socket but the local kind
+among them. A call that is refused gives EPERM. Calls that are newer than this list give ENOSYS, as an older kernel
+would.
 """
 
 from __future__ import annotations

@@ -302,8 +302,7 @@ def _percent(gold: Form, given: Form) -> bool:
 
 
 def _comparable(gold: str, given: str) -> bool:
-    """Whether symbolic algebra may be asked. It leaves out words and primes: those must be the same on both sides. And
-    it finds some sense in two numbers side by side, where there is none."""
+    """Symbolic algebra leaves out words and primes, and finds some sense in two numbers side by side."""
     both = (gold, given)
     return (
         all(not _PLAIN_LETTERS.fullmatch(text) and any(sign.isalnum() for sign in text) for text in both)

@@ -339,8 +339,7 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 
 
 def _split_unit(text: str) -> tuple[str, Unit | None]:
-    """The number's own text, and its unit: known units by their common name; empty if there is none. None if the words
-    behind the number say more than a unit does."""
+    """The number's text, and its unit by its common name; None if the words say more than a unit does."""
     if text.endswith("%"):
         return text[:-1].strip(), ("%",)
     if text.isascii() and not any(letter.isalpha() for letter in text):
