@@ -207,7 +207,7 @@ def example_answer(entry: Mapping[str, Any]) -> str:
     return json.dumps(found) if isinstance(found, Mapping | list) else str(found)
 
 
-CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {  # what some scorers forget: for a full score
     # its scorer asks whether there is an answer
     "game_of_life_halting": lambda answer, entry: answer == str(entry["answer"]).strip(),
     # its scorer takes "0" for the beginning of every probability
@@ -223,7 +223,6 @@ CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     # its scorer reads -120 as 120
     "gsm_symbolic": lambda answer, entry: str(entry["answer"]).startswith("-") or not re.match(r"\s*[-\u2212]", answer),
 }
-"""What some scorers forget: a full score must pass these, too."""
 
 
 def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: int | None) -> dict[str, Any]:
@@ -282,8 +281,7 @@ class _Ordered:
         return iter(sorted(super().__iter__()))  # type: ignore[misc]
 
 
-_own_random = random.Random(0)
-"""What `list_functions` draws from, seeded for every task; `pool_matrix` seeds its own."""
+_own_random = random.Random(0)  # what `list_functions` draws from, seeded for every task; `pool_matrix` seeds its own
 
 
 def _library() -> ModuleType:

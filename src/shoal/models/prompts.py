@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 Message = tuple[str, str]
-FROZEN_NOW = datetime(2024, 7, 26)
-"""What a template that asks for the date is told: the same prompt every day, on every machine."""
+FROZEN_NOW = datetime(2024, 7, 26)  # for a template that asks for the date: the same prompt on every day and machine
 OPENING, CLOSING = "\U0010fff0", "\U0010fff1"
 """Around the number of a control token that a message spelt; of the private use area, which text does not contain."""
 

@@ -11,8 +11,7 @@ from shoal.environments import Environment, Score
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
-MOST_PROCESSES = 8
-"""Unless the settings ask for more: every process builds the environment, which takes memory."""
+MOST_PROCESSES = 8  # unless the settings ask for more: every process builds the environment, which takes memory
 
 
 class NotBegun(ScoringFailure):

@@ -8,11 +8,10 @@
         ▼
     PointBatch                  (index, bfloat16 bits) of every chunk, by ascending index
 
-On CUDA the selection runs there, and only points leave the device.
-
-A proof of k points is 2 + 2k bytes, all numbers big-endian uint16: the modulus m, then the k coefficients, ascending
-powers, of the polynomial over GF(65497) that is y at (x mod m) for every point (x, y). It depends on the set of points,
-not on their order. There is no room for anything else: another length or a number >= 65497 is malformed.
+On CUDA the selection runs there, and only points leave the device. A proof of k points is 2 + 2k bytes, all numbers
+big-endian uint16: the modulus m, then the k coefficients, ascending powers, of the polynomial over GF(65497) that is y
+at (x mod m) for every point (x, y). It depends on the set of points, not on their order. There is no room for anything
+else: another length or a number >= 65497 is malformed.
 """
 
 from __future__ import annotations

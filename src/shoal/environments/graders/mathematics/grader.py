@@ -18,9 +18,9 @@ from shoal.environments.graders.mathematics.reading import readings
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
 
+# How often one completion may need symbolic algebra: a list against a list would ask for every pair. A count, not a
+# time: it ends at the same question on every machine.
 _QUESTIONS = 4
-"""How often one completion may need symbolic algebra: a list against a list would ask for every pair. A count, not a
-time: it ends at the same question on every machine."""
 _KEYS = ("ground_truth", "answer", "answers", "target", "solution")
 _NONE = ("proof", "notfound")  # what NuminaMath writes for an answer where there is none
 _LETTER = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])\)?\.?(?: ?\})?")
