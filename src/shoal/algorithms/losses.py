@@ -43,8 +43,7 @@ class LossTokens:
 class LossParameters:
     """What a loss may be given; each takes what it needs. `epsilon` (and `epsilon_high` above 1, if it differs) is the
     clip, `delta` (> 1 + epsilon) the ceiling of a ratio with negative advantage, `ratio_cap` where an importance weight
-    is cut off, `mask_low`/`mask_high` the band of a sequence's geometric mean, `move_limit` and `log_ratio_penalty` are
-    of `dppo`."""
+    is cut off, `mask_low`/`mask_high` the band of a sequence's geometric mean, the others are of `dppo`."""
 
     epsilon: float = 0.2
     delta: float = 4.0

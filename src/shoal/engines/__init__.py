@@ -5,8 +5,7 @@
     rows      Rows: the rows of a batch, and how each gets its next hidden state
     decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
     memory    Room, is_out_of_memory: how much is computed at once, by what is free and by what did not fit
-    dialogue  Dialogue, dialogue_for, Line: what the environment says between the model's turns, as tokens;
-              Talks, greedy_answers, greedy_lines: the same in evaluation, where there are no leases
+    dialogue  Dialogue, Line; Talks, for evaluation: what the environment says between the model's turns, as tokens
     asking    Asking: tasks as prompts of a model, and whether it can take them
     scripted  ScriptedEngine: a toy model without torch, for tests of everything around an engine
     groups    generate, submission_of: the groups of leases, drawn and as they are submitted

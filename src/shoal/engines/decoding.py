@@ -108,8 +108,7 @@ class HiddenRows:
 @dataclass(eq=False)
 class Row:
     """One completion to be drawn: of which request, by which seed, and what there is of it: all of a finished one, or
-    the whole chunks kept of a batch for which memory did not suffice. These are not computed again, so that what was
-    shown of them stays true."""
+    the whole chunks kept of a batch for which memory did not suffice, so that what was shown stays true."""
 
     group: int
     seed: int

@@ -1,7 +1,6 @@
 """Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for. The id of a task is
 its row's number and its own id (`17/math_17`), so a row that is left out never shifts another. Rows whose *prompt*
-cannot be used are in no split. An *answer* is looked at when it is read: the task may then be an `UnusableTask`, and
-the hub draws another one."""
+cannot be used are in no split. An *answer* is looked at when it is read: a bad one is an `UnusableTask`."""
 
 from __future__ import annotations
 

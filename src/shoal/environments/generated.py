@@ -1,6 +1,5 @@
-"""Environments whose tasks are computed from their index: nothing stored, the same everywhere. Train and held-out tasks
-are disjoint by content: an eighth of all prompts, chosen by their hash, is held out, and a task is the first candidate
-of its index on the right side."""
+"""Environments whose tasks are computed from their index. Train and held-out tasks are disjoint by content: an eighth
+of all prompts, chosen by their hash, is held out, and a task is its first candidate on the right side."""
 
 from __future__ import annotations
 

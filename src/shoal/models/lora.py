@@ -2,10 +2,9 @@
 
     y = x·Wᵀ + b  +  (alpha / rank) · (x·Aᵀ)·Bᵀ            A: [rank, in], B: [out, rank], B = 0 at first
 
-A policy with adapters is published like any other: all its weights by name, and `adapter.json` beside config.json.
-Only A and B ever change, so the base travels once, with the first anchor. Workers and validators compute with the
-adapters in place, as the trainer does: merged weights would be rounded otherwise, and proofs would differ. An export is
-merged: an ordinary folder without adapters.
+A policy with adapters is published like any other: all its weights by name, and `adapter.json` beside config.json. Only
+A and B ever change, so the base travels once, with the first anchor. Workers and validators compute with the adapters
+in place, as the trainer does: merged weights would be rounded otherwise, and proofs would differ. An export is merged.
 """
 
 from __future__ import annotations

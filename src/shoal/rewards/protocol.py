@@ -72,8 +72,7 @@ class DirectScorer:
 class ScoringPatience:
     """How long the parent waits: for a process to be ready once it is asked, for one job, for all asked at once.
     `job_s` is time on the clock, against jobs that wait for something; a busy machine uses up no processor time. None:
-    a minute more than three times the limit of processor time. A task whose grader allows more (a program in a sandbox)
-    gets that in addition."""
+    a minute more than three times the limit of processor time. What a grader allows (a sandbox) comes on top."""
 
     start_s: float = 120.0
     job_s: float | None = None

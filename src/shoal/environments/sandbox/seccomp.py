@@ -3,8 +3,7 @@
 The namespaces decide what a program can reach; the filter takes away what reaches around them: other processes (without
 fork and exec nothing outlives a test); ways to change or watch another process, or to leave something for the next
 test; parts of the kernel that no test program needs and that had most of its holes, every socket but the local kind
-among them. A call that is refused gives EPERM. Calls that are newer than this list give ENOSYS, as an older kernel
-would.
+among them. A call that is refused gives EPERM. Newer calls give ENOSYS, as an older kernel would.
 """
 
 from __future__ import annotations

@@ -374,8 +374,7 @@ def _singular(word: str) -> str:
 
 def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
     """The number times what the first words say, and the unit that the other words are: `cm^2`, "sq cm" and "square
-    centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in the table is a unit as it is;
-    other words are left out."""
+    centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in the table is a unit, too."""
     pieces = list(_PIECE.finditer(words))
     factors = [_FACTORS.get(_singular(piece[0])) for piece in pieces]
     count = next((index for index, factor in enumerate(factors) if factor is None), len(factors))
