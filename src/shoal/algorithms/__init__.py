@@ -3,7 +3,7 @@
     advantages       group_mean, group_mean_std, rloo, dr_grpo, max_rl …   rewards of a group → advantages
     losses           LossTokens, LossParameters → LossOutput, per token; two_sided_clip, ppo_clip, dppo, cispo, …
     terms            with_terms        KL and entropy, added to a loss with their gradients
-                     token_weight      what a token weighs in its step
+                     normalised        what a token weighs in its step
                      divergence, ratio_sums, effective_share      how far two policies are apart
     packing          minibatches, packs, shares, flatten     who is trained on together; never changes the gradient
     registry         ADVANTAGES, LOSSES, NEEDS_RECOMPUTED    the words

@@ -43,8 +43,7 @@ class LossTokens:
 class LossParameters:
     """What a loss may be given; each takes what it needs. `epsilon` (and `epsilon_high` above 1, if it differs) is the
     clip, `delta` (> 1 + epsilon) the ceiling of a ratio with negative advantage, `ratio_cap` where an importance weight
-    is cut off, `mask_low`/`mask_high` the band of a sequence's geometric mean, `move_limit` and `log_ratio_penalty` are
-    of `dppo`."""
+    is cut off, `mask_low`/`mask_high` the band of a sequence's geometric mean, the others are of `dppo`."""
 
     epsilon: float = 0.2
     delta: float = 4.0
@@ -105,17 +104,13 @@ def reported(loss_N: Tensor, ratio_N: Tensor, stopped_N: Tensor, **means: Tensor
     """A loss with what every loss with a ratio reports; `stopped_N` are the tokens that it took gradient from."""
     ratio_N = ratio_N.detach()
     mean = {"ratio_mean": ratio_N, "clip_fraction": stopped_N, **means}
-    return LossOutput(
-        loss_N=loss_N,
-        mean={name: values_N.detach().to(ratio_N.dtype) for name, values_N in mean.items()},
-        peak={"ratio_max": ratio_N},
-    )
+    mean = {name: values_N.detach().to(ratio_N.dtype) for name, values_N in mean.items()}
+    return LossOutput(loss_N, mean, peak={"ratio_max": ratio_N})
 
 
 def two_sided_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
     """`−min(min(r, δ)·A, clip(r, 1−ε, 1+ε)·A)`. PPO's clip leaves a token with negative advantage and exploding ratio
-    unbounded; δ bounds it. For example with A = −1, ε = 0.2, δ = 4 and r = 10 the loss is 4 (PPO: 10), and no gradient
-    flows."""
+    unbounded; δ bounds it: with A = −1, ε = 0.2, δ = 4 and r = 10 the loss is 4 (PPO: 10), and no gradient flows."""
     ratio_N, advantages_N = ratio(tokens, parameters), tokens.advantages_N
     objective_N, stopped_N = clip(ratio_N.clamp(max=parameters.delta), advantages_N, parameters)
     return reported(-objective_N, ratio_N, stopped_N | (advantages_N < 0) & (ratio_N > parameters.delta))

@@ -1,14 +1,13 @@
 """Who is trained on together: groups → minibatches (one optimizer step each) → micro-batches (one forward pass each).
 
     groups ──minibatches(seed, step)──► K parts ──packs(token_budget, cost)──► bins ──shares──► each rank's, as many
-             changes what is learnt               changes time and memory only: gradients are summed over all of them
+             changes what is trained on together  changes time and memory only: gradients are summed over all of them
 
     ids_T        7 1 4 9 | 2 2 5 | 8 8 8          `flatten`: sequences end to end, no padding
     positions_T  0 1 2 3 | 0 1 2 | 0 1 2
     bounds       0         4       7       10     no token sees another sequence's
 
-Every function is deterministic and portable: a resumed step splits exactly as the first time, and every rank finds the
-shares of all of them by itself.
+Every function is deterministic and portable: a resumed step splits as the first time, every rank finds all shares.
 
 Legend: T tokens of all sequences end to end; B sequences, L positions of the longest; N completion tokens (flat).
 """
@@ -52,9 +51,8 @@ class Cost:
 
 def packs(lengths: Sequence[int], token_budget: int, cost: Cost, ranks: int = 1) -> list[list[int]]:
     """Indices in bins of at most `token_budget` tokens, about equally costly; a multiple of `ranks`, if there are as
-    many sequences. One longer than the budget stands alone: it is trained on, not dropped. As few bins as first-fit
-    finds, then each sequence, longest first, to the cheapest bin that has room for it; as first-fit packed them, if one
-    is left over."""
+    many sequences. One longer than the budget stands alone. As few bins as first-fit finds, then each sequence, longest
+    first, to the cheapest bin that has room for it; as first-fit packed them, if one is left over."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     fewest: list[list[int]] = []
     room = np.zeros(len(order), dtype=np.int64)  # of bins that are open; the others have none
@@ -147,9 +145,7 @@ def _completions(sequences: Sequences, starts: npt.NDArray[np.int64]) -> tuple[T
     """Places and ids of the completions' tokens, of sequences that start there."""
     if any(len(prompt) == 0 for prompt, _completion in sequences):
         raise ValueError("a sequence has an empty prompt: nothing predicts its first token")
-    places = [
-        np.arange(len(completion)) + start + len(prompt) - 1
-        for start, (prompt, completion) in zip(starts, sequences, strict=False)
-    ]
+    pairs = zip(starts, sequences, strict=False)
+    places = [np.arange(len(completion)) + start + len(prompt) - 1 for start, (prompt, completion) in pairs]
     targets = [completion for _, completion in sequences]
     return torch.from_numpy(np.concatenate(places)), torch.from_numpy(np.concatenate(targets))

@@ -14,8 +14,6 @@ So k2 is differentiated and k3 reported. A token was drawn by the behaviour poli
 its ratio, without gradient, cut off at `ratio_cap` like any other importance weight, so that no single token rules;
 where ratios are above it, both are too small.
 
-Mismatch is of the trainer's log-probabilities and the recorded ones, per token and without gradient.
-
 Legend: N tokens, laid out flat, as in `losses`.
 """
 
@@ -51,9 +49,8 @@ def with_terms(
 
 
 def divergence(difference_N: Tensor) -> Tensor:
-    """`e^d − 1 − d`, never negative. Of d = log π − log recorded the mean estimates KL(recorded ‖ π) without bias; the
-    estimate −d is unbiased, too, but half of its values are negative and it varies far more. With probabilities 0.5
-    (recorded) and 0.25 (π): 0.5 − 1 + 0.693 = 0.193."""
+    """`e^d − 1 − d`, never negative. Of d = log π − log recorded the mean estimates KL(recorded ‖ π) without bias, and
+    varies far less than −d. With probabilities 0.5 (recorded) and 0.25 (π): 0.5 − 1 + 0.693 = 0.193."""
     difference_N = difference_N.detach()
     return bounded_exp(difference_N) - 1 - difference_N
 

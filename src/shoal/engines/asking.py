@@ -1,8 +1,6 @@
 """Tasks as prompts of a model, and whether it can take them: the hub, the checks before a run and evaluation ask here.
 
-    task, its length target said ─► text by the model's chat template ─► token ids, or `CannotBeAsked`
-
-Importing it does not import torch.
+task, its length target said ─► text by the model's chat template ─► token ids, or `CannotBeAsked`
 """
 
 from __future__ import annotations
@@ -24,14 +22,11 @@ class CannotBeAsked(UnusableTask):
 
 
 class Asking:
-    """Tasks as prompts of one model. One whose prompt the model cannot take is `CannotBeAsked`: another is drawn."""
-
     def __init__(self, files: Mapping[str, bytes], environment: Environment, max_new_tokens: int) -> None:
         config = read_config(files)
         positions = config.get("max_position_embeddings", config.get("n_positions"))  # as GPT-2's kin calls them
         self.encoder = PromptEncoder(files, **prompt_settings_of(environment).model_dump())
-        self._budget = budget_of(environment)
-        self._name = environment.name
+        self._budget, self._name = budget_of(environment), environment.name
         self._room = positions - max_new_tokens if isinstance(positions, int) and positions > 0 else None
 
     def ids(self, task: Task) -> tuple[int, ...]:

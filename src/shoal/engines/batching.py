@@ -281,8 +281,7 @@ def pages_for(tokens: int) -> int:
 
 
 def paged_decoder(model: Any, memory_bytes: int) -> PagedDecoder | None:
-    """A decoder for a model that gives, token by token, the states that the model gives for a whole sequence: tried,
-    with the weights that it has. None, said in words, if it does not."""
+    """A decoder for a model whose states are the same token by token as for a whole sequence: tried. Else None."""
     try:
         decoder = PagedDecoder(model)
         prompt = tuple(7 * n % decoder.vocabulary for n in range(1, PROBE_PROMPT))

@@ -3,7 +3,7 @@
 The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed, and
 folded into points before the next block begins: memory stays bounded, and only points leave the device.
 
-R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: given tokens.
+R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: tool tokens.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Decoding:
         return keep_R
 
     def forced(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens with those that are given in place of drawn ones, and 0 for their log-probabilities."""
+        """The tokens with tool tokens in place of drawn ones, and 0 for their log-probabilities."""
         given = [
             (place, line.forced)
             for place, row in enumerate(state.rows.tolist() if self.lines else ())
@@ -198,7 +198,6 @@ class Decoding:
         ]
 
     def _proofs(self) -> list[list[bytes]]:
-        """The proofs of all finished chunks, of every row."""
         drawn = [[] for _ in self.rows] if self._hidden is None else self._hidden.proofs()
         return [[*row.proofs, *more] for row, more in zip(self.rows, drawn, strict=True)]
 
@@ -209,7 +208,6 @@ class Decoding:
         ]
 
     def finish(self) -> None:
-        """Every row is drawn: give each its completion."""
         if self._hidden is not None:
             self._hidden.fold(self.lengths)
         for place, (tokens, logprobs, proofs) in enumerate(zip(*self._columns(), self._proofs(), strict=True)):
@@ -225,8 +223,7 @@ class Decoding:
         row.completion = Completion(tokens, logprobs, finish, b"".join(proofs), given)
 
     def salvage(self) -> list[Row]:
-        """After memory ran out: what is finished is kept. Returns the rows that are to be continued from there. Kept of
-        those are whole chunks; without proofs, everything."""
+        """After memory ran out: keep what is finished. Returns the others with whole chunks (without proofs, all)."""
         end = self.step if self.proof is None else self.begun
         if self._hidden is not None:
             end = self._hidden.folded_tokens
@@ -246,8 +243,6 @@ class Decoding:
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """One call: its requests, the rows of each, and how tokens are chosen."""
-
     requests: Sequence[GenerationRequest]
     groups: list[list[Row]]
     proof: ProofParameters | None
@@ -279,8 +274,7 @@ class GenerationCall:
         return choose
 
     def watch(self, decoding: Decoding) -> Callable[[], None]:
-        """What is called after every step: it tells who asked for it what there is of each group. Rows of a group that
-        are not in this batch are finished, or wait to be continued."""
+        """For after every step. Rows of a group that are not in this batch are finished, or wait."""
         places: dict[int, list[int]] = {}
         for place, row in enumerate(decoding.rows):
             places.setdefault(row.group, []).append(place)
@@ -305,7 +299,6 @@ class GenerationCall:
                         on_chunks(partial(finished, group, chunks))
 
         def finished(group: int, chunks: Callable[[], list[Chunks]]) -> dict[int, Chunks]:
-            """The finished chunks of one group, by seed."""
             found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others[group] if row.proofs}
             return found | {decoding.rows[place].seed: chunks()[place] for place in places[group]}
 

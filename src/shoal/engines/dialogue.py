@@ -1,14 +1,14 @@
 """Dialogues as tokens: what a tool says to the turns of a completion, while it is drawn and when it is judged.
 
-    while drawing   Line.take(token) ── end of a turn ──► Dialogue.reply(tokens so far) ──► given tokens, or the end
+    while drawing   Line.take(token) ── end of a turn ──► Dialogue.reply(tokens so far) ──► tool tokens, or the end
     when judging    Dialogue.read(tokens) ── the same reply at every end of a turn ──► spans, and how it must end
 
 Both ask `reply`, which depends on the tokens alone; so what a worker drew reads the same everywhere. The rules:
 
     a turn ends with the end-of-sequence token
-    to it the tool's text is given, framed (`DialogueTerms`), and the model continues
+    the tool's text follows it, framed (`DialogueTerms`), and the model continues
     the dialogue is over, "eos", when the tool says nothing or the model has had `max_turns` turns
-    it is cut off, "length", at the length limit, or where what would be given leaves no room for another token
+    it is cut off, "length", at the length limit, or where tool tokens leave no room for another token
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Characters:
         return ["".join(map(chr, ids)) for ids in completions]
 
 
-Texts = TextTokenizer | Characters
-"""How a policy's tokens become text and back."""
+Texts = TextTokenizer | Characters  # how a policy's tokens become text and back
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Dialogue:
     texts: Texts = field(repr=False)
 
     def reply(self, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """What is given after these turns (without their end tokens); None if the dialogue is over. Nothing at all to
-        say is an end too: the model cannot go on after it."""
+        """The tool tokens after these turns (without their end tokens); None without any: the dialogue is over."""
         if len(turns) >= self.terms.max_turns:
             return None
         said = self.tool(self.texts.decode_many([list(turn) for turn in turns]))
@@ -164,7 +162,7 @@ def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
 
 
 def texts_of(files: Mapping[str, bytes]) -> Texts:
-    """A policy's tokenizer, kept from one time to the next: versions share it, and it takes long to load."""
+    """A policy's tokenizer, kept: versions share it, and it takes long to load."""
     return _texts(tuple(sorted(files.items())))
 
 
@@ -173,11 +171,8 @@ def _texts(files: tuple[tuple[str, bytes], ...]) -> Texts:
     return TextTokenizer(dict(files)) if "tokenizer.json" in dict(files) else Characters()
 
 
-# ── where no lease says how they go, and nothing is drawn: evaluation ────────────────────────────────────────────
-
-
 class Talks:
-    """The dialogues of an environment's tasks by a model's files: the very terms that the hub puts into leases."""
+    """The dialogues of an environment's tasks in evaluation, with the very terms that the hub puts into leases."""
 
     def __init__(self, environment: Environment, files: Mapping[str, bytes], sampling: SamplingParameters) -> None:
         self._environment, self._files, self._sampling = environment, files, sampling

@@ -55,7 +55,6 @@ def generate(
 
 
 def submission_of(lease: Lease, completions: Sequence[Completion], engine: str) -> Submission:
-    """A finished group, framed by the lease that it was drawn for."""
     return Submission(
         format=SUBMISSION_FORMAT, run=lease.run, node=lease.node, lease=lease.lease, unit=lease.unit,
         incarnation=lease.policy.incarnation, version=lease.policy.version, policy_digest=lease.policy.digest,

@@ -48,8 +48,7 @@ def free_bytes(device: str) -> int:
 
 
 def keep_to_share(kind: str, share: float) -> None:
-    """Let this process take at most `share` of the GPU's memory, if its `kind` says that it computes there. More is
-    refused as if memory had run out, so that batches shrink and other processes keep theirs."""
+    """Take at most `share` of a GPU's memory. More is refused as if memory had run out: batches shrink."""
     global _share
     if share < 1 and kind.split("/")[1] == "cuda":
         import torch

@@ -72,8 +72,6 @@ class Slots:
 
 @dataclass
 class PagePool:
-    """The pages, the slots, and what the steps of a window drew."""
-
     cache: PagedCache
     slots: Slots
     tokens_SW: Tensor
@@ -103,7 +101,6 @@ class PagedDecoder:
 
     @property
     def held_bytes(self) -> int:
-        """What the pool that is there takes."""
         return 0 if self._pool is None else self._pool.cache.pages * self.page_bytes
 
     def release(self) -> None:

@@ -5,7 +5,6 @@
 
 `PagedCache` stands in the place of transformers' cache: every layer stores its keys and values where `at` says. While
 `decoding` is on, the layers' attention is `attend` over the pages; a prompt's own attention is left to transformers.
-
 Norms and rotary positions of one token per row are one kernel each (`fuse`), where transformers has eight and ten: most
 of a step's time goes into starting small kernels. What a trial with numbers shows to be the same is replaced, while
 this thread is decoding only.
@@ -109,7 +108,6 @@ def decoding(model: Any, cache: PagedCache) -> Iterator[None]:
 
 
 def is_decoding() -> bool:
-    """Whether this thread decodes with pages."""
     return hasattr(_active, "cache")
 
 

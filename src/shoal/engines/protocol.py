@@ -1,9 +1,7 @@
-"""What an engine is: it holds one policy, draws completions from it and recomputes what others drew.
-
-Both sides of a proof come from here: the one who draws commits to the last hidden states (`Completion.proofs`), the one
-who recomputes has the points to compare with (`Prefill.points`). The hidden state of a token is the one that it was
-drawn from: at the position before it, after the final norm, cast to bf16.
-"""
+"""What an engine is: it holds one policy, draws completions from it and recomputes what others drew. Both sides of a
+proof come from here: who draws commits to the last hidden states (`Completion.proofs`), who recomputes has the points
+to compare with (`Prefill.points`). The hidden state of a token is the one that it was drawn from: at the position
+before it, after the final norm, cast to bf16."""
 
 from __future__ import annotations
 
@@ -98,8 +96,7 @@ class PrefillRequest:
 @dataclass(frozen=True, eq=False)
 class Prefill:
     """What this engine's policy says of given tokens, aligned with them. `entropy` and `varentropy` are mean and
-    variance of -log p over the distribution that each token was drawn from. `points`, if asked for, are what proofs of
-    these tokens are compared with, chunk by chunk."""
+    variance of -log p of the distribution that each was drawn from. `points`, if asked for, compare with proofs."""
 
     logprobs: npt.NDArray[np.float32]
     cdf_low: npt.NDArray[np.float64]
@@ -127,7 +124,6 @@ class Engine(Protocol):
     @property
     def policy(self) -> PolicyRef | None:
         """The policy whose weights are in place; None until the first `load_policy`, or after one that failed."""
-        ...
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -138,23 +134,18 @@ class Engine(Protocol):
     @property
     def size_bytes(self) -> int:
         """What its weights take of the device's memory."""
-        ...
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         """Put weights in place; names, shapes and types must be exactly the model's (`ModelError`)."""
-        ...
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         """One list per request, one completion per seed, both in order; with proofs if `proof` says of what size."""
-        ...
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         """One result per request, in order; with points if `proof` says of what size."""
-        ...
 
     def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
-        ...
 
 
 @runtime_checkable
@@ -163,7 +154,6 @@ class UpdatableEngine(Engine, Protocol):
 
     def update_policy(self, ref: PolicyRef, changes: Iterable[ChangedValues]) -> None:
         """Turn the policy in place into `ref` by writing the values that differ, and no others."""
-        ...
 
 
 @runtime_checkable
@@ -174,4 +164,3 @@ class BoundedEngine(Engine, Protocol):
 
     def rows_at_once(self, tokens_each: int) -> int:
         """How many completions of so many tokens, prompts included, are drawn together; more are drawn in turns."""
-        ...

@@ -21,8 +21,7 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """How an engine is made, and what it computes in. `profile` is the name in its `kind`: an engine that computes as
-    another does may go by the other's."""
+    """`profile` is the name in its `kind`: an engine that computes as another does may go by the other's."""
 
     profile: str
     make: Callable[[Files, str, str], Engine]
@@ -145,8 +144,7 @@ def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:
 
 
 def check_policy(name: str, files: Files, entries: Sequence[Entry], device: str, dtype: str, memory_bytes: int) -> None:
-    """Raise `ModelError` if the files describe another model than the entries of the manifest are of, `ResourceError`
-    if the model takes more than `memory_bytes`. Takes no memory itself."""
+    """Whether files and entries are of one model (`ModelError`) of at most `memory_bytes` (`ResourceError`)."""
     ENGINES[name].check(files, entries, resolved(name, device, dtype)[1], memory_bytes)
 
 
@@ -209,7 +207,6 @@ def _described(device: str) -> str:
 
 
 def build(name: str, files: Files, device: str = "cpu", dtype: str = "float32") -> Engine:
-    """The engine of that name for the model that the files describe; it has no policy yet. `device` "auto" is a GPU if
-    there is one. `dtype` is what it computes in ("auto": the fastest of the device)."""
+    """For the model that the files describe, without a policy. "auto": a GPU if there is one; its fastest `dtype`."""
     found = resolved(name, device, dtype)
     return ENGINES[name].make(files, *found)

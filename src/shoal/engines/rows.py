@@ -35,8 +35,7 @@ AT_ONCE = 5  # more than the convolutions of recurrent layers look back
 
 @dataclass
 class Rows:
-    """The rows still in the batch: their indices, the states that their next tokens are drawn from, and positions,
-    masks and cache of what came before."""
+    """The rows still in the batch: indices, states that next tokens are drawn from, positions, masks and cache."""
 
     rows: Tensor
     hidden: Tensor

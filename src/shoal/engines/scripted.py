@@ -23,13 +23,9 @@ from shoal.sampling.inverse import cumulative, intervals, sample
 from shoal.sampling.stream import uniforms
 from shoal.toploc import PointBatch, commit, top_points
 
-DEFAULT_VOCABULARY = 96
-DEFAULT_EOS = 1
-EOS_LOGIT = 9.0
-EOS_CHANCE = 0.25
-HIDDEN_SIZE = 64
-LOGIT_SPREAD = 6.0
-CONTEXT_TOKENS = 3
+DEFAULT_VOCABULARY, DEFAULT_EOS = 96, 1
+EOS_LOGIT, EOS_CHANCE, LOGIT_SPREAD = 9.0, 0.25, 6.0
+HIDDEN_SIZE, CONTEXT_TOKENS = 64, 3
 
 
 class ScriptedEngine:
@@ -116,9 +112,12 @@ class ScriptedEngine:
         logits_TV = np.stack([logits for logits, _ in steps])
         tokens_T = request.token_ids.astype(np.int64)
         low_T, high_T, logprobs_T = intervals(logits_TV, tokens_T, request.temperature)
-        entropy_T, varentropy_T = _surprise(logits_TV, request.temperature)
+        probabilities_TV, _ = cumulative(logits_TV, request.temperature)
+        surprise_TV = -np.log(np.maximum(probabilities_TV, np.finfo(np.float64).tiny))
+        mean_T = (probabilities_TV * surprise_TV).sum(axis=1)
+        variance_T = (probabilities_TV * (surprise_TV - mean_T[:, None]) ** 2).sum(axis=1)
         points = _points([state for _, state in steps], proof) if proof is not None else None
-        return Prefill(logprobs_T, low_T, high_T, entropy_T, varentropy_T, points)
+        return Prefill(logprobs_T, low_T, high_T, mean_T.astype(np.float32), variance_T.astype(np.float32), points)
 
     def _step(self, sequence: Sequence[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Logits and hidden state after a sequence: uniforms under a seed that is a hash of where we are."""
@@ -141,14 +140,3 @@ class ScriptedEngine:
 
 def _points(states: Sequence[npt.NDArray[np.float32]], proof: ProofParameters) -> PointBatch:
     return top_points(np.stack(states), [len(states)], proof.topk, proof.rows)
-
-
-def _surprise(
-    logits_TV: npt.NDArray[np.float32], temperature: float
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Mean and variance of -log p over each distribution."""
-    probabilities_TV, _ = cumulative(logits_TV, temperature)
-    surprise_TV = -np.log(np.maximum(probabilities_TV, np.finfo(np.float64).tiny))
-    mean_T = (probabilities_TV * surprise_TV).sum(axis=1)
-    variance_T = (probabilities_TV * (surprise_TV - mean_T[:, None]) ** 2).sum(axis=1)
-    return mean_T.astype(np.float32), variance_T.astype(np.float32)

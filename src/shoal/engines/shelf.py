@@ -2,8 +2,8 @@
 
     get(policy) ─┬─ loaded ───────────────────────────────────────────────► engine
                  └─ fetch ─► is it the very policy asked for? ─┬─► load into the one given up, or into a new one
-                                                               └─► only what changed, where the one given up is
-                                                                   the policy that the new one was made from
+                                                               └─► only what changed, if the one given up is the
+                                                                   policy that the new one was made from
 
 Each is a whole copy of the weights. The first policy of a model is checked before an engine is made for it.
 """
@@ -41,8 +41,7 @@ class LoadedPolicy:
 class EngineShelf:
     """At most `held` loaded policies, fewer where memory does not suffice. One caller at a time."""
 
-    wait_s = 30.0
-    """How long a caller that can do something else meanwhile waits for a policy."""
+    wait_s = 30.0  # how long a caller that can do something else meanwhile waits for a policy
 
     def __init__(self, fetch: Fetch, build: Build, held: int, check: Check = lambda _files, _entries: None) -> None:
         if held < 1:
@@ -87,13 +86,12 @@ class EngineShelf:
             release_memory()
 
     def _engine_for(self, files: Mapping[str, bytes]) -> Engine:
-        """An engine to load into: the least lately used, if one has to go anyway and is of the same model."""
+        """An engine to load into: the least recently used, if one has to go anyway and is of the same model."""
         spare = self._loaded.popitem(last=False)[1] if len(self._loaded) == self._held else None
         return spare.engine if spare is not None and spare.files == files else self._build(files)
 
 
 def _put_in_place(engine: Engine, payload: Payload) -> Engine:
-    """Into the engine, with as little copying as possible; the engine."""
     ref = payload.manifest.policy
     changes = payload.changes_from(engine.policy)
     if changes is not None and isinstance(engine, UpdatableEngine):

@@ -201,8 +201,7 @@ class TorchEngine:
     def _measure_room(self) -> None:
         """How much may be computed at once, by the memory that is free now."""
         left = None if self.memory_bytes is None else self.memory_bytes - self.size_bytes
-        usable = memory.usable_bytes(self._model.device.type, left)
-        self._usable = usable
+        self._usable = usable = memory.usable_bytes(self._model.device.type, left)
         self._room.most = max(1, usable // self._token_bytes())
         self._most_tile = max(LEAST_TILE, usable // (TILE_SHARE * 4))
         self._prefill_room.most = min(self._max_prefill_tokens, self._computable(0))
@@ -465,7 +464,6 @@ class TorchEngine:
 
 
 def _length(request: PrefillRequest) -> int:
-    """How many tokens are computed."""
     return len(request.prompt_ids) + len(request.token_ids) - 1
 
 

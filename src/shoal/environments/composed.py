@@ -40,13 +40,13 @@ class Composed:
 
 
 def is_plain(settings: Settings) -> bool:
-    """Whether nothing is added to the ingredient: a table that says what is so anyway adds nothing."""
+    """Whether nothing is added to the ingredient; tables of defaults add nothing."""
     prompt, scoring = settings.prompt or PromptSettings(), settings.scoring or ScoringSettings()
     return not (settings.length or settings.judges or prompt != PromptSettings() or scoring != ScoringSettings())
 
 
 def _digest(inner: Environment, settings: Settings) -> str:
-    """The inner one's where nothing changes a score: how many processes there are is a machine's own affair."""
+    """The inner one's where nothing changes a score, such as the number of processes."""
     limits = (settings.scoring or ScoringSettings()).model_copy(update={"processes": ScoringSettings().processes})
     prompt = None if settings.prompt == PromptSettings() else settings.prompt
     scoring = None if limits == ScoringSettings() else limits
@@ -75,7 +75,6 @@ def folder_digest(folder: Path) -> str:
 
 
 def inner_of(environment: Environment) -> Environment:
-    """The tasks and their scoring, without how they are asked."""
     return environment.inner if isinstance(environment, Composed) else environment
 
 

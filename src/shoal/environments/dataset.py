@@ -1,9 +1,6 @@
-"""Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for.
-
-The id of a task is its row's number and its own id (`17/math_17`), so a row that is left out never shifts another.
-Rows whose *prompt* cannot be used are in no split. Whether an *answer* can be used is known when it is read: the task
-is then an `UnusableTask`, and the hub draws another one.
-"""
+"""Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for. The id of a task is
+its row's number and its own id (`17/math_17`), so a row that is left out never shifts another. Rows whose *prompt*
+cannot be used are in no split. An *answer* is looked at when it is read: a bad one is an `UnusableTask`."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class StoredTask(Task):
 
 
 class DatasetEnvironment:
-    """Implements `Environment`. `problems` are the rows that cannot be asked, `splits` the rows of each split."""
+    """Implements `Environment`. `problems` are the rows that cannot be asked."""
 
     name: ClassVar[str] = "dataset"
     version: ClassVar[int] = 1
@@ -98,7 +95,7 @@ class DatasetEnvironment:
         return task
 
     def task(self, task_id: str) -> Task:
-        """The task of that id. Its answer is not looked at: the hub has drawn it, and needs its prompt only."""
+        """Without a look at its answer: the hub has drawn it, and needs its prompt only."""
         elsewhere = len(self._opened) > 1 and task_id.startswith(ELSEWHERE)
         opened = self._held_out if elsewhere else self._main
         number = task_id.removeprefix(ELSEWHERE if elsewhere else "").partition("/")[0]
@@ -135,7 +132,7 @@ class DatasetEnvironment:
             raise UnusableTask(_named(opened, row, str(error))) from None
 
     def score(self, task: Task, completion: str) -> Score:
-        """By the grader of the task's kind. An answer that cannot be used is no fault of the completion: unscored."""
+        """An answer that cannot be used is no fault of the completion: unscored."""
         try:
             answer = task.answer
         except UnusableTask as error:
@@ -147,7 +144,6 @@ class DatasetEnvironment:
             require_scoring(self._grader(kind))
 
     def prompt_digests(self, split: Split) -> Iterable[bytes]:
-        """The digest of every prompt of a split, without reading the prompts again."""
         digests = (self._main if split == "train" else self._held_out).found.digests
         return (digests[row].tobytes() for row in self._rows(split).tolist())
 
@@ -166,7 +162,7 @@ class DatasetEnvironment:
         return f"{told}; data digest {self.data_digest}"
 
     def _counts(self) -> Iterator[str]:
-        """What became of the rows of each data set; the numbers add up. Rows that are known to be bad come first."""
+        """What became of the rows of each data set; the numbers add up."""
         for opened in self._opened:
             good = opened.good()
             train = int(good[self.splits.train].sum()) if opened is self._main else 0
@@ -192,8 +188,7 @@ class DatasetEnvironment:
                 yield f"{f'kind {kind!r}' if kind else 'no kind'}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
     def useless_kinds(self) -> Iterator[tuple[Opened, str]]:
-        """Data sets with kinds of which no row can be used, each with its number of rows and the reason of the first;
-        of answers that nobody checked, a few are read. A run refuses them unless it skips bad rows."""
+        """Data sets with kinds of which no row can be used, and why; of unchecked answers a few are read."""
         for opened in self._opened:
             good, told = opened.good(), list[str]()
             for number, kind in enumerate(opened.found.kinds):

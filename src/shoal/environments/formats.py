@@ -46,11 +46,9 @@ class Question:
 class Format:
     """How a row becomes a task. `question` and `answer` raise `UnusableTask` with the reason where a row does not fit.
 
-    `asks` and `answers` are the columns that each of them reads: to look at every question, no answer is read.
-    The prompt is the column `plain` word for word, or a conversation that it holds; or else what `write` makes of a
-    row. `grader` is that of all rows; without it, `kinds` is the column that says of which kind a row is, and `judge`
-    tells the grader of such a kind, or raises.
-    """
+    `asks` and `answers` are the columns that each reads: to look at all questions, no answer is read. The prompt is the
+    column `plain` (a text, or a conversation) or what `write` makes of a row. `grader` is that of all rows; without it
+    `judge` names the grader of the kind in column `kinds`, or raises."""
 
     name: str
     asks: Names
@@ -79,9 +77,6 @@ class Format:
         return json.dumps((self.name, self.asks, self.answers, self.id, self.plain, self.kinds, self.grader))
 
 
-# Values of a row
-
-
 class ChatMessage(BaseModel):
     role: Literal["system", "user", "assistant"]
     content: str
@@ -91,7 +86,7 @@ MESSAGES = TypeAdapter(list[ChatMessage])
 
 
 def conversation(value: object, column: str) -> tuple[str, Messages]:
-    """A prompt and what was said before it, of a text or of a list of messages that ends with the user's."""
+    """A prompt and its history, of a text or of a list of messages that ends with the user's."""
     if isinstance(value, str):
         return required(value, column), ()
     said = messages_of(value, column)
@@ -124,8 +119,7 @@ def required(value: object, column: str) -> str:
 
 
 def answer_text(value: object, column: str) -> str:
-    """An answer of any simple type as text: numbers as they are written, lists and mappings as JSON. Of `true` nobody
-    can say how a model should write it (yes? True? correct?), so its row must."""
+    """As written, or as JSON. `true` must be a text: nobody can say how to write it (yes? True? correct?)."""
     if isinstance(value, bool):
         raise UnusableTask(f"{column} is {json.dumps(value)}, neither text nor a number: write it as text")
     if isinstance(value, float):
@@ -148,9 +142,6 @@ def parsed(value: object, column: str) -> Any:
         raise UnusableTask(f"{column} is no JSON: {' '.join(str(error).split())[:120]}") from None
 
 
-# Which columns
-
-
 def need(columns: Names, *names: str, what: str) -> None:
     if missing := [name for name in names if name not in columns]:
         raise EnvironmentSetupError(f"the format {what} needs the columns {', '.join(missing)}: {', '.join(columns)}")
@@ -169,8 +160,6 @@ def _chosen(columns: Names, given: str, usual: Names, what: str) -> str:
         raise EnvironmentSetupError(f"{said}; there are {', '.join(columns)}: set environment.options.{what}")
     return found
 
-
-# The described schema
 
 IDS = ("problem_id", "id", "task_id", "question_id", "unique_id", "uuid", "key")
 TYPE, INFO, GOLD = "task_type", "verification_info", "ground_truth"
@@ -219,8 +208,6 @@ def _verification(column: str, row: Row) -> str:
     return text
 
 
-# Question and answer, whatever they are called
-
 QUESTIONS = ("problem", "question", "prompt", "instruction", "query", "input", "messages")
 ANSWERS = (
     "answer", "final_answer", "ground_truth", "expected_answer", "gold", "target", "label", "solution", "output",
@@ -236,7 +223,7 @@ AIME_LARGEST = 999
 
 
 def columns_format(columns: Names, wanted: DatasetOptions) -> Format:
-    """The first usual name that is there; which it should be can be said: options.question and options.answer."""
+    """The first usual name that is there, unless options.question and options.answer name the columns."""
     question = _chosen(columns, wanted.question, QUESTIONS, "question")
     answer = _chosen(columns, wanted.answer, ANSWERS, "answer")
     grader, kinds = wanted.grader or "mathematics", "" if wanted.grader else first_of(columns, KINDS)
@@ -248,7 +235,7 @@ def columns_format(columns: Names, wanted: DatasetOptions) -> Format:
 
 
 def _judge(column: str, grader: str, kind: object) -> str:
-    """Who grades a kind of rows: kinds that mean nothing here are graded like rows without one."""
+    """Unknown kinds are graded like rows without a kind."""
     word = str(kind).strip().lower()
     if word == "proof":
         raise UnusableTask(f"{column} is 'proof': no grader judges proofs")
@@ -284,14 +271,12 @@ def aime(columns: Names, wanted: DatasetOptions) -> Format:
     return replace(layout, name="aime", answer=whole_number)
 
 
-# Choices
-
 GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 ASK_OPTION = "Which option is right? End with a line of the form: Answer: X, where X is one of A, B, C and D."
 
 
 def gpqa(columns: Names, wanted: DatasetOptions) -> Format:
-    """One right and three wrong options, which are called A to D by their hash: no place is likelier to be right."""
+    """One right and three wrong options, called A to D by the order of their hashes: no letter is likelier."""
     need(columns, *GPQA, what="gpqa")
 
     def options(row: Row) -> tuple[str, list[str], int]:
@@ -414,8 +399,6 @@ def unpacked(text: str, column: str) -> str:
     return texts[0]
 
 
-# Which formats there are
-
 FORMATS: dict[str, Callable[[Names, DatasetOptions], Format]] = {
     "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
     "gpqa": gpqa,
@@ -457,7 +440,7 @@ class DatasetOptions(Table):
 
 
 def fit(columns: Names, options: DatasetOptions) -> Format:
-    """The format that the options name, or the one that the columns tell of, with its columns found."""
+    """The format that the options name, or else the one that fits the columns."""
     if options.format and options.format not in FORMATS:
         raise EnvironmentSetupError(f"there is no format {options.format!r}; there are {', '.join(FORMATS)}")
     if options.id and options.id not in columns:

@@ -1,8 +1,5 @@
-"""Environments whose tasks are computed from their index: nothing stored, nothing drawn, the same everywhere.
-
-Train and held-out tasks are disjoint by content: an eighth of all prompts, chosen by their hash, is held out, and a
-task of a split is the first candidate of its index that falls on the right side.
-"""
+"""Environments whose tasks are computed from their index. Train and held-out tasks are disjoint by content: an eighth
+of all prompts, chosen by their hash, is held out, and a task is its first candidate on the right side."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from shoal.environments.settings import Table
 from shoal.environments.tools import evaluate, is_number, shown
 from shoal.errors import EnvironmentSetupError
 
-HELD_OUT_PER_256 = 32
-CANDIDATES_PER_TASK = 4096
+HELD_OUT_PER_256, CANDIDATES_PER_TASK = 32, 4096
 PAIR_PER_8 = 3  # of two neighbours, this many eighths are in parentheses
 
 

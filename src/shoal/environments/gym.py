@@ -3,11 +3,11 @@
     index ─► candidate numbers (a hash) ─► generator ─► entry ─► the first whose prompt is of the right split ─► task
                                                                  and that can be answered
 
-The answer is what stands between <answer> and </answer> after the thinking; all that follows the thinking, if there are
-no such tags. The library is made for scripts: here its scorers that evaluate the answer as Python (`eval`, sympy's
-parser) get readers that take literals and arithmetic and nothing else; generators that draw from global numbers, or
-from sets in whatever order, have numbers and orders of their own; scorers that one answer always satisfies must
-also pass `CONDITIONS`. Only the version that this was checked against is used.
+The answer is what stands between <answer> and </answer> after the thinking, or all that follows the thinking. The
+library is made for scripts. So scorers that evaluate the answer as Python (`eval`, sympy's parser) get readers that
+take literals and arithmetic only; generators that draw from global numbers, or from sets in any order, get numbers and
+orders of their own; scorers that one answer always satisfies must also pass `CONDITIONS`. Only the version that this
+was checked against is used.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.runtime.text import install_command, meant
 
-CANDIDATES_PER_TASK = 512
-ENTRIES_KEPT = 1024
+CANDIDATES_PER_TASK, ENTRIES_KEPT = 512, 1024
 OPENING, CLOSING = "<answer>", "</answer>"
 FULL = 1.0 - 1e-9
 
@@ -107,19 +106,15 @@ def final_answer(completion: str) -> str:
     return said.strip()
 
 
-# One generator: its tasks by number, and its own scoring
-
-VERSION = "0.1.25"
-SOLVER = "pycosat"
+VERSION, SOLVER = "0.1.25", "pycosat"
 REFUSED = {
     "composite": "it is a mixture of others: use environment.mix",
     "codeio": "it runs stored programs whose output differs from process to process",
 }
 BY_ITS_OWN_SEED = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1, "word_ladder": 1}
-"""Generators that list their tasks in advance: each task comes from a listing of this many, with a seed of its own."""
+"""Generators that list their tasks in advance: each task comes from a listing of this many, with its own seed."""
 INTEGRALS = ("intermediate_integration", "simple_integration")
-EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
-"""Where an entry keeps an answer, if it has many right ones and names none."""
+EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")  # of an entry without `answer`
 MOST_ANSWER_CHARACTERS = 100_000
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
@@ -160,8 +155,7 @@ class Generator:
         return self.name not in INTEGRALS or "Integral(" not in str(entry["answer"])
 
     def score(self, entry: Mapping[str, Any], answer: str) -> tuple[float, str]:
-        """What the generator gives for an answer, within [0, 1], and a note if its scorer could not read it. A scorer
-        that fails for another reason is a `ScoringFailure`; that memory does not suffice is for its caller."""
+        """Within [0, 1], and a note if the scorer could not read the answer. For another reason: `ScoringFailure`."""
         if len(answer) > MOST_ANSWER_CHARACTERS:
             return 0.0, "the answer is too long"
         try:
@@ -213,7 +207,7 @@ def example_answer(entry: Mapping[str, Any]) -> str:
     return json.dumps(found) if isinstance(found, Mapping | list) else str(found)
 
 
-CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {  # what some scorers forget: for a full score
     # its scorer asks whether there is an answer
     "game_of_life_halting": lambda answer, entry: answer == str(entry["answer"]).strip(),
     # its scorer takes "0" for the beginning of every probability
@@ -229,7 +223,6 @@ CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     # its scorer reads -120 as 120
     "gsm_symbolic": lambda answer, entry: str(entry["answer"]).startswith("-") or not re.match(r"\s*[-\u2212]", answer),
 }
-"""What some scorers forget: a full score must pass these, too."""
 
 
 def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: int | None) -> dict[str, Any]:
@@ -288,13 +281,11 @@ class _Ordered:
         return iter(sorted(super().__iter__()))  # type: ignore[misc]
 
 
-_own_random = random.Random(0)
-"""What `list_functions` draws from, seeded for every task; `pool_matrix` seeds its own."""
+_own_random = random.Random(0)  # what `list_functions` draws from, seeded for every task; `pool_matrix` seeds its own
 
 
 def _library() -> ModuleType:
-    """reasoning_gym, loaded and mended on first use. Where its solver, which one generator of a hundred uses, is not
-    installed, something empty stands in: the library cannot be imported without."""
+    """Loaded and mended on first use. It cannot be imported without its solver: something empty stands in."""
     missing, install = importlib.util.find_spec(SOLVER) is None, install_command(f"reasoning-gym=={VERSION}")
     try:
         if missing:
@@ -432,11 +423,6 @@ def _check_power(base: ast.expr, exponent: ast.expr) -> None:
     numbers = [part.value for part in ast.walk(exponent) if isinstance(part, ast.Constant)]
     largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(base, ast.Name) else LARGEST_EXPONENT
     too_large = any(isinstance(number, int | float) and abs(number) > largest for number in numbers)
-    # 64*64*64 in an exponent; ((9**64)**64)**64
-    if (
-        too_large
-        or len(numbers) > 2
-        or any(map(_is_power, ast.walk(exponent)))
-        or sum(map(_is_power, ast.walk(base))) > 1
-    ):
+    towers = any(map(_is_power, ast.walk(exponent))) or sum(map(_is_power, ast.walk(base))) > 1  # ((9**64)**64)**64
+    if too_large or towers or len(numbers) > 2:  # 64*64*64 in an exponent
         raise ValueError("the exponent is too large, or there are powers of powers")

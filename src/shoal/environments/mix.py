@@ -2,8 +2,8 @@
 
     position ─► `Schedule` ─► part, nth task of it ─► a permutation of the part's tasks, another one in each pass
 
-A part that is small comes round again, another order each time, when the others are still on their first pass. Tasks
-are called `label:id`, and scores carry the label among their parts. What one part holds out, none trains on.
+A small part starts again, in another order, while the others are still on their first pass. Tasks are called
+`label:id`, and scores carry the label among their parts. What one part holds out, none trains on.
 """
 
 from __future__ import annotations
@@ -22,22 +22,11 @@ from typing import ClassVar
 
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
-from shoal.environments.protocol import (
-    UNUSABLE,
-    DialogueRule,
-    Environment,
-    LazyTasks,
-    Score,
-    Split,
-    Task,
-    task_digest,
-    task_digests,
-)
+from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
 from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
-FEISTEL_ROUNDS = 4
-LONGEST_CYCLE = 10_000
+FEISTEL_ROUNDS, LONGEST_CYCLE = 4, 10_000
 LONGEST = 10**12  # positions at most, however rare a part is: no run is that long
 PASSED_OVER = 256  # tasks of a generating part that are looked at for one that nobody holds out
 
@@ -101,9 +90,8 @@ class Part:
 
 
 class MixedEnvironment:
-    """Implements `Environment`, and hands on what its parts can do beyond that. The train split has `train_size`
-    positions; if that is None, as many as it takes until every part has had a turn for each of its tasks. The held-out
-    split has each part in proportion and no task twice, `held_out_size` tasks at most."""
+    """Implements `Environment`, and passes on what its parts can do beyond it. The train split has `train_size`
+    positions, or enough for a turn for each task. The held-out split has no task twice, `held_out_size` at most."""
 
     name: ClassVar[str] = "mix"
     version: ClassVar[int] = 2
@@ -174,7 +162,7 @@ class MixedEnvironment:
             return part.labelled(tasks[index])
         for step in range(PASSED_OVER):
             task = tasks[(index + step) % size]
-            if task_digest(task) not in self.aside:
+            if protocol.task_digest(task) not in self.aside:
                 return part.labelled(task)
         raise UnusableTask(f"{PASSED_OVER} tasks of part {part.label!r} in a row are held out by other parts")
 
@@ -182,27 +170,27 @@ class MixedEnvironment:
         number, nth = schedule.turn(position)
         part, tasks = holding[number], holding[number].environment.tasks("held_out")
         task = tasks[part.shuffled("held_out", len(tasks), nth)]
-        if part.generates and task_digest(task) in self._trained:
+        if part.generates and protocol.task_digest(task) in self._trained:
             raise UnusableTask(f"the question of held-out task {task.id} is trained on by another part")
         return part.labelled(task)
 
     @cached_property
     def aside(self) -> frozenset[bytes]:
         """The questions that parts which list their tasks hold out: nobody trains on them."""
-        found = (task_digests(part.environment, "held_out") for part in self._listing)
-        return frozenset(digest for digests in found for digest in digests) - {UNUSABLE}
+        found = (protocol.task_digests(part.environment, "held_out") for part in self._listing)
+        return frozenset(digest for digests in found for digest in digests) - {protocol.UNUSABLE}
 
     @cached_property
     def _trained(self) -> frozenset[bytes]:
-        found = (task_digests(part.environment, "train") for part in self._listing)
+        found = (protocol.task_digests(part.environment, "train") for part in self._listing)
         return frozenset(digest for digests in found for digest in digests) - self.aside
 
     def _positions_held_out(self, label: str) -> tuple[int, ...]:
-        """Positions in the train split of a part that nobody trains on, ascending; none of one that generates."""
+        """Positions in the train split of a part that nobody trains on, ascending; none if it generates."""
         part = self._by_label[label]
         if part.generates or not self.aside:
             return ()
-        digests = enumerate(task_digests(part.environment, "train"))
+        digests = enumerate(protocol.task_digests(part.environment, "train"))
         return tuple(index for index, digest in digests if digest in self.aside)
 
 
@@ -242,7 +230,7 @@ def part_of(environment: Environment, task_id: str) -> str:
 
 
 def has_dialogues(environment: Environment) -> bool:
-    """Whether some task of the environment may be a dialogue: what is asked before tasks are looked up."""
+    """Whether some task of the environment may be a dialogue, without a look at tasks."""
     inner = inner_of(environment)
     if isinstance(inner, MixedEnvironment):
         return any(has_dialogues(part.environment) for part in inner.parts)

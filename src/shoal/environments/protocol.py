@@ -62,8 +62,7 @@ class Environment(Protocol):
     """Tasks and their scoring, both deterministic.
 
     `score` returns a low value for a bad completion, and raises `ScoringFailure` only when the machinery itself
-    failed: the first is a sample, the second leaves it unscored.
-    """
+    failed: the first is a sample, the second leaves it unscored."""
 
     @property
     def name(self) -> str: ...
@@ -112,8 +111,8 @@ class DigestedEnvironment(Environment, Protocol):
 
 @runtime_checkable
 class GeneratingEnvironment(Environment, Protocol):
-    """An environment that makes tasks without end and holds out by content, as all of its kind do: what one holds out
-    none trains on. To list its held-out tasks may take hours; to ask about one prompt takes nothing."""
+    """Makes tasks without end, and holds out by content, as all of its kind do: what one holds out none trains on. To
+    list its held-out tasks may take hours; to ask about one prompt takes nothing."""
 
     def holds_out(self, prompt: str) -> bool: ...  # whether a prompt, should it ever be made, is a held-out one
 
@@ -155,14 +154,10 @@ def is_reserved(name: str) -> bool:
     return name in RESERVED or name.startswith(RESERVED_PREFIX)
 
 
-# Whether two prompts are the same question
-
 DIGEST_BYTES = 16
 LOWER = bytes(range(256)).lower()
-SPACES = bytes([*range(9, 14), *range(28, 33)])
-"""What `str.isspace` says of ASCII."""
-UNUSABLE = b""
-"""Stands for a task that cannot be asked: no question has this digest."""
+SPACES = bytes([*range(9, 14), *range(28, 33)])  # what `str.isspace` says of ASCII
+UNUSABLE = b""  # stands for a task that cannot be asked: no question has this digest
 
 
 def prompt_digest(text: str) -> bytes:

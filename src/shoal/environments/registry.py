@@ -33,6 +33,7 @@ def _generating(make: Callable[[Any, dict[Split, int]], Environment]) -> Callabl
     return lambda said, given: make(said, {"train": given.train_size or GENERATED, "held_out": given.held_out_size})
 
 
+# The model of each one's options, and what makes it of them.
 ENVIRONMENTS: dict[str, tuple[type[Table], Callable[[Any, Ingredient], Environment]]] = {
     "sort": (generated.SortOptions, _generating(generated.SortEnvironment)),
     "addition": (generated.AdditionOptions, _generating(generated.AdditionEnvironment)),
@@ -40,7 +41,6 @@ ENVIRONMENTS: dict[str, tuple[type[Table], Callable[[Any, Ingredient], Environme
     "reasoning-gym": (GymOptions, _generating(GymEnvironment)),
     "dataset": (DatasetOptions, _dataset),
 }
-"""The model of each one's options, and what makes it of them."""
 
 
 def build(settings: EnvironmentSettings) -> Environment:

@@ -132,8 +132,7 @@ class EnvironmentSettings(Ingredient):
     """The [environment] section: one ingredient, or a `mix` of several; how they are asked and what else counts.
 
     `shuffle_rewards` is the control experiment: the validator then permutes the rewards within each group, and a run
-    that still "improves" was not learning from them. It is no part of the environment's digest.
-    """
+    that still "improves" was not learning from them. It is no part of the environment's digest."""
 
     mix: tuple[MixPart, ...] = Field(default=(), description="several ingredients with weights, instead of one")
     length: LengthSettings | None = Field(default=None, description="length budgets: targets, form, alpha, …")

@@ -29,8 +29,7 @@ class NoValue(Exception):
 
 
 def calculator(turns: Sequence[str]) -> str | None:
-    """What is said to the last turn. A bare number is a question the first time, and an answer ever after. So a
-    dialogue is: calculate once or more, then say the result; or say in words what it is at once."""
+    """A bare number is a question in the first turn, and the answer in later ones: calculate first, then say it."""
     turn = turns[-1].strip(_BLANK)
     if not _DIGITS & set(turn) or not set(turn) <= _SIGNS or (len(turns) > 1 and is_number(turn)):
         return None
@@ -62,7 +61,7 @@ def shown(value: Fraction) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is digits, with at most one sign before and one point among them, as `shown` writes them."""
+    """Whether a text is a number as `shown` writes it."""
     return _NUMBER.fullmatch(text) is not None
 
 
@@ -71,7 +70,7 @@ class _Parser:
         self.tokens = tokens[::-1]
 
     def take(self, *wanted: str) -> str:
-        """The next token if it is one of those that are wanted; empty, and nothing taken, if it is not."""
+        """The next token if it is wanted; else empty, and nothing is taken."""
         return self.tokens.pop() if self.tokens and (not wanted or self.tokens[-1] in wanted) else ""
 
     def sum(self, depth: int) -> Fraction:

@@ -4,8 +4,7 @@ A published policy carries the small files beside its weights, so that a worker 
 
     *.safetensors:  8 bytes: length of the header ─ the header, JSON: name → dtype, shape, data_offsets ─ the data
 
-A download that broke off, or a pointer that git-lfs left in a file's place, is found by the header, before anything is
-started. Raw tensors are numpy arrays here (`as_numpy`).
+The header shows a download that broke off, or a pointer of git-lfs in a file's place. Raw tensors are numpy arrays.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ DESCRIPTION_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja",
 )  # fmt: skip
-MAX_FILE_BYTES = 64 * 1024 * 1024
-MAX_FILES = 16
+MAX_FILES, MAX_FILE_BYTES = 16, 64 * 1024 * 1024
 MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 
@@ -100,15 +98,14 @@ def eos_token_id(files: Mapping[str, bytes]) -> int:
     raise ModelError("the model names no end-of-sequence token (eos_token_id in config.json)")
 
 
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
+LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100_000_000
 PUBLISHED_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_BYTES = 0.1, 16 * 1024 * 1024  # for what a later version of shoal may put beside the weights
 REMEDY = "download it again, or save the model again with save_pretrained"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise `ModelError` unless the folder has weights, and every file of them, and of their list, is there whole."""
+    """Raise `ModelError` unless the folder has weights, and each file of them, and of their list, is there whole."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"the model folder {folder} has no *.safetensors file: save the model with save_pretrained")
@@ -148,9 +145,8 @@ def _damage(file: Path) -> str:
 
 
 def check_targets(folder: Path, targets: Iterable[str]) -> None:
-    """Raise `ModelError` for a target of adapters that no layer in the folder's weights is called by. What is a linear
-    layer only the model knows: a matrix may still be something else. Embeddings and the output layer, outside the
-    numbered layers and with a row for every token, are none."""
+    """`ModelError` for a target of adapters that no layer in the folder's weights is called by. Embeddings and the
+    output layer (not among the numbered layers, a row for each token) are left out."""
     matrices = {
         name: entry["shape"]
         for file in sorted(folder.glob("*.safetensors"))
@@ -181,12 +177,12 @@ def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] =
 
 
 def most_bytes(payload_bytes: int) -> int:
-    """What is announced as the most that a policy takes whose weights take so much."""
+    """The largest announced size of a policy whose weights take so much."""
     return int(payload_bytes * (1 + SLACK)) + SLACK_BYTES
 
 
 def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None:
-    """Raise `ModelError` for the first target that is not one of the names that there are."""
+    """Raise `ModelError` for the first target that is not among the known names."""
     for target in targets:
         if target not in known:
             told = f"no linear layer of this model that can have an adapter is called {target!r}"

@@ -1,8 +1,5 @@
-"""Triton kernels of the head: what `models/logprobs.py` computes on a GPU.
-
-One program per row, or per row and block of the vocabulary.
-A row is read once for its log-probability and its entropy, and once more for the slopes of both.
-"""
+"""Triton kernels of the head, for `models/logprobs.py`: one program per row, or per row and block of the vocabulary. A
+row is read once for its log-probability and its entropy, and once more for the slopes of both."""
 
 # mypy: ignore-errors
 

@@ -50,9 +50,7 @@ RANDOM_FILLS = (
 # Of before attention could be chosen: theirs is part of the model. Tried; older ones of that kind do not decode here.
 WRITTEN_OUT = frozenset({"bloom", "codegen", "gpt_neo", "gptj", "mpt", "xglm"})
 
-MAX_DEPTH = 16
-MAX_VALUES = 100_000
-MAX_PARTS = 1 << 16
+MAX_DEPTH, MAX_VALUES, MAX_PARTS = 16, 100_000, 1 << 16
 MAX_COUNT = 1 << 20  # sizes, and whatever has another name
 MAX_SPAN = 1 << 25  # positions, tokens
 MAX_TABLE = 1 << 12  # positions of xglm, whose table takes four times its memory while it is computed
@@ -125,9 +123,8 @@ def model_from_files(
     config = read_model_config(files)
     try:
         with nullcontext() if filled else _Unfilled():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=_dtype(dtype), attn_implementation=_attention(config)
-            )
+            attention = _attention(config)
+            model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), attn_implementation=attention)
     except Exception as error:  # a configuration can be wrong in as many ways as there are architectures
         raise ModelError(f"the model's config.json describes no usable model: {_first_line(error)}") from error
     if (adapters := adapter_shape(files)) is not None:
@@ -139,8 +136,7 @@ def model_from_files(
 
 
 def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
-    """Build the model that the files describe without memory, and compare it with a manifest's entries. Raises
-    `ModelError` unless the entries are its weights, `ResourceError` if it takes more than `memory_bytes`."""
+    """Build the model without memory. `ModelError` unless the entries are its weights, `ResourceError` if too large."""
     tensors = {entry.name: entry for entry in entries if entry.type == "tensor"}
     with _bounded(len(tensors)), torch.device("meta"):
         model = model_from_files(files, dtype, "meta", filled=False)
@@ -154,7 +150,7 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
 
 
 class _Unfilled(TorchFunctionMode):
-    """Weights are not drawn at random, by this thread: that took 30 of 38 s for 0.6 billion, for nothing."""
+    """Weights are not drawn at random, by this thread: for 0.6 billion that took 30 of 38 s."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in RANDOM_FILLS:
@@ -164,7 +160,7 @@ class _Unfilled(TorchFunctionMode):
 
 @contextmanager
 def _bounded(weights: int) -> Iterator[None]:
-    """A model that is made of far more parts than it has weights is given up in this context, by this thread."""
+    """In this context and thread a model that has far more parts than it has weights is given up."""
     builder, made, most = threading.get_ident(), 0, PARTS_PER_WEIGHT * weights + MORE_PARTS
 
     def count(*_registered: object) -> None:
@@ -199,8 +195,7 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
 
 
 def _attention(config: Any) -> str:
-    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks). What has neither,
-    nor a recurrent state, is asked for the first, and refused by transformers in words."""
+    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks)."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     known = config.model_type in WRITTEN_OUT or kind._supports_attention_backend or kind._is_stateful
     return "eager" if known and not kind._supports_sdpa else "sdpa"
@@ -208,7 +203,7 @@ def _attention(config: Any) -> str:
 
 def _ready(model: Any, device: str) -> Any:
     Head.of(model)
-    if model.base_model is model:  # as transformers says where it does not find the layers below the head
+    if model.base_model is model:  # so transformers says that it does not find the layers below the head
         raise ModelError(f"{type(model).__name__} does not tell its layers from its head: it cannot be computed with")
     return model.to(device).eval()
 
@@ -220,7 +215,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _first_line(error: Exception) -> str:
-    """Of what is told, without control characters: it may repeat words of the policy."""
+    """Without control characters: it may repeat words of the policy."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {''.join(each if each.isprintable() else '?' for each in line)}"
 

@@ -1,9 +1,7 @@
-"""transformers, locked: importing this module takes away its ways to run code of a model folder or to reach a hub.
-
-A model folder can name Python files (`auto_map` in any of its files), and transformers asks whoever sits at the
-terminal whether to run them, with text that the folder chose. Here the function that asks refuses instead, and so do
-those that import such files. Import this module before any model is loaded; importing it twice is harmless.
-"""
+"""transformers, locked: importing this module takes away its ways to run code of a model folder or to reach a hub. A
+folder can name Python files (`auto_map` in any of its files), and transformers asks whoever sits at the terminal
+whether to run them, with text that the folder chose. Here what asks refuses instead, and so does what imports such
+files. Import this module before any model is loaded; twice is harmless."""
 
 from __future__ import annotations
 

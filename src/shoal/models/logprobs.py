@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens under softmax(logits / T), head and softmax in float32 whatever the model's type.
 
-The float32 head on both sides (here and in the engine) removes most of the mismatch between rollouts and training.
-A table [tokens, vocabulary] is never made whole: it is computed in tiles, and recomputed in the backward pass. A tile
-has two ways with one meaning: plain torch, whose numbers on a CPU engines and validators rely on, and two Triton
-kernels that read it once each. Both take and give float32; slopes may be narrower (`dtype`).
+The float32 head on both sides (here and in the engine) removes most of the mismatch between rollouts and training. The
+table [tokens, vocabulary] is computed in tiles, and again in the backward pass. A tile has two ways with one meaning:
+plain torch, whose numbers on a CPU engines and validators rely on, and two Triton kernels that read it once each. Both
+take and give float32; slopes may be narrower (`dtype`).
 
 N: tokens, H: hidden size, V: vocabulary, B: rows, T: positions.
 """
@@ -29,11 +29,9 @@ from shoal.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-BLOCK = 4096
-SLOPE_BLOCK = 2048
+BLOCK, SLOPE_BLOCK = 4096, 2048
 LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be NaN
-TILE_ELEMENTS = 2**24
-GPU_TILE_ELEMENTS = 2**28
+TILE_ELEMENTS, GPU_TILE_ELEMENTS = 2**24, 2**28
 # What architectures call the number that they cap or multiply their logits with; a power of -1: they divide by it.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 POWERS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -87,7 +85,7 @@ class Head(NamedTuple):
 
 
 def _rescaling(config: Any) -> tuple[float, float | None]:
-    """The scale and the cap that a model's configuration asks for; of one that sees pictures, its text part's.
+    """The scale and the cap that a model's configuration asks for, or its text part's.
 
     >>> from transformers import GraniteConfig
     >>> _rescaling(GraniteConfig(logits_scaling=8.0))
@@ -139,9 +137,9 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Tiles of logits forward; the same tiles again backward, since keeping them would be the table made whole. The
-    gradient of the weights is summed over the tiles in float32 and rounded once. What flows back through 16-bit weights
-    is rounded to their type per logit, as it is after every other matrix product of such a model."""
+    """Tiles of logits forward, and the same tiles again backward. The gradient of the weights is summed over the tiles
+    in float32 and rounded once. What flows back through 16-bit weights is rounded to their type per logit, as after
+    every other matrix product of such a model."""
 
     @staticmethod
     def forward(
@@ -162,7 +160,6 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprobs_N: Tensor | None, entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the hidden states, the weights and the bias; None for those that nobody wants."""
         hidden_NH, weight_VH, bias_V, targets_N, *measured = ctx.saved_tensors
         if logprobs_N is None and entropy_N is None:
             return (None,) * 8
@@ -225,8 +222,8 @@ def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenMe
 def slopes(
     logits_NV: Tensor, targets_N: Tensor, measured: TokenMeasures, given: Slopes, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`. In plain torch it is computed in
-    place: three tables are there at a time, four if entropies have a slope."""
+    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`. In plain torch, in place: three
+    tables are there at a time, four if entropies have a slope."""
     if usable(logits_NV):
         return _slopes_fused(logits_NV, targets_N, measured, given, temperature, dtype)
     all_NV = functional.log_softmax(logits_NV / temperature, dim=-1).clamp_(min=LEAST_LOGPROB)

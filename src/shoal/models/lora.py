@@ -2,10 +2,9 @@
 
     y = x·Wᵀ + b  +  (alpha / rank) · (x·Aᵀ)·Bᵀ            A: [rank, in], B: [out, rank], B = 0 at first
 
-A policy with adapters is published like any other: all its weights by name, and `adapter.json` beside config.json that
-says where adapters sit. Since only A and B ever change, a delta holds nothing but them: the base travels once, with the
-first anchor. Workers and validators compute with the adapters in place, as the trainer does: merged weights would be
-rounded otherwise, and proofs would differ. An export is merged: an ordinary folder without adapters.
+A policy with adapters is published like any other: all its weights by name, and `adapter.json` beside config.json. Only
+A and B ever change, so the base travels once, with the first anchor. Workers and validators compute with the adapters
+in place, as the trainer does: merged weights would be rounded otherwise, and proofs would differ. An export is merged.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(model: nn.Module, shape: AdapterShape) -> None:
-    """Freeze a model and put adapters on every linear layer that `shape.targets` names. Its function is unchanged."""
+    """Freeze a model and put adapters on each linear layer that `shape.targets` names. Its function is unchanged."""
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters already")
     found = adapted_layers(model, shape.targets)
@@ -98,7 +97,7 @@ def adapter_shape(files: Mapping[str, bytes]) -> AdapterShape | None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The policy that the adapters started from, for as long as the context lasts: no second copy of the weights."""
+    """The policy that the adapters started from, without a second copy of the weights."""
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for module in adapted:
         module.active = False
@@ -110,7 +109,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[dict[str, Tensor], dict[str, bytes]]:
-    """Weights and files of the same policy as an ordinary model; those without adapters come back as they are."""
+    """Weights and files of the same policy as an ordinary model; without adapters as they are."""
     shape = adapter_shape(files)
     if shape is None:
         return dict(tensors), dict(files)
@@ -124,12 +123,9 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone.
-    `ModelError` for a target that no such layer is called by."""
+    """By name, in the model's order; never the output layer, whose weight log-probabilities take. Or a `ModelError`."""
     head = cast(Any, model).get_output_embeddings()
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head}
     last = {name: name.rpartition(".")[2] for name in linear}
     refuse_unknown_targets(targets, sorted(set(last.values())))
     return {name: module for name, module in linear.items() if last[name] in targets}

@@ -5,17 +5,15 @@
     bounds       0       3     5         9      attention is computed within bounds[i] … bounds[i + 1]
 
 Attention goes through transformers' table of attention functions. Ours, `packed_attention`, is the stock "sdpa" unless
-a call brings bounds. So a model that was once computed packed still serves an engine in the same process, and a layer
-that is recomputed in the backward pass needs no context around it: the bounds are among its arguments.
-
-On a GPU in 16 bits it is one flash kernel over all sequences. Elsewhere sequences of similar length stand side by side
-as padded rows for the attention alone. A mask [T, T] is never made.
-
-T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
+a call brings bounds: a packed model still serves an engine in the same process. The bounds are among a layer's
+arguments, so a layer that is recomputed in the backward pass needs no context around it. On a GPU in 16 bits attention
+is one flash kernel over all sequences; elsewhere sequences of similar length are padded rows for the attention alone.
 
 Layers are compiled one by one (`compile_layers`): a whole model would be one graph, minutes to compile and again for
-every change of shape; one layer's code serves all its twins, with a number of tokens that changes. That holds where
-packs are one flash kernel: as rows each number of rows would be a program of its own, and nothing is compiled.
+every change of shape; one layer's code serves all its twins, with any number of tokens. Only packs that are one flash
+kernel are compiled: with padded rows each number of rows would be a program of its own.
+
+T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -42,7 +40,6 @@ from shoal.errors import ModelError
 from shoal.models.logprobs import hidden_states
 
 log = logging.getLogger(__name__)
-
 
 ATTENTION = "shoal_packed"
 # On a GPU a pack is filled up to a multiple of this: aligned products are faster, compiled code sees few lengths.
@@ -111,8 +108,8 @@ def packed_states(model: Any, packed: Packed, **options: Any) -> Tensor:
 
 
 def attends_by_flash(model: Any) -> bool:
-    """Whether packs are one flash kernel for this model, where it lies: on a GPU, in 16 bits, of usual head sizes. Of a
-    model that is spread over processes it is true only while its weights are whole."""
+    """Whether packs are one flash kernel for this model: on a GPU, in 16 bits, of usual head sizes. For a model that is
+    spread over processes it is right only while its weights are whole."""
     config, weight = model.config.get_text_config(), next(model.parameters())
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and size in FLASH_HEAD_SIZES
@@ -208,9 +205,9 @@ _known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def supports_packing(model: Any) -> bool:
-    """Whether a model computes a pack as it computes its sequences alone. It is tried, not looked up in a list. Models
-    that attend in another way (sliding windows, sinks, soft caps, recurrent layers, a code of their own) say False and
-    are trained on padded rows. The answer is kept; the model and its way of attending are as before."""
+    """Whether a model computes a pack as it computes its sequences alone: tried, not looked up. Models that attend in
+    another way (sliding windows, sinks, soft caps, recurrent layers, own code) say False and are trained on padded
+    rows. The answer is kept; the model is as before."""
     if model not in _known:
         before = model.config._attn_implementation
         try:
@@ -269,8 +266,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def compile_layers(model: Any, kept_activations: float = KEPT_ACTIVATIONS) -> None:
-    """Compile every layer's `forward` in place; hooks and recomputation around a layer stay outside of it. Nothing is
-    compiled until the first call. Weights and their names stay; results agree to rounding."""
+    """Compile each layer's `forward` in place, at its first call. Results agree to rounding."""
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     torch._functorch.config.activation_memory_budget = kept_activations
     compiled: dict[type, Any] = {}

@@ -23,22 +23,19 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 Message = tuple[str, str]
-FROZEN_NOW = datetime(2024, 7, 26)
-"""What a template that asks for the date is told: the same prompt every day, on every machine."""
+FROZEN_NOW = datetime(2024, 7, 26)  # for a template that asks for the date: the same prompt on every day and machine
 OPENING, CLOSING = "\U0010fff0", "\U0010fff1"
 """Around the number of a control token that a message spelt; of the private use area, which text does not contain."""
 
 
 class PromptEncoder:
-    """Encodes tasks for one model; the same ids for the same files, settings and task. `chat` None means: by the
-    model's template if it has one. Without a template and settings, the ids are those of the prompt's text."""
+    """The same ids for the same files, settings and task. `chat` None: by the model's template if it has one."""
 
     def __init__(
         self, files: Mapping[str, bytes], chat: bool | None = None, system: str = "", thinking: str = ""
     ) -> None:
         self.tokenizer = TextTokenizer(files)
-        self._system = system
-        self._thinking = thinking
+        self._system, self._thinking = system, thinking
         source = template_source(files) if chat is not False else None
         if chat and source is None:
             told = "has no chat template (chat_template.jinja, or in tokenizer_config.json)"
@@ -73,8 +70,8 @@ class PromptEncoder:
         return ids
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens around words that a tool says after the model's turn, which ended with its own last token: those
-        before the words and those after, up to where the model continues. A line break each without a template."""
+        """The tokens around a tool's words after the model's turn, which ended with its own last token: those before
+        the words, and those after, up to where the model continues. Without a template each is a line break."""
         if self._template is None:
             after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
             return self.tokenizer.encode("\n"), after
@@ -111,9 +108,8 @@ class PromptEncoder:
         assert self._template is not None
         said = [{"role": role, "content": text} for role, text in messages]
         try:
-            return self._template.render(
-                messages=said, add_generation_prompt=True, tools=None, documents=None, **self._words
-            )
+            options = {"add_generation_prompt": True, "tools": None, "documents": None, **self._words}
+            return self._template.render(messages=said, **options)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ModelError(f"the model's chat template refuses the prompt: {why}") from error
@@ -177,15 +173,13 @@ def _compiled(source: str) -> Template:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     # jinja's own filter escapes for HTML and takes no options.
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
+    sandbox.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent
     )
-    environment.globals |= {"raise_exception": refuse, "strftime_now": FROZEN_NOW.strftime}
+    sandbox.globals |= {"raise_exception": refuse, "strftime_now": FROZEN_NOW.strftime}
     try:
-        return environment.from_string(source)
+        return sandbox.from_string(source)
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template cannot be read: {error}") from error

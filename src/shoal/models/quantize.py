@@ -1,10 +1,6 @@
-"""Weights rounded to few bits and back: what a machine that runs a cheaper model than it says would compute with.
-
-Used to attack, and to measure what a threshold profile catches; nothing here saves memory. As is usual, only the
-matrices of linear layers are rounded; embeddings, the output layer, norms and biases stay as they are.
-
-(Weights that were dequantised from some format lie on its grid: rounding them to that format again changes nothing.)
-"""
+"""Weights rounded to few bits and back: what a machine that runs a cheaper model than it says would compute with. Used
+to attack, and to measure what a threshold profile catches. As is usual, only the matrices of linear layers are rounded;
+embeddings, the output layer, norms and biases stay as they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A model's weights, as they are published and as they are put in place.
-
-The state of a policy is its parameters and persistent buffers by name, in the model's own order. Weights that share
-storage (tied embeddings) appear once, under the first name, so that nothing travels twice and nothing can disagree.
-"""
+"""A model's weights, as they are published and as they are put in place: parameters and persistent buffers by name, in
+the model's own order. Weights that share storage (tied embeddings) appear once, under the first name, so that nothing
+travels twice and nothing can disagree."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ TORCH_TYPES: dict[str, torch.dtype] = {
 BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32}
 TYPE_NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
-
 
 NARROWER = (
     ": weights are never rounded on the way, so what computes in bfloat16 needs a run that publishes in bfloat16 "
@@ -50,7 +47,7 @@ def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[st
 
 
 def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
-    """The same for a state that is not a model's own, such as the float32 weights that a trainer keeps beside it."""
+    """As `apply_state`, for a state that is not a model's own, such as the float32 weights beside it of a trainer."""
     check_fit(state, tensors)
     with torch.no_grad():
         for name, target in state.items():
@@ -80,7 +77,7 @@ def _holds(target: torch.dtype, source: torch.dtype) -> bool:
 
 
 def change_state(model: nn.Module, changes: Iterable[Any]) -> None:
-    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device. `changes`
+    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved. `changes`
     (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there."""
     change_values(policy_state(model), changes)
 
@@ -107,19 +104,18 @@ def change_values(state: Mapping[str, Tensor], changes: Iterable[Any]) -> None:
 
 
 def to_torch(view: TensorView) -> Tensor:
-    """The values as a tensor of their own (a copy: the bytes may be read-only or go away)."""
+    """A copy: the bytes may be read-only or go away."""
     if view.data.nbytes == 0:
         return torch.empty(view.shape, dtype=TORCH_TYPES[view.dtype])
     return torch.frombuffer(bytearray(view.data), dtype=TORCH_TYPES[view.dtype]).reshape(view.shape)
 
 
 def to_view(name: str, tensor: Tensor) -> TensorView:
-    """A tensor's values as raw little-endian bytes of their own."""
     return lent_view(name, tensor.detach().to("cpu", copy=True))
 
 
 def lent_view(name: str, tensor: Tensor) -> TensorView:
-    """The same where they lie, if the tensor is a contiguous one on the CPU: they change when it does."""
+    """The same without a copy, if the tensor is a contiguous one on the CPU: it changes when the tensor does."""
     if tensor.dtype not in TYPE_NAMES:
         raise ModelError(f"weight {name}: type {tensor.dtype} does not travel")
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

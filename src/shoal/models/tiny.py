@@ -1,8 +1,6 @@
-"""The built-in tiny policy: a Qwen3 decoder of 170,000 weights and a tokenizer of 96 characters.
-
-Large enough to sort digits, small enough to be trained on one CPU core while one watches. Its embeddings are not
-tied: one trap fewer for engines that keep a copy of the head. scripts/make_tiny_policy.py makes its weights.
-"""
+"""The built-in tiny policy: a Qwen3 decoder of 170,000 weights and a tokenizer of 96 characters, large enough to sort
+digits and small enough to be trained on one CPU core. Its embeddings are not tied: one trap fewer for engines that keep
+a copy of the head. scripts/make_tiny_policy.py makes its weights."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Text to token ids and back, from tokenizer.json alone: the hub and the validator need no more, and no torch.
-
-What a policy's tokenizer.json may say (`check_tokenizer`): nothing in it multiplies a text, or searches it for longer
-than it is worth.
-
-tokenizer.json ─► tokens of bounded length ─► few, plain steps ─► replacements that do not grow ─► the library
-"""
+"""Text to token ids and back, from tokenizer.json alone: the hub and the validator need no more, and no torch. What a
+policy's tokenizer.json may say (`check_tokenizer`): nothing in it multiplies a text, or searches it for too long."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from shoal.models.folder import eos_token_id
 
 
 class TextTokenizer:
-    """A tokenizer that adds nothing and hides nothing. `decode` takes away one end-of-sequence token at the very end
-    and no other special token: a completion that scatters special tokens over a right answer is not that answer."""
+    """`decode` takes away one final end-of-sequence token only: with special tokens all over, no answer is right."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:
@@ -55,7 +49,7 @@ class TextTokenizer:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Text as nothing but text: what looks like a special token is spelt out."""
+        """What looks like a special token is spelt out."""
         if self._plain is None:
             self._plain = Tokenizer.from_str(self._tokenizer.to_str())
             self._plain.encode_special_tokens = True
@@ -89,8 +83,7 @@ def _in_words(action: str) -> Iterator[None]:
 
 
 MAX_TOKEN = 1024  # characters; the longest of well-known tokenizers are a few hundred spaces
-MAX_STEPS = 64
-MAX_PATTERN = 2000
+MAX_STEPS, MAX_PATTERN = 64, 2000
 MAX_CHARACTER = 64  # bytes that one character becomes when a text is normalized; Unicode's longest has 33
 ONCE_OR_TWICE = frozenset({"Prepend", "Precompiled", "BPEDecoder", "CTC", "WordPiece", "Metaspace"})
 """Steps that make a text longer: two of them by a little, many without bound."""
@@ -145,8 +138,8 @@ def _problems(described: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_slow(pattern: str) -> bool:
-    """Whether to find nothing with it may take longer than the square of the text's length. What known tokenizers have
-    is allowed: in each alternative one long repetition that may have to be tried again, then a last one."""
+    """Whether to find nothing with it may take longer than the square of the text's length. Allowed is what known
+    tokenizers have: in each alternative one long repetition that may have to be tried again, then a last one."""
     plain = re.sub(r"\\[pP]\{[^{}]*\}|\\.", "a", pattern, flags=re.DOTALL)
     while (shorter := re.sub(r"\[[^\[\]]*\]", "a", plain)) != plain:
         plain = shorter
@@ -189,7 +182,7 @@ def _steps(described: Any) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(described: dict[str, Any]) -> Iterator[str]:
-    """Every text of the file that becomes a token, or a part of one."""
+    """Each text of the file that becomes a token, or a part of one."""
     model, added = described.get("model"), described.get("added_tokens")
     for token in added if isinstance(added, list) else ():
         yield str(token.get("content", "")) if isinstance(token, dict) else ""

@@ -56,9 +56,10 @@ it, a number from 0 (useless) to 10 (could not be better)."""
 HOLES = re.compile(r"\{(prompt|completion|answer)\}")
 NUMBER = re.compile(r"(?<![\w.])(-?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*10)?(?![\w.]*\d)")
 
-
 TRIAL = Piece("What is 2 + 2?", "4", "4")
 BUSY = frozenset({408, 425, 429})
+ADVICE = dict.fromkeys((401, 403), f"put its key into {KEY}, in the environment of the validator")
+ADVICE[404] = "its url must end where /chat/completions follows, usually in /v1, and it must have the judge's model"
 
 
 class UnreadableAnswer(Exception):
@@ -75,8 +76,7 @@ class ChatJudge:
         self._where = f"the judge {settings.label} at {settings.url}"
 
     def prepare(self) -> None:
-        """Ask once. What no waiting would mend is an `EnvironmentSetupError`: a malformed address, a key that is not
-        taken. A judge that is not there yet, or says something odd, is warned of: it may come."""
+        """Ask once. What no waiting would mend (a bad address or key) is an `EnvironmentSetupError`."""
         check_address(self._settings)
         name = self._where
 
@@ -89,7 +89,8 @@ class ChatJudge:
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
             if 400 <= status < 500 and status not in BUSY:
-                raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {status}: {_advice(status)}") from None
+                told = ADVICE.get(status, "look at its url, model and prompt (environment.judges)")
+                raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {status}: {told}") from None
             log.warning("%s answers with HTTP %d; until that changes, no group gets a reward", name, status)
         except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
             log.warning("%s does not answer (%s); until it does, no group gets a reward", name, type(error).__name__)
@@ -193,14 +194,6 @@ def check_address(settings: JudgeSettings) -> None:
         raise EnvironmentSetupError(f"the key in {KEY} has a space, line break or letter beyond ASCII: copy it again")
 
 
-def _advice(status: int) -> str:
-    if status in (401, 403):
-        return f"put its key into {KEY}, in the environment of the validator"
-    if status == 404:
-        return "its url must end where /chat/completions follows, usually in /v1, and it must have the judge's model"
-    return "look at its url, model and prompt (environment.judges)"
-
-
 def question(template: str, piece: Piece) -> str:
     """The template with its holes filled in one go: what is filled in may look like a hole, and is none."""
     fence = f"=== {hashlib.sha256(piece.completion.encode(errors='replace')).hexdigest()[:24]} ==="
@@ -210,7 +203,7 @@ def question(template: str, piece: Piece) -> str:
 
 
 def grade(text: str) -> float:
-    """The number in the last line, from 0 to 10, as 0 to 1; `UnreadableAnswer` if there is none, or more than one."""
+    """The number in the last line, from 0 to 10, as 0 to 1; `UnreadableAnswer` unless there is exactly one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if len(last) <= LONGEST_LINE:

@@ -114,9 +114,8 @@ def _warm_up(environment: Environment) -> None:
 
 
 def _limit_memory(size_bytes: int) -> str:
-    """Bound what this process writes to beyond what it has now; what cannot be bounded is said. Not the address space:
-    data sets are mapped, and mappings of files are no use of memory. Only the soft limit: what a sandbox starts has
-    limits of its own."""
+    """Bound what this process writes to beyond what it has now; what cannot be bounded is returned. Not the address
+    space: mappings of data sets are no use of memory. Only the soft limit: what a sandbox starts has its own."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
@@ -128,7 +127,7 @@ def _limit_memory(size_bytes: int) -> str:
 
 
 def _own_pipes() -> tuple[int, int]:
-    """Standard input and output under other numbers; what is printed goes to stderr, and nothing can be read."""
+    """Standard input and output under other numbers. What is printed goes to stderr, and nothing can be read."""
     source, sink = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

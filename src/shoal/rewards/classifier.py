@@ -5,9 +5,8 @@
 
 The text is the model's own chat template over the conversation, or without one the prompt, an empty line, and the
 completion; what is too long loses its beginning. Control tokens that a text spells are spelt out letter by letter: no
-completion can end its turn or speak as somebody else. Numbers are rounded to 4 digits: in a batch of another size they
-come out a little different. Weights are read from safetensors only: nothing is unpickled, and no code of the folder is
-run.
+completion can end its turn or speak as somebody else. Numbers are rounded to 4 digits, for they depend a little on the
+size of the batch. Weights are read from safetensors only, and no code of the folder is run.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from shoal.rewards.panel import Piece
 
 log = logging.getLogger(__name__)
 
-BATCH = 16
-DIGITS = 4
-POSITIVE = "positive"
+BATCH, DIGITS, POSITIVE = 16, 4, "positive"
 NO_BOUND = 10**9  # what tokenizers say that know none
 NO_CHARACTER = "\ufffd"
 
@@ -76,7 +73,7 @@ class Classifier:
         return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
     def _disarmed(self, text: str, spelt: list[str]) -> str:
-        """The text with what must be spelt out put into `spelt`, and its place there between two private marks."""
+        """The text with what must be spelt out put into `spelt`, and in its place a number between private marks."""
 
         def mark(word: str) -> str:
             spelt.append(word)
@@ -120,7 +117,7 @@ class Classifier:
         return [round(value, DIGITS) for value in said_B.tolist()]
 
     def prepare(self) -> None:
-        """Load the model, if it is not; what is wrong with it is an `EnvironmentSetupError`."""
+        """Load the model; what is wrong with it is an `EnvironmentSetupError`."""
         if self._model is not None:
             return
         import torch
@@ -134,9 +131,8 @@ class Classifier:
         log.info("loading the classifier in %s", self._folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                self._folder, local_files_only=True, use_safetensors=True
-            )
+            load = AutoModelForSequenceClassification.from_pretrained
+            model = load(self._folder, local_files_only=True, use_safetensors=True)
         except Exception as error:  # a damaged file raises whatever the library that reads it does
             told = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise EnvironmentSetupError(f"the classifier in {self._folder} does not load: {told}") from error

@@ -45,9 +45,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
-    """Pairs of a task and a completion."""
-
-    jobs: list[tuple[str, bytes]]
+    jobs: list[tuple[str, bytes]]  # task and completion
 
 
 class Allows(msgspec.Struct, frozen=True, tag=True):
@@ -94,9 +92,8 @@ class ChannelClosed(Exception):
 
 @dataclass
 class Channel:
-    """The parent's end. Every wait has a limit (`within_s`), and ends when `stop` is set. Only time in which this
-    process looked counts: one look counts `LOOK_S` at most, however long it took. So a process that was stopped for
-    minutes, or a machine that slept, uses up nobody's time, and an answer that came meanwhile is found."""
+    """The parent's end. Every wait has a limit (`within_s`), and ends when `stop` is set. One look counts `LOOK_S` at
+    most: while the process is stopped, or the machine sleeps, nobody's time is used up."""
 
     source: int
     sink: int

@@ -2,9 +2,9 @@
 
     reward = task's (or what its length made of it) + Σ weight · part         parts: task, judge.LABEL, …
 
-A part is what the judge said, or with `use = "rank"` the rank within the group. A judge that fails leaves the group
-unscored: what it would have said is unknown, and 0 is something that it may say. Judges are asked about one group at a
-time; those for which there is no time are left for later (`NotBegun`).
+A part is what the judge said, or with `use = "rank"` its rank within the group. A judge that fails leaves the group
+unscored: 0 is something that it may say. Judges are asked about one group at a time; those for which there is no time
+are left for later (`NotBegun`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from shoal.rewards.protocol import NotBegun
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
-PART = "judge."
-ALL_S = 600.0
+PART, ALL_S = "judge.", 600.0
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,6 @@ class PartJudge(Protocol):
 
 @dataclass(frozen=True)
 class Seated:
-    """A judge and how its word counts."""
-
     settings: JudgeSettings
     judge: PartJudge
 
@@ -63,8 +60,6 @@ class Seated:
 
 @dataclass(frozen=True)
 class ScoredPiece:
-    """A completion with what it is worth so far."""
-
     piece: Piece
     score: Score
 
@@ -83,8 +78,7 @@ class Panel:
         return tuple(seat.part for seat in self.seats if seat.settings.kind == "openai")
 
     def add(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
-        """The scores of each group with what every judge says; a group that one of them fails on has none. At least the
-        first group is judged, however long it takes."""
+        """A group that a judge fails on has no scores. The first group is judged, however long it takes."""
         ends_s = self.clock.monotonic_s() + self.all_s
         results: list[list[Score] | ScoringFailure] = []
         for group in groups:
@@ -97,22 +91,19 @@ class Panel:
         scores = [entry.score for entry in group]
         for seat in self.seats if group else ():
             pieces = list(dict.fromkeys(entry.piece for entry in group))
-            said = dict(zip(pieces, seat.judge.values(pieces), strict=True))
+            values = dict(zip(pieces, seat.judge.values(pieces), strict=True))
             numbers: list[float] = []
             for entry in group:
-                value = said[entry.piece]
+                value = values[entry.piece]
                 if isinstance(value, ScoringFailure):
                     return value
                 numbers.append(float(value))
             if seat.settings.use == "rank":
                 numbers = ranks(numbers)
+            weight, part = seat.settings.weight, seat.part
             scores = [
-                replace(
-                    score,
-                    value=score.value + seat.settings.weight * number,
-                    parts={"task": score.value, **score.parts, seat.part: number},
-                )
-                for score, number in zip(scores, numbers, strict=True)
+                replace(each, value=each.value + weight * said, parts={"task": each.value, **each.parts, part: said})
+                for each, said in zip(scores, numbers, strict=True)
             ]
         return scores
 
@@ -136,7 +127,7 @@ def ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def panel_of(judges: Sequence[JudgeSettings], stop: StopToken, device: str = "auto") -> Panel:
-    """The judges that the settings name. Nothing is loaded or asked yet."""
+    """Nothing is loaded or asked yet."""
     seats = []
     for settings in judges:
         if settings.kind == "classifier":

@@ -5,11 +5,11 @@
                                              └─ it alone, in a fresh process ─┬─ an answer
                                                                               └─ ended again ─► whose fault is it?
 
-A job that ends its process twice is the completion's doing only if it was processor time, memory or a crash, and a
+A job that ends its process twice is the completion's fault only if it was processor time, memory or a crash, and a
 fresh process answers the *empty* completion of the same task within the limits: then it is worth 0, with the part
-`limit`. In every other case (killed by somebody, too long by the clock, an environment that does not build, a function
-that raises) it is unscored. What there was no time to begin is neither: it is `NotBegun`, and may be asked again.
-A process that never took work says nothing of any job: another one is started, or the other processes take its jobs.
+`limit`. In every other case (killed from outside, too long by the clock, an environment that does not build, a function
+that raises) it is unscored. What there was no time to begin is `NotBegun`, and may be asked again. A process that never
+took work says nothing of any job: another one is started, or the other processes take its jobs.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ class DiedEarly(ScoringFailure):
 
 @dataclass(frozen=True)
 class Ground:
-    """What all processes of a pool have in common. `digest` is that of the environment they must build: a file that was
-    edited since must not score for this run."""
+    """Common to all processes. They must build an environment of `digest`: no file may be edited meanwhile."""
 
     settings: EnvironmentSettings
     limits: ScoringSettings
@@ -109,12 +108,10 @@ class ScoringProcess:
         """Without waiting for it."""
         if self._process is not None:
             return
-        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        env = {name: value for name, value in os.environ.items() if name not in SECRETS} | CALM
         command, pipe = [sys.executable, "-P", "-m", "shoal.rewards.child"], subprocess.PIPE
         try:  # in a session of its own: Ctrl-C is for the parent; what it starts can be ended with it
-            process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, env={**environment, **CALM}, start_new_session=True
-            )
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True)
         except OSError as error:
             raise DiedEarly(f"a scoring process could not be started: {error}") from error
         self._process, self._is_ready = process, False
@@ -146,7 +143,7 @@ class ScoringProcess:
                     pipe.close()
 
     def ask(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """What each job is worth, in order; raises `Ended` at one that it did not survive, or that it is not ready."""
+        """What each job is worth, in order; raises `Ended` at one that ended it, `ScoringFailure` if never ready."""
         for starts in range(1, STARTS + 1):
             try:
                 self.start()
@@ -173,8 +170,7 @@ class ScoringProcess:
             return outcome
 
     def _ready(self) -> None:
-        """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`. The limit counts from
-        here, not from the start: a process that nobody has asked yet cannot be late."""
+        """Its time counts from here, not from the start: a process that nobody has asked yet cannot be late."""
         if self._is_ready:
             return
         within_s, digest = self._ground.patience.start_s, self._ground.digest
@@ -254,12 +250,9 @@ class ScoringPool:
     """Implements `Scorer`. `settings` are those that `environment` was built from. One caller at a time."""
 
     def __init__(
-        self,
-        settings: EnvironmentSettings,
-        environment: Environment,
-        stop: StopToken | None = None,
+        self, settings: EnvironmentSettings, environment: Environment, stop: StopToken | None = None,
         patience: ScoringPatience = ScoringPatience(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         limits, digest = scoring_of(environment), inner_of(environment).digest
         # judges and length budgets are added here, and judges may take long to load
         settings = settings.model_copy(update={"judges": (), "length": None, "pools": None})
@@ -268,7 +261,7 @@ class ScoringPool:
         self._busy = threading.Lock()
 
     def start(self) -> None:
-        """Start the processes without waiting for them: they are ready sooner. Whoever asks starts what is missing."""
+        """Start the processes without waiting, so that they are ready sooner. Whoever asks starts what is missing."""
         try:
             for process in self._processes:
                 process.start()
@@ -299,7 +292,7 @@ class ScoringPool:
 
 
 class _Round:
-    """All that is asked at once: over the processes, a thread each, until nothing is open or the time is up."""
+    """All that is asked at once, over the processes, a thread each, until nothing is open or the time is up."""
 
     def __init__(self, ground: Ground, jobs: Sequence[Job]) -> None:
         self._ground, self._open = ground, deque(dict.fromkeys(jobs))  # equal ones are scored once

@@ -11,8 +11,7 @@ from shoal.environments import Environment, Score
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
-MOST_PROCESSES = 8
-"""Unless the settings ask for more: every process builds the environment, which takes memory."""
+MOST_PROCESSES = 8  # unless the settings ask for more: every process builds the environment, which takes memory
 
 
 class NotBegun(ScoringFailure):
@@ -42,8 +41,7 @@ class Scorer(Protocol):
 
 
 def settled(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
-    """What is said of each job, in order, however long it takes: what was not begun is asked again until it was. It
-    comes to an end: a scorer that is asked begins something, and what it has begun it settles."""
+    """In order, however long it takes: what was not begun is asked again. Each time something is begun, and settled."""
     found = ask(jobs)
     while left := [place for place, said in enumerate(found) if isinstance(said, NotBegun)]:
         for place, said in zip(left, ask([jobs[place] for place in left]), strict=True):
@@ -72,12 +70,9 @@ class DirectScorer:
 
 @dataclass(frozen=True)
 class ScoringPatience:
-    """How long the parent waits: for a process to be ready once it is asked, for one job, and for all asked at once.
-
-    `job_s` is time on the clock, against jobs that wait for something; processor time has a limit of its own, which a
-    busy machine does not use up. None: a minute more than three times that limit. A task whose grader allows more
-    (a program in a sandbox) gets that in addition.
-    """
+    """How long the parent waits: for a process to be ready once it is asked, for one job, for all asked at once.
+    `job_s` is time on the clock, against jobs that wait for something; a busy machine uses up no processor time. None:
+    a minute more than three times the limit of processor time. What a grader allows (a sandbox) comes on top."""
 
     start_s: float = 120.0
     job_s: float | None = None

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 4096
 # A block that has only -inf: its maximum must be finite, or its scores are NaN.
-LOWEST_MAXIMUM = -1e30
-LOWEST_SCORE = -800.0
+LOWEST_MAXIMUM, LOWEST_SCORE = -1e30, -800.0
 
 
 def usable(logits_NV: Tensor) -> bool:
@@ -55,13 +54,8 @@ def token_statistics(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> 
     total_N = blocks.total_N
     first_N = blocks.moment_1_N / total_N
     varentropy_N = (blocks.moment_2_N / total_N - first_N.square()).clamp(min=0.0)
-    return (
-        low_N / total_N,
-        (low_N + at_N) / total_N,
-        torch.log(at_N / total_N).float(),
-        (torch.log(total_N) - first_N).float(),
-        varentropy_N.float(),
-    )
+    logprobs_N, entropy_N = torch.log(at_N / total_N).float(), (torch.log(total_N) - first_N).float()
+    return low_N / total_N, (low_N + at_N) / total_N, logprobs_N, entropy_N, varentropy_N.float()
 
 
 def sample(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tuple[Tensor, Tensor]:

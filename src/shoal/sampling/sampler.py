@@ -32,10 +32,9 @@ class Draw(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """All that the checks want to know of given tokens, one value per row. `low`, `high` (float64): the token's
-    interval of the CDF. `logprobs` (float32). `entropy` and `varentropy` (float32): mean and variance of -log p under
-    the distribution that the token was drawn from, so that an honest token's log-probability has mean -entropy and
-    variance varentropy."""
+    """What the checks want to know of given tokens, one value per row. `low`, `high` (float64): the token's interval of
+    the CDF. `logprobs` (float32). `entropy` and `varentropy` (float32): mean and variance of -log p under the
+    distribution that the token was drawn from."""
 
     low: Tensor
     high: Tensor
@@ -107,8 +106,7 @@ def _statistics_tile(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> 
 
 
 def uniforms_of(positions: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """`stream.uniforms_at` on a device, bit for bit, made where it is used: of positions and the halves of seeds, all
-    int64, of shapes that broadcast."""
+    """`stream.uniforms_at` on a device, bit for bit: of positions and the halves of seeds, int64, that broadcast."""
     zero = torch.zeros_like(positions)
     word0, word1, *_ = philox4x32((positions & LOW_32, positions >> 32, zero, zero), (low, high))
     uniforms: Tensor = ((word0 >> 5) * 2**26 + (word1 >> 6)).double() * 2.0**-53

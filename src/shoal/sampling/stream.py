@@ -1,9 +1,7 @@
-"""The uniform stream: u[t] = the first 53 bits of Philox4x32-10 at counter t under a 64-bit seed.
-
-Philox is a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): any
-position can be computed alone, in any order, on any machine, with 32-bit integer multiplications only. One block of
-four words per position; words 0 and 1 make the uniform, words 2 and 3 are left unused so that position = counter.
-"""
+"""The uniform stream: u[t] = the first 53 bits of Philox4x32-10 at counter t under a 64-bit seed. Philox is a
+counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): any position can be
+computed alone, on any machine, with 32-bit integer multiplications only. Of the four words of a position, 0 and 1 make
+the uniform; 2 and 3 are unused, so that position = counter."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Which arithmetic runs: the compiled one for large work if numba works here, else numpy. The numbers are the same.
-
-Small work is not worth the import of numba (a second) or, the first time ever, its compilation (some ten seconds; the
-result is kept on disk). Nothing is imported before it is needed.
-"""
+Small work is not worth the import of numba (a second), or its first compilation (some ten seconds)."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ def measure(indices: Ints, bits: Bits, *rest: Any) -> Ints:
 
 
 def _run(name: str, is_large: bool, *arguments: Any) -> Any:
-    """Compiled code may fail (a broken installation, a folder that cannot be written, a damaged cache): then numpy does
-    the work, here and from now on."""
+    """Compiled code may fail (a broken installation, a damaged cache): then numpy does the work from now on."""
     global _is_broken
     if _is_broken or not (is_large or KERNELS in sys.modules):
         return getattr(plain, name)(*arguments)

@@ -139,9 +139,8 @@ class ProofTolerance:
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """The answer and its evidence. `values`: points compared. `chunk`: the worst one, None if there are none.
-    `mantissa_mean` is over all values whose exponents agree, `mantissa_median` is the largest of the chunks' medians;
-    2^64 where none agree. `outside_hits` is the largest of the chunks'."""
+    """`values`: points compared. `chunk`: the worst one, if any. `mantissa_mean` is over all values whose exponents
+    agree, `mantissa_median` and `outside_hits` are the largest of the chunks'; 2^64 where no exponent agrees."""
 
     reason: Reason | None
     detail: str
@@ -217,9 +216,8 @@ def outside_limit(count: int, significance: float) -> int:
 
 
 def severity_of(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.float64]:
-    """Of each chunk, the largest of its measures as a multiple of what is allowed: above 1 is too much. A point that
-    only the verifier chose, at a tie, gives noise, which in one of 256 cases has the right exponent, and any mantissa:
-    one such error is forgiven."""
+    """Of each chunk, the largest of its measures as a multiple of what is allowed. One mantissa error is forgiven: a
+    point that only the verifier chose, at a tie, is noise, which in one of 256 cases has the right exponent."""
     exponents = _ratio(comparisons.exp_mismatches, np.maximum(limits.boundary, limits.exponents * comparisons.k))
     signs = _ratio(comparisons.sign_mismatches, np.maximum(limits.boundary, limits.signs * comparisons.k))
     forgiven = np.maximum(comparisons.mant_err_sum - LARGEST_ERROR, 0)
@@ -262,9 +260,5 @@ def proof_sums(comparisons: Comparisons, most: float = math.inf) -> ProofSums:
     else:
         errors -= LARGEST_ERROR
     noise = 2 * CHANCE * LARGEST_ERROR * int(comparisons.exp_mismatches.sum())
-    return ProofSums(
-        values=int(comparisons.k.sum()),
-        exponents=int(np.maximum(comparisons.exp_mismatches - 1, 0).sum()),
-        matches=matches,
-        mantissa=max(0.0, errors - noise),
-    )
+    exponents = int(np.maximum(comparisons.exp_mismatches - 1, 0).sum())
+    return ProofSums(int(comparisons.k.sum()), exponents, matches, mantissa=max(0.0, errors - noise))

@@ -1,9 +1,8 @@
 """The selection of `plain.select` on torch tensors: what runs where the activations are, so that only points leave.
 
 All chunks of one shape together. Block maxima first, then the values of the best blocks only. Both steps compare
-(magnitude, lowest index first) as one integer, so that no two candidates are equal and no device has a choice. If a
-value is outside the `count` best blocks, each of these has a value that is larger, or as large and before it: the
-blocks that are left out hold none of the `count` largest.
+(magnitude, lowest index first) as one integer: no two candidates are equal, and no device has a choice. A value outside
+the `count` best blocks is preceded by a value of each of these: it is none of the `count` largest.
 
 G: chunks of one shape, S: values of one, B: blocks, K: points.
 """

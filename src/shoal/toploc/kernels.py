@@ -1,8 +1,6 @@
-"""The arithmetic of `plain`, compiled by numba: the same three functions, the same numbers.
-
-Types are spelled out because numba widens every integer expression to 64 bits: a cast back to 16 or 32 bits lets the
-loops run in wide registers. One thread, without the interpreter's lock.
-"""
+"""The arithmetic of `plain`, compiled by numba: the same three functions, the same numbers. Types are spelled out
+because numba widens every integer expression to 64 bits: a cast back to 16 or 32 bits lets the loops run in wide
+registers. One thread, without the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 Words = npt.NDArray[np.uint32]
 
-P32 = np.uint32(PRIME)
-MAGNITUDE = np.uint16(0x7FFF)
+P32, MAGNITUDE = np.uint32(PRIME), np.uint16(0x7FFF)
 
 
 def compiled(function: Compiled) -> Compiled:

@@ -85,8 +85,7 @@ class ProofPoly:
 
     @staticmethod
     def null(length: int) -> ProofPoly:
-        """What the package writes where it fails: zeros. No prover here makes one, and reading or verifying one is a
-        `ProofError`."""
+        """What the package writes where it fails: zeros. Reading or verifying one is a `ProofError` here."""
         return ProofPoly([0] * length, 0)
 
     @staticmethod

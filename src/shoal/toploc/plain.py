@@ -1,8 +1,6 @@
 """The numbers of a proof, and its arithmetic in numpy: the plain statement, and what runs where numba is not installed.
-
-`kernels` has the same three functions, compiled; a test holds them together. Everything is batched: C chunks, whose
-points lie end to end, `counts[c]` of them for chunk c (P in all).
-"""
+`kernels` has the same three functions, compiled. All is batched: C chunks, whose points lie end to end, `counts[c]` of
+them for chunk c (P in all)."""
 
 from __future__ import annotations
 
@@ -139,9 +137,8 @@ def measure(
     indices: Ints, bits: Bits, counts: Ints, sizes: Ints, moduli: Ints, coefficients: Bits, outside: int
 ) -> Ints:
     """How far proofs are from points: [C, 6] exponent mismatches, sum of mantissa errors over the others, their upper
-    median, sign mismatches among them, hits of the modal exponent outside the points, and how often it was tried.
-    "Outside" are up to `outside` residues that none of the points has. Where they start follows from the points, so who
-    has not computed them cannot know."""
+    median, sign mismatches among them, hits of the modal exponent at up to `outside` residues that none of the points
+    has, and how many there are. Where these start follows from the points: who has not computed them cannot know."""
     results = np.zeros((len(counts), 6), dtype=np.int64)
     for chunks, at in _by_count(counts):
         for begin in range(0, len(chunks), AT_ONCE):

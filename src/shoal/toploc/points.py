@@ -8,11 +8,10 @@
         ▼
     PointBatch                  (index, bfloat16 bits) of every chunk, by ascending index
 
-On CUDA the selection runs there, and only points leave the device.
-
-A proof of k points is 2 + 2k bytes, all numbers big-endian uint16: the modulus m, then the k coefficients, ascending
-powers, of the polynomial over GF(65497) that is y at (x mod m) for every point (x, y). It depends on the set of points,
-not on their order. There is no room for anything else: another length or a number >= 65497 is malformed.
+On CUDA the selection runs there, and only points leave the device. A proof of k points is 2 + 2k bytes, all numbers
+big-endian uint16: the modulus m, then the k coefficients, ascending powers, of the polynomial over GF(65497) that is y
+at (x mod m) for every point (x, y). It depends on the set of points, not on their order. There is no room for anything
+else: another length or a number >= 65497 is malformed.
 """
 
 from __future__ import annotations
@@ -86,10 +85,9 @@ def chunk_rows(length: int, rows: int) -> list[int]:
 
 
 def chunk_topk(r: int, hidden: int, topk: int, rows: int) -> int:
-    """How many points a chunk of `r` rows is committed to by.
-
-    In proportion to its rows, at least 8, at most a quarter of its values (so that "outside the largest" means
-    something), at least 1. A full chunk has exactly `topk`, unless the quarter forbids it.
+    """How many points a chunk of `r` rows is committed to by: in proportion to its rows, at least 8, at most a quarter
+    of its values (so that "outside the largest" means something), at least 1. A full chunk has exactly `topk`, unless
+    the quarter forbids it.
 
     >>> [chunk_topk(r, 4096, 128, 32) for r in (32, 16, 3, 1)]
     [128, 64, 12, 8]
@@ -99,9 +97,8 @@ def chunk_topk(r: int, hidden: int, topk: int, rows: int) -> int:
 
 
 def top_points(activations: Activations, lengths: Sequence[int], topk: int, rows: int) -> PointBatch:
-    """The points of sequences that lie end to end in `activations` [sum(lengths), H]. numpy (float32, float16, or
-    uint16 holding bfloat16 bits) or torch (float32, float16, bfloat16). Wider types are rounded to bfloat16, to nearest
-    even, before anything is compared."""
+    """The points of sequences that lie end to end in `activations` [sum(lengths), H]: numpy (float32, float16, bfloat16
+    bits as uint16) or torch (float32, float16, bfloat16). Wider types are rounded to bfloat16, to nearest even."""
     if activations.ndim != 2:
         raise ValueError(f"activations are [rows, channels], not of {activations.ndim} dimensions")
     total, hidden = activations.shape
@@ -145,7 +142,7 @@ def host_array(flat: Activations) -> npt.NDArray[Any]:
 
 
 def _is_torch(value: object) -> bool:
-    """Whether it is a tensor, without importing torch to ask."""
+    """Without importing torch to ask."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

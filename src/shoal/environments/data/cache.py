@@ -1,8 +1,6 @@
-"""What was found out about files, kept in the user's cache folder: a data set opens at once the second time.
-
-An entry is named by what it is about (path, size, times of change, inode of each file, and the question asked), so a
-changed file finds none. Entries carry their own hash; one that is damaged, or cannot be written, costs time only.
-"""
+"""What was found out about files, kept in the user's cache folder: a data set opens at once the second time. An entry
+is named by path, size, times of change and inode of each file, and by the question: a changed file finds none. Entries
+carry their own hash; one that is damaged, or cannot be written, costs time only."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ CHUNK_BYTES = 8 * 2**20
 
 
 def cache_folder() -> Path:
-    """Where entries lie: $XDG_CACHE_HOME/shoal/data, or ~/.cache/shoal/data."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "shoal" / "data"
 
@@ -46,7 +43,7 @@ def identity(path: Path) -> tuple[object, ...]:
 
 
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
-    """An entry's arrays and what was kept beside them, or None if there is none that is whole."""
+    """An entry's arrays and what was kept beside them; None if there is no whole one."""
     import numpy as np
 
     try:

@@ -25,7 +25,6 @@ MOST_FILES = 100_000
 
 
 def locate(path: Path, split: str = "") -> tuple[Path, ...]:
-    """The files of the data set at `path`, in the order of their rows."""
     path = path.expanduser()
     _require(path)
     if path.is_dir():
@@ -42,7 +41,6 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def _require(path: Path) -> None:
-    """Refuse a path at which nothing is, or nothing that can be looked at."""
     try:
         path.stat()
     except FileNotFoundError:

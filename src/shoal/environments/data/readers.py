@@ -46,8 +46,7 @@ class Broken:
     reason: str
 
 
-Batch = Mapping[str, Any]
-"""Column → a `pyarrow.Array`, or a list of values. All of one length."""
+Batch = Mapping[str, Any]  # column → a `pyarrow.Array` or a list of values, all of one length
 
 
 def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:

@@ -1,5 +1,5 @@
-"""What must be known of every row before the first task is drawn: can it be asked, and what question is it? And, on
-request, for that reads everything: is every answer one that its grader can use?
+"""What is found out about every row before the first task is drawn: can it be asked, and what question is it? And, on
+request, whether each answer can be used, which reads everything.
 
     path ─► files ─► table ─► format ─► scan (of the columns that ask) ─► Opened ─► Splits: no question is in both
                  └─► digest (beside it) ───────────────────────────────────┘
@@ -78,11 +78,8 @@ class Problems:
 
 @dataclass(frozen=True)
 class Scan:
-    """One entry per row: the prompt's digest, whether it can be asked, whether its solve rate is in the band, its kind.
-
-    `graders` are those that the rows need. `kinds` are the kinds that rows call themselves (a row that names none is of
-    the kind ""), `kind_of` has the number of each row's.
-    """
+    """One entry per row: the prompt's digest, whether it can be asked, whether its solve rate is in the band, and its
+    kind as an index of `kinds` ("" of a row that names none). `graders` are those that the rows need."""
 
     digests: np.ndarray[Any, np.dtype[np.uint8]]
     usable: Flags
@@ -143,7 +140,6 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
 
 
 def scan(table: Table, layout: Format, rates: str, band: tuple[float, float] | None) -> Scan:
-    """Look at all rows; what was found is remembered until a file changes."""
     chosen = band and [rates, *band]
     name = entry_name("scan", VERSION, table.identities(), layout.signature, chosen, sorted({*GRADERS, *TASK_TYPES}))
     known = load_arrays(name)
@@ -167,7 +163,12 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
             digest, rate = bytes(DIGEST_BYTES), band[0]  # no question has this digest
             try:
                 rate = _rate(row, rates) if rates else rate
-                digest = _digest(row, layout)
+                if isinstance(row, Broken):
+                    raise UnusableTask(row.reason)
+                question = layout.question(row)
+                if len(question.prompt) > ROW_LIMIT_BYTES:
+                    raise UnusableTask(f"the prompt is too large: {TOO_LARGE}")
+                digest = question_digest(question.prompt, question.history)
             except UnusableTask as error:
                 problems.add(number, str(error))
             digests += digest
@@ -185,15 +186,6 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
     return Scan(matrix, usable, within, numbers, tuple(kinds), tuple(sorted(graders)), problems)
 
 
-def _digest(row: dict[str, Any] | Broken, layout: Format) -> bytes:
-    if isinstance(row, Broken):
-        raise UnusableTask(row.reason)
-    question = layout.question(row)
-    if len(question.prompt) > ROW_LIMIT_BYTES:
-        raise UnusableTask(f"the prompt is too large: {TOO_LARGE}")
-    return question_digest(question.prompt, question.history)
-
-
 def _rate(row: dict[str, Any] | Broken, column: str) -> float:
     """A number, also one that is written as text; NaN, which is in no band, where there is none."""
     value = np.nan if isinstance(row, Broken) or row[column] in (None, "") else row[column]
@@ -201,9 +193,6 @@ def _rate(row: dict[str, Any] | Broken, column: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise UnusableTask(f"{column} is {str(value)[:40]!r}, not a solve rate") from None
-
-
-# train and held out
 
 
 @dataclass(frozen=True)
@@ -216,9 +205,8 @@ class Splits:
 
 
 def split(found: Scan, other: Scan | None, held_out_size: int) -> Splits:
-    """Hold out the questions with the lowest digests, each by its first row; or those of another data set, all of which
-    count, also those beyond `held_out_size`: nobody can say later that they were clean. Other rows that repeat such a
-    question are in no split."""
+    """Hold out the questions with the lowest digests, each by its first row, or all those of another data set, also
+    beyond `held_out_size`: nobody can say later that they were clean. Rows that repeat one of them are in no split."""
     rows = np.flatnonzero(found.usable & found.kept)
     keys, size = found.keys[rows], 0
     if other is not None:
@@ -228,9 +216,6 @@ def split(found: Scan, other: Scan | None, held_out_size: int) -> Splits:
         size = min(held_out_size, len(questions) // LARGEST_SHARE)
         aside, held_out = np.isin(keys, questions[:size]), np.sort(rows[firsts[:size]])
     return Splits(train=rows[~aside], held_out=held_out, shared=int(aside.sum()) - size)
-
-
-# Every answer
 
 
 def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Graders) -> str:
@@ -243,7 +228,7 @@ def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Grade
 
 
 def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
-    """What a look at every answer finds, or has found; without `progress` (done, all), None if nobody has looked."""
+    """What a look at every answer has found, or finds. Without `progress` (done, all): None if nobody has looked."""
     versions = [[kind, graders(kind).version] for kind in opened.found.graders]
     name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)
     if known := load_arrays(name):

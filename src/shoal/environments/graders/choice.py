@@ -1,7 +1,4 @@
-"""A letter among several: `Answer: B`. The last letter that is given as the answer counts, and only one may be.
-
-And the very text: what the completion says after thinking, spaces around it aside.
-"""
+"""Graders of a letter (`Answer: B`; the last one given as the answer counts, and only one may be) and of exact text."""
 
 from __future__ import annotations
 

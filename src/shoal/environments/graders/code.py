@@ -94,8 +94,7 @@ def _wrong(case: Test, ran: Ran, limits: Limits) -> str:
             return "returned another value" if case.called else "printed something else"
 
 
-# The blocks of code in a completion: fenced as CommonMark has it, and with what models do besides: text before a fence
-# that is marked as Python, a last block that is not closed
+# Blocks are fenced as in CommonMark. Models also write text before a fence marked as Python, or do not close the last.
 
 _OPENING = re.compile(r"(?P<before>[^`~]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
 _LIST = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")
@@ -103,21 +102,13 @@ _PYTHON = re.compile(r"\{?\s*\.?(?:i?python|pypy|py)[\d.]*(?![\w-])", re.IGNOREC
 CLOSING_INDENT = 3  # a fence that is indented by more is in the code, most likely in a docstring
 
 
-@dataclass(frozen=True)
-class Block:
-    code: str
-    info: str
-    closed: bool
-
-
 def program(completion: str, functions: Collection[str] = ()) -> str:
-    """The program: the last block that defines the functions, if some are wanted; otherwise the last one. Blocks that
-    are marked as Python go before those that are not marked at all; others are none. A session of an interpreter (>>>)
-    is taken only where there is nothing else."""
-    found = [block for block in blocks(completion) if block.code.strip()]
-    marked = [block.code for block in found if _PYTHON.match(block.info)]
-    unmarked = [block for block in found if not block.info]
-    plain = [block.code for block in unmarked if block.closed] or [block.code for block in unmarked]
+    """The last block that defines the functions, if some are wanted; else the last one. Blocks marked as Python go
+    before unmarked ones; others are none. A session (>>>) is taken only where there is nothing else."""
+    found = [block for block in blocks(completion) if block[0].strip()]
+    marked = [code for code, info, _closed in found if _PYTHON.match(info)]
+    closed = [code for code, info, closed in found if closed and not info]
+    plain = closed or [code for code, info, _closed in found if not info]
     for code in (*reversed(marked), *reversed(plain)) if functions else ():
         if all(_defines(code, name) for name in functions):
             return code
@@ -125,7 +116,8 @@ def program(completion: str, functions: Collection[str] = ()) -> str:
     return next((code for code in reversed(chosen) if not code.lstrip().startswith(">>>")), chosen[-1])
 
 
-def blocks(completion: str) -> Iterator[Block]:
+def blocks(completion: str) -> Iterator[tuple[str, str, bool]]:
+    """Code, info and whether it is closed, of each."""
     fence, info, indent, lines = "", "", 0, list[str]()
     for line in completion.replace("\r\n", "\n").split("\n"):
         bare, left = line.strip(), len(line) - len(line.lstrip(" \t"))
@@ -136,12 +128,12 @@ def blocks(completion: str) -> Iterator[Block]:
                 fence, info, lines = found["fence"], found["info"].strip(), []
                 indent = len(found["before"]) if begins else left
         elif len(bare) >= len(fence) and not bare.strip(fence[0]) and left <= indent + CLOSING_INDENT:
-            yield Block(dedent("".join(f"{line}\n" for line in lines)), info, closed=True)
+            yield dedent("".join(f"{line}\n" for line in lines)), info, True
             fence = ""
         else:
             lines.append(line)
     if fence:
-        yield Block(dedent("".join(f"{line}\n" for line in lines)).rstrip("\n") + "\n", info, closed=False)
+        yield dedent("".join(f"{line}\n" for line in lines)).rstrip("\n") + "\n", info, False
 
 
 def _defines(code: str, name: str) -> bool:

@@ -106,7 +106,11 @@ def _tests(info: dict[str, Any]) -> Tests:
     if language not in LANGUAGES:
         raise BadTests(f"the language is {language[:40]!r}; only Python is run")
     if "inputs" in info and "test_cases" not in info:
-        cases = _apps(info)
+        inputs, outputs, called = _list(info, "inputs"), _list(info, "outputs"), info.get("fn_name")
+        if len(inputs) != len(outputs):
+            raise BadTests(f"there are not as many outputs ({len(outputs)}) as inputs ({len(inputs)})")
+        pairs = zip(inputs, outputs, strict=True)
+        cases = [_returned(called, *pair, or_alone=True) if called else _printed(*pair) for pair in pairs]
     else:  # the function's name is in the case, in its metadata, or in those of all cases
         function = info.get("fn_name") or _metadata(info).get("func_name")
         chosen = ["test_cases"] if "test_cases" in info else ["public_test_cases", "private_test_cases"]
@@ -131,20 +135,10 @@ def _case(case: Any, function: Any, field: str) -> Test:
     named = case.get("fn_name") or _metadata(case).get("func_name")
     kind = case.get("type") or case.get("testtype") or ("function_call" if named else "stdin_stdout")
     if kind in ("stdin_stdout", "stdin"):
-        return Test(_text(case["input"], "input"), _text(case["output"], "output"))
+        return _printed(case["input"], case["output"])
     if kind in ("function_call", "functional"):
         return _returned(named or function, case["input"], case["output"], or_alone=kind == "function_call")
     raise BadTests(f"a test is of type {str(kind)[:40]!r}; there are stdin_stdout (stdin), function_call (functional)")
-
-
-def _apps(info: dict[str, Any]) -> list[Test]:
-    inputs, outputs = _list(info, "inputs"), _list(info, "outputs")
-    if len(inputs) != len(outputs):
-        raise BadTests(f"there are not as many outputs ({len(outputs)}) as inputs ({len(inputs)})")
-    pairs, function = zip(inputs, outputs, strict=True), info.get("fn_name")
-    if function:
-        return [_returned(function, given, wanted, or_alone=True) for given, wanted in pairs]
-    return [Test(_text(given, "input"), _text(wanted, "output")) for given, wanted in pairs]
 
 
 def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = False) -> Test:
@@ -160,13 +154,15 @@ def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = Fa
     return Test(given, wanted, name, expected_bytes=len(json.dumps(wanted)), or_alone=or_alone)
 
 
-def _text(given: Any, what: str) -> bytes:
-    """Text, or a list of lines."""
-    if isinstance(given, list) and all(isinstance(line, str) for line in given):
-        given = "\n".join(given)
-    if not isinstance(given, str):
-        raise BadTests(f"a test's {what} is no text")
-    return given.encode("utf-8", errors="replace")
+def _printed(given: Any, wanted: Any) -> Test:
+    """Each is text, or a list of lines."""
+    texts = []
+    for value, what in ((given, "input"), (wanted, "output")):
+        text = "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else value
+        if not isinstance(text, str):
+            raise BadTests(f"a test's {what} is no text")
+        texts.append(text.encode("utf-8", errors="replace"))
+    return Test(texts[0], texts[1])
 
 
 def _list(info: dict[str, Any], field: str) -> list[Any]:
@@ -187,9 +183,6 @@ def _parsed(given: Any, what: str) -> Any:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:
         raise BadTests(f"{what} is text, and no JSON") from None
-
-
-# Whether what came out is what was expected
 
 
 def same_text(expected: bytes, printed: bytes) -> bool:

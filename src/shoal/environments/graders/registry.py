@@ -13,9 +13,8 @@ from shoal.runtime.text import meant
 class Grader(Protocol):
     """Scores a completion against a task's `answer`: the verification info of its row, as text (JSON, or plain).
 
-    Deterministic; of nothing but its arguments. A completion can make it give 0 and never make it raise or hang.
-    `ScoringFailure` is for a failure of the machinery: a sandbox that does not start, an answer that `problem` refuses.
-    """
+    It depends on its arguments only. A completion can make it give 0, and never make it raise or hang. `ScoringFailure`
+    is for a failure of the machinery: a sandbox that does not start, an answer that `problem` refuses."""
 
     @property
     def name(self) -> str: ...
@@ -24,7 +23,7 @@ class Grader(Protocol):
     def version(self) -> int: ...  # part of every digest; raised when a score may change
 
     def problem(self, answer: str) -> str:
-        """What is wrong with a task's answer, in a sentence; empty if nothing is. Bad rows are found by it: cheap."""
+        """What is wrong with a task's answer, in a sentence; empty if nothing is. Cheap: every row is asked for."""
         ...
 
     def score(self, answer: str, completion: str) -> Score: ...

@@ -30,10 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal.environments.sandbox import seccomp, view
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
-WALL_FACTOR = 4
-WALL_GRACE_S = 5.0
-TEST_COST_S = 0.01
-"""Processor time that a test takes besides the program's own, generously: it is given back for every test."""
+WALL_FACTOR, WALL_GRACE_S = 4, 5.0
+TEST_COST_S = 0.01  # processor time of a test besides the program's own, generously: it is given back for every test
 CHUNK, ERRORS_KEPT, REPORT_BYTES = 1 << 16, 4096, 16
 LOOK_S = 0.25
 START_S = 30.0  # a sandbox that takes longer to start is a machine in trouble, not a bad program
@@ -65,8 +63,6 @@ class Limits(BaseModel):
 
 @dataclass(frozen=True)
 class Ran:
-    """How one test ended, and what came out of it."""
-
     ended: Ended
     output: bytes = b""
     returned: bytes = b""
@@ -141,7 +137,7 @@ class Exchange:
 
 
 class Sandbox:
-    """One program, confined. To be closed: use it in a `with` statement, and in one thread."""
+    """One program, confined. Use it in a `with` statement, in one thread."""
 
     def __init__(self, code: bytes, limits: Limits, modules: tuple[str, ...] = ()) -> None:
         """`modules` of the standard library are imported before the first test, once for all of them."""
@@ -168,10 +164,8 @@ class Sandbox:
         self.close()
 
     def run(self, given: bytes, *, called: bool = False) -> Ran:
-        """One test. After one that did not end well the sandbox is of no more use.
-
-        `called`: `given` is {"function": …, "arguments": […]}, and what it returned comes back as JSON.
-        """
+        """One test. After one that did not end well the sandbox is of no more use. If `called`, `given` is
+        {"function": …, "arguments": […]}, and what it returned comes back as JSON."""
         self._tests += 1
         self._left_s += TEST_COST_S
         limits = self._limits
@@ -194,9 +188,9 @@ class Sandbox:
         return Ran(ended=cut) if cut else self._judged(exchange, seconds)
 
     def close(self) -> None:
-        """Kills whatever is in there, and waits until it is gone."""
-        # The runner ends when it hears no more, and all in there with it. Killing bubblewrap is not enough: it may not
-        # kill a process that has become another user.
+        """Kills all processes in there, and waits until they are gone."""
+        # The runner ends everything once the socket closes. Killing bubblewrap is not enough: it may not kill a process
+        # that has become another user.
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         self._process.kill()
@@ -226,7 +220,6 @@ class Sandbox:
             raise ScoringFailure(f"the sandbox does not start: {error}") from error
 
     def _greet(self, code: bytes) -> None:
-        """Sends the program; the runner says that it is ready."""
         self._control.settimeout(START_S)
         try:
             self._control.sendall(len(code).to_bytes(8, "little") + code)
@@ -241,7 +234,7 @@ class Sandbox:
             raise ScoringFailure(f"the sandbox does not start: {complaint}")
 
     def _pipes(self, opened: contextlib.ExitStack, count: int) -> tuple[list[FileIO], list[FileIO]]:
-        """Our ends of a test's pipes, which do not block, and theirs; the program writes to all but the first."""
+        """Our ends of a test's pipes, which do not block, and the program's, which writes to all but the first."""
         ours, theirs = list[FileIO](), list[FileIO]()
         try:
             for number in range(count):

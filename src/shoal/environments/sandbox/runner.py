@@ -133,8 +133,7 @@ def next_test(channel: _socket.socket) -> tuple[bytes, list[int]]:
 
 
 def until_ended(child: int, channel: _socket.socket) -> None:
-    """Waits for the program; ends everything if whoever started us has gone or wants no more. Asked meanwhile, by any
-    byte, it says how long the program has been waiting for a processor."""
+    """Ends everything if whoever started us has gone. Any byte asks how long the program has waited for a processor."""
     watched = os.pidfd_open(child)
     poll = select.poll()
     poll.register(watched, select.POLLIN)
@@ -170,12 +169,9 @@ class Filter(ctypes.Structure):
 def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
     """Limits, then the filter of system calls: from here on there is no way back."""
     fixed = {
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
-    }
+    }  # fmt: skip
     for kind, value in (fixed | limits).items():
         hard = resource.getrlimit(kind)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -188,8 +184,7 @@ def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
 
 def run(code: bytes, *, called: bool) -> None:
     """The program, as a script would run; ends this process."""
-    streams = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-    for number, (name, mode) in enumerate(streams):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         stream = open(number, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -213,8 +208,7 @@ def run(code: bytes, *, called: bool) -> None:
 
 
 def main_module(code: bytes) -> dict[str, Any]:
-    """Runs the program as `__main__`; its names. Names that are granted are builtins: the program's own go before them,
-    and they do not pass for functions that it wrote."""
+    """Runs the program as `__main__`; its names. Granted names are builtins: they do not pass for its own functions."""
     module = type(sys)("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module

@@ -1,11 +1,9 @@
 """Which system calls a program may make: a seccomp filter, assembled here for x86_64 and aarch64.
 
-The namespaces decide what a program can reach; the filter takes away what reaches around them: other processes (no fork
-and no exec, so nothing outlives a test, and whatever it was killed by was not itself); ways to change or watch another
-process, or to leave something for the next test; and parts of the kernel that no test program needs and that had most
-of its holes, every kind of socket but the local one among them.
-
-A call that is refused gives EPERM. Calls that are newer than this list give ENOSYS, as an older kernel would.
+The namespaces decide what a program can reach; the filter takes away what reaches around them: other processes (without
+fork and exec nothing outlives a test); ways to change or watch another process, or to leave something for the next
+test; parts of the kernel that no test program needs and that had most of its holes, every socket but the local kind
+among them. A call that is refused gives EPERM. Newer calls give ENOSYS, as an older kernel would.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # arguments have eight b
 
 CLONE_THREAD, AF_UNIX, SIGABRT, RLIMIT_STACK, F_SETSIG = 0x10000, 1, 6, 3, 10
 
-NEWEST: Final = 450
-"""The newest call that was looked at; the numbers from 424 on are the same on every architecture."""
-
+NEWEST: Final = 450  # the newest call that was looked at; from 424 on numbers are the same on every architecture
 ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # name: (x86_64, aarch64); None where there is no such call.
@@ -73,15 +69,10 @@ def assemble(machine: str) -> bytes:
     if machine not in ARCHITECTURES:
         raise EnvironmentSetupError(f"there is no filter of system calls for {machine}: no program is run here")
     column = list(ARCHITECTURES).index(machine)
-    program = [
-        _load(_ARCHITECTURE_AT),
-        (_EQUAL, 1, 0, ARCHITECTURES[machine]),
-        (_RETURN, 0, 0, _KILL),
-        _load(_NUMBER_AT),
-        # also the other numbering that x86_64 has, which begins at 2³⁰
-        (_GREATER, 0, 1, NEWEST),
-        _refuse(ENOSYS),
-    ]
+    program = [  # newer than the newest is also the other numbering of x86_64, which begins at 2³⁰
+        _load(_ARCHITECTURE_AT), (_EQUAL, 1, 0, ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL),
+        _load(_NUMBER_AT), (_GREATER, 0, 1, NEWEST), _refuse(ENOSYS),
+    ]  # fmt: skip
     for numbers in DENIED.values():
         number = numbers[column]
         if number is not None:
@@ -93,7 +84,7 @@ def assemble(machine: str) -> bytes:
 
 
 def _judged() -> list[tuple[tuple[int, int], list[Instruction]]]:
-    """What is done with calls that are allowed with some arguments only. Each list ends by returning."""
+    """Calls that are allowed with some arguments only. Each list ends by returning."""
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     return [
         (_CLONE, [_load(_ARGUMENTS_AT), (_ANY_BIT, 0, 1, CLONE_THREAD), allow, _refuse()]),

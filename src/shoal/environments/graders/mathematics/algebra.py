@@ -29,14 +29,12 @@ from typing import Any
 from shoal.environments.graders.mathematics.formula import TooLarge
 from shoal.errors import ScoringFailure
 
-SECONDS, ANSWER_S, _START_S = 2.0, 60.0, 120.0
-"""Processor time for one comparison; how long an answer is waited for (the limits end every worker long before, unless
-the machine stands still); how long the helper may take to read its libraries."""
+SECONDS = 2.0  # processor time for one comparison
+ANSWER_S, _START_S = 60.0, 120.0  # for an answer (the limits end a worker long before), and to read the libraries
 _MEMORY = 1 << 29  # bytes that a worker may have beyond what it begins with
 LONGEST = 600  # characters of a formula that is sent: time to read one grows faster than its length
 SAME, DIFFERENT, LIMIT, READY = b"1", b"0", b"L", b"R"
-WHOLE = "\1"
-"""Before the gold answer: what follows are whole texts, to be read as math-verify reads them."""
+WHOLE = "\1"  # before the gold answer: what follows are whole texts, to be read as math-verify reads them
 _HUGE = re.compile(r"\^\s*\{?\s*-?\d{5,}|\^\s*\{?\s*\d+\s*\^|\d{5,}\s*[})]*\s*!|\d{100,}|!\s*!")
 """What cannot be meant as an answer and takes long: towers of powers, factorials of large numbers."""
 
@@ -137,10 +135,9 @@ same, said = SymbolicEquality(_HELPER), SymbolicEquality(_HELPER, whole=True)
 
 
 # The helper process
-
+# What a worker dies of by itself: its processor time, its stack, memory that C code was not given. Not SIGKILL: that is
+# how a kernel without memory, or a person, ends a process.
 _LIMITS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
-"""What a worker dies of by itself: its processor time, its stack, memory that C code was not given. Not SIGKILL: that
-is how a kernel without memory, or a person, ends a process."""
 _WARM = (("\\sqrt{8}", "2\\sqrt{2}"), ("x^2+2x+1", "(x+1)^2"), ("\\sum_{k=1}^{n} k", "\\frac{n(n+1)}{2}"))
 """Compared before forking: what these load and remember, every worker then has."""
 

@@ -132,8 +132,6 @@ def _inside(formula: re.Match[str]) -> str:
     return next(group for group in formula.groups() if group is not None).strip()
 
 
-# One spelling
-
 _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "∕": "/", "⁄": "/",
     "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ",

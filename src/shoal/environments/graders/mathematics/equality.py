@@ -85,8 +85,6 @@ class Comparison:
             return not (gold.unit and given.unit) and _percent(gold, given)
         return units_agree(gold.unit, given.unit) and self._same_formula(gold.text, given.text)
 
-    # several values
-
     def _grouped(self, gold: Form, given: Form) -> bool:
         kinds = {gold.kind, given.kind}
         if max(len(gold.items), len(given.items)) > _MOST_ITEMS:
@@ -141,8 +139,6 @@ class Comparison:
                 return False
             givens.remove(found)
         return True
-
-    # equations and inequalities
 
     def _related(self, gold: Form, given: Form) -> bool:
         both = gold.kind in RELATIONS and given.kind in RELATIONS
@@ -211,8 +207,6 @@ class Comparison:
         sign = given.kind if factor.real > 0 else _FLIPPED.get(given.kind, given.kind)
         return gold.kind == sign and all(close(a, factor * b) for a, b in pairs)
 
-    # values
-
     def _same_formula(self, gold: str, given: str) -> bool:
         if gold == given or _SPACE.sub("", gold) == _SPACE.sub("", given):
             return True
@@ -278,7 +272,6 @@ def _tree(form: Form) -> Tree | None:
 
 
 def _number(form: Form) -> Any:
-    """The number that a value is; None if it is none."""
     return formula.number(_tree(form))
 
 
@@ -309,8 +302,7 @@ def _percent(gold: Form, given: Form) -> bool:
 
 
 def _comparable(gold: str, given: str) -> bool:
-    """Whether symbolic algebra may be asked. It leaves out words and primes: those must be the same on both sides. And
-    it finds some sense in two numbers side by side, where there is none."""
+    """Symbolic algebra leaves out words and primes, and finds some sense in two numbers side by side."""
     both = (gold, given)
     return (
         all(not _PLAIN_LETTERS.fullmatch(text) and any(sign.isalnum() for sign in text) for text in both)

@@ -28,10 +28,9 @@ Point = Mapping[str, Fraction]
 MP = mpmath.MPContext()  # its own precision: nobody else's changes
 MP.dps = 60
 
-_TOKENS, _DEEPEST, _DIGITS = 250, 40, 1_000
-"""Signs of one formula, levels of nesting, digits of one number."""
-_EXPONENT, _LARGE, _FACTORIAL = 1 << 20, 1_000, 2_000
-"""Exponents of two on the way, digits of numbers that are compared, arguments of factorials and binomials."""
+_TOKENS, _DEEPEST, _DIGITS = 250, 40, 1_000  # signs of one formula, levels of nesting, digits of one number
+_EXPONENT, _LARGE = 1 << 20, 1_000  # exponents of two on the way, digits of numbers that are compared
+_FACTORIAL = 2_000  # arguments of factorials and binomials
 _POINTS = ((173, 107), (-131, 97), (277, 103), (41, 331), (-53, 110), (563, 108))
 """Where variables are put. Fixed: the same question has the same answer everywhere."""
 

@@ -18,9 +18,9 @@ from shoal.environments.graders.mathematics.reading import readings
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
 
+# How often one completion may need symbolic algebra: a list against a list would ask for every pair. A count, not a
+# time: it ends at the same question on every machine.
 _QUESTIONS = 4
-"""How often one completion may need symbolic algebra: a list against a list would ask for every pair. A count, not a
-time: it ends at the same question on every machine."""
 _KEYS = ("ground_truth", "answer", "answers", "target", "solution")
 _NONE = ("proof", "notfound")  # what NuminaMath writes for an answer where there is none
 _LETTER = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])\)?\.?(?: ?\})?")
@@ -33,9 +33,8 @@ _LIMITS = "comparing the answer took more than the limits allow"
 
 @dataclass(frozen=True)
 class MathematicsGrader:
-    r"""1 if the final answer of the completion is the gold answer, by value and not by spelling; 0 otherwise. The gold
-    answer is plain text (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of several
-    is right."""
+    r"""1 if the completion's final answer has the value of the gold answer, else 0. The gold answer is plain text
+    (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of several is right."""
 
     name: ClassVar[str] = "mathematics"
     version: ClassVar[int] = 5
@@ -76,8 +75,7 @@ class MathematicsGrader:
 
 @dataclass(frozen=True)
 class MathVerifyGrader:
-    """What math-verify says of the completion without its thinking part, for scores that compare with others'. It runs
-    in the helper process, within the same limits."""
+    """What math-verify says after the thinking, for scores that compare with others'; within the same limits."""
 
     name: ClassVar[str] = "math-verify"
     version: ClassVar[int] = 1

@@ -39,8 +39,7 @@ INEQUALITIES = ("<", ">", "\\le", "\\ge")
 RELATIONS = frozenset(("=", "\\ne", "\\to", "\\in", "\\equiv", *INEQUALITIES))
 INTERVALS = ("()", "[]", "(]", "[)")
 LOW, HIGH = Form("value", text="-\\infty"), Form("value", text="\\infty")
-_DEEPEST = 8
-"""Brackets within brackets that are told apart as lists."""
+_DEEPEST = 8  # brackets within brackets that are told apart as lists
 
 _GROUPED = r"\d{1,3}(?:,\d{3})+"
 _WHOLE_THOUSANDS = re.compile(rf"-?{_GROUPED}(?:\.\d+)?")
@@ -255,8 +254,6 @@ def _single(text: str, depth: int) -> Form:
     return _value(text)
 
 
-# Single values: numbers in their many spellings, with units; words
-
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[^\W\d_]{2,}")
 _NOT_FOLDED = re.compile(r"(?:(?![<>=^]|[+*/] ?\.?\d|(?<![^\W\d_]{2})[-.] ?\.?\d)[\W_])+")
@@ -324,6 +321,7 @@ _SAYS_MORE = frozenset(
     "double doubled triple tripled halved twice modulo inverse gross googol and pi sqrt sin cos tan ln "
     "log exp mod".split()
 )
+_MATHEMATICAL = frozenset("pi sqrt sin cos tan ln log exp mod and or".split())  # noqa: SIM905
 _NO_WORDS = re.compile(r"[\d,;:=<>+*!?(|]")
 _NUMERAL = re.compile(r"-? ?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\\frac ?\{\d+\} ?\{\d+\}|\d+ ?/ ?\d+)")
 # Possessive (++): each sign of the unit can be read in one way only, or a long answer would be tried in all of them.
@@ -341,8 +339,7 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 
 
 def _split_unit(text: str) -> tuple[str, Unit | None]:
-    """The number's own text, and its unit: known units by their common name; empty if there is none. None if the words
-    behind the number say more than a unit does."""
+    """The number's text, and its unit by its common name; None if the words say more than a unit does."""
     if text.endswith("%"):
         return text[:-1].strip(), ("%",)
     if text.isascii() and not any(letter.isalpha() for letter in text):
@@ -369,9 +366,6 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
     return _multiplied(trailing["body"].strip(), words, unit)
 
 
-_MATHEMATICAL = frozenset("pi sqrt sin cos tan ln log exp mod and or".split())  # noqa: SIM905
-
-
 def _singular(word: str) -> str:
     """In lower case, without the plural's s. A letter is a sign: k is a thousand, K is not."""
     lower = word.lower()
@@ -379,11 +373,8 @@ def _singular(word: str) -> str:
 
 
 def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
-    """The number times what the first words say, and the unit that the other words are.
-
-    `cm^2`, "sq cm" and "square centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in the
-    table is a unit too, as it is; other words are left out.
-    """
+    """The number times what the first words say, and the unit that the other words are: `cm^2`, "sq cm" and "square
+    centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in the table is a unit, too."""
     pieces = list(_PIECE.finditer(words))
     factors = [_FACTORS.get(_singular(piece[0])) for piece in pieces]
     count = next((index for index, factor in enumerate(factors) if factor is None), len(factors))
