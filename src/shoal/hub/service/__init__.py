@@ -1,7 +1,5 @@
-"""What the hub does: each call is one or two transactions around a decision of `hub.state`.
-
-Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.commands.Refusal`).
-"""
+"""Each call is one or two transactions around a decision of `hub.state`. Services are synchronous and know nothing of
+HTTP: a refusal is an exception (`state.commands.Refusal`)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ log = logging.getLogger("shoal.hub")
 
 
 class Hub:
-    """All services over one open folder; `storage` takes the place of its database."""
+    """All services over one folder; a given `storage` takes the place of its database."""
 
     def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
         self.context = Context(config, clock, storage)
@@ -47,7 +45,7 @@ class Hub:
         self._closed = False
 
     def close(self) -> None:
-        """Leave a ledger with nothing outgoing, so that who reads the folder reads all of it. Twice is harmless."""
+        """Leave nothing in the outbox: whoever reads the folder reads the whole ledger. Twice is harmless."""
         if self._closed:
             return
         self._closed = True

@@ -28,15 +28,12 @@ MAX_BODIES_BYTES = 64 * 1024 * 1024
 
 class Checking:
     def __init__(self, context: Context, work: Work, evaluating: Evaluating, showing: Showing) -> None:
-        self._context = context
-        self._work = work
-        self._evaluating = evaluating
-        self._showing = showing
+        self._context, self._work, self._evaluating, self._showing = context, work, evaluating, showing
         self._owed = 0.0  # tokens of audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
-        """Submissions to check, claimed for this validator; units to generate that nobody could judge; and a slice of
-        an evaluation, if it wants one now, or if there is nothing to check."""
+        """Submissions to check; units to generate that nobody could judge; and a slice of an evaluation, if wanted now
+        or if there is nothing to check."""
         evaluates = request.evaluate != "no" and self._context.rules.evaluation is not None
         if evaluates and request.evaluate != "idle":
             self._evaluating.prepare(node)
@@ -67,7 +64,7 @@ class Checking:
                 slice_ = self._evaluating.claim(transaction, moment, node, wanted)
             if claims:
                 point("hub.audit.before_commit")
-        with context.storage.read() as reader:  # not above: whoever claims must lock no node
+        with context.storage.read() as reader:  # not above: a claim must lock no node
             found = tuple(self._audit(reader, each.row) for each in claims)
             pending = bool(claims) or bool(reader.submissions_in([SubmissionState.AUDITING], 1))
             if request.evaluate != "only":
@@ -91,7 +88,7 @@ class Checking:
         return AuditReply(waiting=waiting, **calibration)
 
     def _next(self, transaction: Writer, moment: Moment, count: int) -> list[SubmissionRow]:
-        """What is audited next: the lowest units; while established nodes are here, newcomers' by their share."""
+        """The lowest units; while established nodes are here, newcomers' by their share."""
         share = moment.rules.newcomer_share
         if share >= 1 or not transaction.is_established_here(moment.now_ms - newcomers.HERE_MS):
             return transaction.submissions_in([SubmissionState.RECEIVED], count)
@@ -101,8 +98,8 @@ class Checking:
         return chosen
 
     def verdicts(self, node: NodeRow, report: messages.VerdictReport) -> messages.VerdictReply:
-        """Apply the verdicts that this very validator signed; those that do not fit are named. Where hubs share a
-        database, in one transaction for each node: nobody is locked for another's sake."""
+        """Apply verdicts; those that do not fit are named. Where hubs share a database, one transaction for each node:
+        none is locked for another's sake."""
         rulings, refused = list[Ruling](), list[RefusedVerdict]()
         for signed in report.verdicts:
             try:
@@ -115,7 +112,7 @@ class Checking:
             parts.setdefault(ruling.verdict.node if self._context.storage.is_shared else "", []).append(ruling)
         refused += [each for part in parts.values() or [[]] for each in self._rule(node, part)]
         failed = any(ruling.verdict.outcome != Outcome.ACCEPTED for ruling in rulings)
-        # what waited for a light audit may wait for a full one now, and a unit for a validator to generate it
+        # what waited for a light audit may wait for a full one now, and a unit for a validator
         self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *((Topic.AUDITS,) if failed else ()))
         return messages.VerdictReply(refused=tuple(refused))
 
@@ -167,10 +164,7 @@ class Checking:
         return Ruling(verdict, node.node, signed.model_dump_json())
 
     def _case(self, transaction: Writer, moment: Moment, verdict: Verdict) -> VerdictCase:
-        """All that the verdict may touch; of what passed, and never failed before, that is little."""
-        submission = transaction.submission(verdict.submission)
-        if submission is None:
-            submission = self._showing.receive(transaction, moment, verdict)
+        submission = transaction.submission(verdict.submission) or self._showing.receive(transaction, moment, verdict)
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
         assert unit is not None, "a foreign key ties a submission to its unit"
         assert node is not None, "a foreign key ties a submission to its node"
@@ -185,8 +179,8 @@ class Checking:
         if verdict.severity is Severity.STATISTICAL:
             profile = SignedDocument.model_validate_json(held.lease.document).document["profile"]
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
-            since_ms = moment.now_ms - reputation.WITHIN_MS
-            case = replace(case, node=node, kin=transaction.kin(node.kind, verdict.reason, since_ms))
+            kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - reputation.WITHIN_MS)
+            case = replace(case, node=node, kin=kin)
         name = node.node
         return replace(
             case, holdings=transaction.holdings(name), untrained=transaction.untrained(name),

@@ -1,13 +1,10 @@
-"""What anyone may read: the run, its status with who waits for whom, its figures for `GET /metrics`, the ledger; and
-whether the run can continue by itself: every role is here, and audits can be relied on.
+"""What anyone may read: the run, its status, figures, and ledger; and whether the run can continue by itself.
 
-A standstill, who is missing to train, check or work, what became of them and what to do, is told by `/status` at once
-when the last of a role is banned or suspended, and when it was not heard of for `nodes.HERE_MS`; of a role of which
-nobody was heard since the hub was started, after `STARTING_MS`. The watchdog repeats it.
+`/status` tells a standstill (who is missing, what became of them, what to do) at once when the last of a role is banned
+or suspended; when it was not heard of for `nodes.HERE_MS`; after `STARTING_MS` if nobody of a role has come at all.
 
-A validator gives itself submissions that are known to be bad (canaries) among the real ones, and counts in its
-heartbeats how many it caught and missed. One that missed any, or that never meets one, says nothing about real work:
-that is an alarm, and so is one that cannot score (`validator_alarms`).
+A validator gives itself known-bad submissions (canaries) among the real ones, and counts in its heartbeats how many it
+caught and missed. If it missed any, or meets none, its audits prove nothing: an alarm (`validator_alarms`).
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ SILENT_AFTER_MS = 60_000  # a node that has not been heard of for so long is gon
 
 class Reporting:
     def __init__(self, context: Context, posting: Posting) -> None:
-        self._context = context
-        self._posting = posting
+        self._context, self._posting = context, posting
         self._run_info: tuple[Orders, InForce, SignedDocument] | None = None
 
     def run_info(self) -> SignedDocument:
-        """The run, signed; anew whenever something in it has changed."""
         with self._context.storage.read() as reader:
             orders, in_force = orders_of(reader), in_force_of(reader)
         if self._run_info is None or self._run_info[:2] != (orders, in_force):
@@ -103,8 +98,8 @@ class Reporting:
             )  # fmt: skip
 
     def _waits(self, reader: Reader, now_ms: int) -> list[Wait]:
-        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet. Of
-        very many, those that have waited longest. Once the last batch is written, only the trainer counts."""
+        """Polls, what nodes say they wait for, leases, submissions not judged yet; of very many the longest waits. Once
+        the last batch is written, only the trainer counts."""
         progress, rules = reader.progress(), self._context.rules
         if pacing.is_finished(rules, progress):
             return []
@@ -133,7 +128,7 @@ class Reporting:
 
 
 def _notable(reader: Reader, total: int) -> list[NodeRow]:
-    """All nodes, or of very many: the trusted, those in trouble, those who did most, and who was heard of last."""
+    """All nodes; of very many the trusted, those in trouble, those who did most, and those heard of last."""
     if total <= NODES_SHOWN:
         return reader.nodes()
     found = {row.node: row for rank, count in RANKS for row in reader.nodes_ranked(rank, count)}
@@ -154,7 +149,7 @@ def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:
 
 
 def _recent(reader: Reader) -> Iterator[RecentVerdict]:
-    """The newest decisions, and behind them those refused recently: acceptances come in hundreds and hide them."""
+    """The newest decisions, then recent refusals, which hundreds of acceptances would hide."""
     newest = reader.decided_submissions(VERDICTS_SHOWN)
     shown = {row.submission for row in newest}
     refused = [row for row in reader.refused_submissions(VERDICTS_SEARCHED) if row.submission not in shown]
@@ -172,8 +167,6 @@ class Figure:
 
 
 def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Figure]:
-    """`late` submissions were refused by this hub because their unit had gone to somebody else, `unusable` tasks passed
-    over."""
     now_ms = context.clock.now_ms()
     with context.storage.read() as reader:
         fleet, progress, last = reader.fleet(now_ms - SILENT_AFTER_MS), reader.progress(), reader.ledger_last()
@@ -222,8 +215,7 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
     return figures
 
 
-MAX_TRUSTED = 500
-"""Those heard of last: no run has so many. Workers, of which there may be any number, are not looked at."""
+MAX_TRUSTED = 500  # no run has so many
 CANARY_WITHIN = 256
 CAUGHT, MISSED = "canaries_caught", "canaries_missed"
 NO_SAMPLE, ABSTAINED = "no_sample", "abstained"
@@ -237,7 +229,6 @@ AUDITED = ("accepted", "rejected", "unsure")
 
 
 def canary_problem(node: NodeRow, presence: Presence) -> str:
-    """What a validator's counters say about its audits, if it is bad."""
     counters, who = presence.counters, node_label(node)
     if (missed := counters.get(MISSED, 0)) > 0:
         return f"{who} let {missed:.0f} known-bad submissions pass: stop it, and do not rely on what it accepted"
@@ -258,8 +249,7 @@ def scoring_problem(node: NodeRow, presence: Presence) -> str:
 
 
 def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
-    """An alarm for each known-bad submission that a validator says it let pass, and once when another problem
-    begins."""
+    """An alarm whenever a validator let more known-bad submissions pass, and once when another problem begins."""
     earlier = before or Presence(node.node)
     missed_more = now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0)
     alarms = []
@@ -275,8 +265,7 @@ def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> in
 
 
 def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:
-    """Why the run stands still for want of somebody, a sentence for each role; none before the first policy, when the
-    run is finished, and while its owner has halted it."""
+    """Who is missing, a sentence for each role; none before the first policy, after the last step, or while halted."""
     progress = reader.progress()
     over = progress.policy is None or pacing.is_finished(context.rules, progress)
     if over or orders_of(reader).halted(now_ms):

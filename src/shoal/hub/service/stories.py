@@ -1,7 +1,7 @@
-"""Why: everything that is written down about a unit or a node, with the documents that prove it.
+"""Everything that is written down about a unit or a node, with the documents that prove it.
 
-Anyone may ask, so nothing that must stay secret is told: the seeds of a unit, and the leases that hold them, only once
-the unit is decided and nobody can get it any more; where a node is, never.
+Anyone may ask. So the seeds of a unit, and the leases that hold them, are told only once nobody can get the unit any
+more; where a node is, never.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ EARNINGS = ("credit", "pending")  # kinds of entries that a node has by the thou
 
 class Stories:
     def __init__(self, context: Context, posting: Posting) -> None:
-        self._context = context
-        self._posting = posting
+        self._context, self._posting = context, posting
 
     def unit(self, number: int) -> status.UnitStory:
         with self._context.storage.read() as reader:
@@ -69,9 +68,8 @@ class Stories:
     def nodes(self, after: str, limit: int) -> status.NodePage:
         rules, now_ms = self._context.rules, self._context.clock.now_ms()
         with self._context.storage.read() as reader:
-            rows = reader.nodes_after(after, limit)
+            rows, counts = reader.nodes_after(after, limit), reader.node_counts()
             presences = reader.presences_named([row.node for row in rows])
-            counts = reader.node_counts()
         views = (node_view(row, presences.get(row.node), rules, now_ms) for row in rows)
         return status.NodePage(nodes=tuple(views), counts=counts)
 
@@ -89,13 +87,11 @@ def _submissions(reader: Reader, rows: Sequence[SubmissionRow]) -> tuple[status.
     for row in rows:
         verdict = _signed(verdicts.get(row.submission))
         severity = "" if verdict is None else str(verdict.document.get("severity") or "")
-        credit_state = "none"
-        if row.generated_tokens:
-            settled = "void" if row.submission in voided else "final"
-            credit_state = "pending" if row.matures_at_ms is not None else settled
+        settled = "void" if row.submission in voided else "final"
+        paid = "pending" if row.matures_at_ms is not None else settled
         derived = {
-            "rule": rule_of(row, severity), "credit": credit_for(row.generated_tokens), "credit_state": credit_state,
-            "receipt": _signed(row.receipt), "verdict": verdict,
+            "rule": rule_of(row, severity), "credit": credit_for(row.generated_tokens), "verdict": verdict,
+            "credit_state": paid if row.generated_tokens else "none", "receipt": _signed(row.receipt),
         }  # fmt: skip
         found.append(status.SubmissionStory(**{**shared(row, status.SubmissionStory), **derived}))
     return tuple(found)
