@@ -1,11 +1,11 @@
-"""What decisions need to know of all rows together, kept by the one process that writes to an SQLite file.
+"""Counts over all rows, kept by the one process that writes to an SQLite file.
 
     where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
     how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
     what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
     nodes                                 rows as they were read or written last: every request asks for one
 
-Only a writer uses them: nobody writes beside it. What a transaction that fails has changed is read again.
+What a failed transaction has changed is read again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NODES_KEPT = 20_000
 
 
 class Hands:
-    """Units in hand of each node on probation, and their sums by network: all, those of unproven nodes, and of these
-    the ones that are not brief. Nodes in `changed` are to be read again."""
+    """Units in hand of each node on probation, and sums by network: all, those of unproven nodes, and of these the ones
+    that are not brief. Nodes in `changed` are to be read again."""
 
     def __init__(self, nodes: Iterable[str]) -> None:
         self.changed = set(nodes)
@@ -59,8 +59,6 @@ class Hands:
 
 
 class Counts:
-    """Of one file; all are empty until a writer needs them."""
-
     def __init__(self) -> None:
         self.progress: Progress | None = None
         self.alive: Counter[UnitState] | None = None
@@ -139,13 +137,12 @@ class CountingWriter(Writer):
                 counts.progress = replace(counts.progress, next_unit=row.unit + 1, alive=counts.progress.alive + 1)
             elif not (row.alive and is_kept):
                 counts.progress = None
-        if counts.alive is not None:
-            if is_new or is_kept:
-                if is_kept:
-                    counts.alive[UnitState(was)] -= 1
-                counts.alive[row.state] += row.alive
-            else:
-                counts.alive = None
+        if not (is_new or is_kept):
+            counts.alive = None
+        elif counts.alive is not None:
+            if is_kept:
+                counts.alive[UnitState(was)] -= 1
+            counts.alive[row.state] += row.alive
 
 
 _HOLDERS = f"SELECT DISTINCT node FROM ({IN_HAND}) AS hands"
@@ -156,7 +153,7 @@ _HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leas
 
 
 def _moves_units(command: Save[Any]) -> bool:
-    """Whether a node may have more or fewer units in hand than before, or count otherwise."""
+    """Whether a node may have more or fewer units in hand, or count otherwise."""
     row, was = command.row, command.was
     if isinstance(row, rows.LeaseRow):
         return was is not row.state

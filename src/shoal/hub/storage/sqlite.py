@@ -1,14 +1,11 @@
 """SQLite: the database of one machine.
 
-    write:  one at a time ─► BEGIN IMMEDIATE ─► rows ─► decision ─► commands ─► COMMIT (fsync), shared by all who
-            queued meanwhile (`grouping`)
+    write:  one at a time ─► BEGIN IMMEDIATE ─► rows ─► decision ─► commands ─► COMMIT (fsync), one for all who queued
+            meanwhile (`grouping`); counts over all rows are kept (`counts`)
     read:   BEGIN ─► one snapshot (WAL): never waits for a writer, never makes one wait
 
 `synchronous=FULL`: a commit is on disk when it returns. Writes that may be lost with the machine, but not with the
 process (nonces, presence), go through connections of their own with `synchronous=NORMAL` and cost no fsync.
-
-What a decision needs to know of all rows together (how many units are alive, what newcomers have in hand) is counted
-once and then kept by the one process that writes (`counts`): for ten thousand workers counting takes milliseconds.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ _LOST = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE
 
 
 class SqliteStorage(Storage):
-    """On one file, whose folder is locked against other hubs; without a `path` in memory, for simulations and tests:
-    there who reads excludes who writes, and closing it loses nothing."""
+    """One file, whose folder is locked against other hubs; without a `path` in memory, for simulations and tests: there
+    readers exclude writers, and closing it loses nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._in_memory = path or Path(":memory:"), path is None
@@ -54,7 +51,7 @@ class SqliteStorage(Storage):
             self._relaxed = _engine(f"/{path}", NullPool, "journal_mode=WAL", "synchronous=NORMAL")
         self._counts = Counts()
         self._idle: list[Connection] = []  # of readers
-        # SQLite lets one writer in at a time and makes the others poll; these hand over at once.
+        # SQLite's own lock makes waiting writers poll; this one wakes the next at once
         self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000, self._counts.forget)
         try:
             with self.write() as transaction:
@@ -97,9 +94,8 @@ class SqliteStorage(Storage):
         except (DatabaseError, sqlite3.Error) as error:
             raise self._explained(error) from error
         except Busy as error:
-            raise ResourceError(
-                f"the database {self._path} was busy for {BUSY_TIMEOUT_MS // 1000} s; is the disk stuck?"
-            ) from error
+            busy = f"the database {self._path} was busy for {BUSY_TIMEOUT_MS // 1000} s; is the disk stuck?"
+            raise ResourceError(busy) from error
 
     def close(self) -> None:
         if self._in_memory:
@@ -114,7 +110,7 @@ class SqliteStorage(Storage):
         self._relaxed.dispose()
 
     def _explained(self, error: BaseException) -> ResourceError:
-        """A full disk has several faces here: not every call of SQLite says so itself."""
+        """Not every call of SQLite says itself that the disk is full."""
         error = getattr(error, "orig", error)
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and is_full(self._path.parent)):
