@@ -104,7 +104,6 @@ class Intake:
         self.held_bytes = self.received_bytes = 0
 
     def add(self, who: str, size_bytes: int, body_bytes: int) -> None:
-        """`size_bytes` more of a body that has `body_bytes` now."""
         self.received_bytes += size_bytes
         self.held_bytes += size_bytes
         self.held[who] += size_bytes

@@ -77,7 +77,6 @@ def parse_json(body: bytes, kind: type[M]) -> M:
 async def authenticate(
     context: Context, request: Request, roles: tuple[Role, ...] = (), max_bytes: int = SMALL_BODY_BYTES
 ) -> tuple[NodeRow, bytes]:
-    """Who sent a signed request, and its body."""
     signature = _parse(context, request)
     with _proven():
         node = cast(NodeRow, await run_in_threadpool(_admit, context, request, signature, roles, None))

@@ -54,8 +54,6 @@ log = logging.getLogger("shoal.hub.requests")
 
 @dataclass
 class Visit:
-    """What the edge knows about one request."""
-
     number: str
     client: str = ""  # the address as limits count it; empty: nobody's
     node: str = ""  # only once it is proven

@@ -101,7 +101,12 @@ class Call:
 
     async def answer(self, request: Request) -> Response:
         hub, edge, visit = request.app.state.hub, request.app.state.edge, visit_of(request.scope)
-        at = self._parameters(request)
+        query = request.query_params
+        many = {"name": query.getlist("name")} if self.at is Names else {}
+        try:
+            at = self.at.model_validate({**query, **request.path_params, **many})
+        except ValidationError as error:
+            raise Refusal(422, "request.parameter", first_problem(error)) from error
         node, said = await self._caller(hub, request)
         serve = partial(self.serve, hub, Ask(at, said, node, visit.client, edge))
         is_open = self.roles is None and self.method == "GET" and visit.client
@@ -119,14 +124,6 @@ class Call:
         status, reply = reply if isinstance(reply, tuple) else (204 if self.reply is None else 200, reply)
         media = self.reply if isinstance(self.reply, str) else None if reply is None else "application/json"
         return Response(reply if isinstance(reply, bytes | None) else reply.model_dump_json(), status, media_type=media)
-
-    def _parameters(self, request: Request) -> Parameters:
-        query = request.query_params
-        many = {"name": query.getlist("name")} if self.at is Names else {}
-        try:
-            return self.at.model_validate({**query, **request.path_params, **many})
-        except ValidationError as error:
-            raise Refusal(422, "request.parameter", first_problem(error)) from error
 
     async def _caller(self, hub: Hub, request: Request) -> tuple[Any, Any]:
         if self.path == "/nodes" and self.method == "POST":

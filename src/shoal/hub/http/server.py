@@ -167,7 +167,6 @@ class HubConnection(asyncio.Protocol):
             self._cut()
 
     def began(self) -> None:
-        """A head was read whole."""
         self._stop("head")
         self._requests += 1
 

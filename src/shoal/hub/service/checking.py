@@ -14,7 +14,6 @@ from shoal.hub.service.work import Work
 from shoal.hub.state import audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import Refusal, alarm
-from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import verdict as messages
@@ -60,8 +59,7 @@ class Checking:
             claims = audits.claim(moment, free, node.node)
             transaction.apply(claims)
             if evaluates:
-                wanted = request.evaluate != "idle" or not claims
-                slice_ = self._evaluating.claim(transaction, moment, node, wanted)
+                slice_ = self._evaluating.claim(transaction, moment, node, request.evaluate != "idle" or not claims)
             if claims:
                 point("hub.audit.before_commit")
         with context.storage.read() as reader:  # not above: a claim must lock no node
@@ -88,7 +86,6 @@ class Checking:
         return AuditReply(waiting=waiting, **calibration)
 
     def _next(self, transaction: Writer, moment: Moment, count: int) -> list[SubmissionRow]:
-        """The lowest units; while established nodes are here, newcomers' by their share."""
         share = moment.rules.newcomer_share
         if share >= 1 or not transaction.is_established_here(moment.now_ms - newcomers.HERE_MS):
             return transaction.submissions_in([SubmissionState.RECEIVED], count)
@@ -103,7 +100,12 @@ class Checking:
         rulings, refused = list[Ruling](), list[RefusedVerdict]()
         for signed in report.verdicts:
             try:
-                rulings.append(self._open(node, signed))
+                verdict = self._context.opened(signed, Verdict, node.public_key, "verdict")
+                if not (digest := verdict.environment_digest):
+                    sentence = "the verdict does not say which environment it was scored with"
+                    raise Refusal(422, "verdict.environment", sentence)
+                require_environment(self._context, digest, "verdict.environment", "verdict")
+                rulings.append(Ruling(verdict, node.node, signed.model_dump_json()))
             except Refusal as refusal:
                 refused.append(_refused(str(signed.document.get("submission", ""))[:64], refusal))
         self._showing.keep(ruling.verdict for ruling in rulings)
@@ -128,7 +130,8 @@ class Checking:
                     moment = self._context.moment(transaction)
                     commands = audits.judge(moment, case, ruling)
                     transaction.apply(commands)
-                    if commands and (verdict.branches.differences or verdict.reason == STEERED):  # not the same again
+                    steered = verdict.branches.differences or verdict.reason == reputation.STEERED
+                    if commands and steered:  # no commands: the same verdict again
                         counted.append((case.node, verdict))
                     if verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
                         self._context.turns.earned(case.node.network, case.node.node, moment.now_ms)
@@ -156,13 +159,6 @@ class Checking:
         bodies = [shown[name] if name in shown else self._context.blobs.get(name) for name in names]
         return pack(messages.SubmissionBodies(bodies), level=1)
 
-    def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling:
-        verdict = self._context.opened(signed, Verdict, node.public_key, "verdict")
-        if not verdict.environment_digest:
-            raise Refusal(422, "verdict.environment", "the verdict does not say which environment it was scored with")
-        require_environment(self._context, verdict.environment_digest, "verdict.environment", "verdict")
-        return Ruling(verdict, node.node, signed.model_dump_json())
-
     def _case(self, transaction: Writer, moment: Moment, verdict: Verdict) -> VerdictCase:
         submission = transaction.submission(verdict.submission) or self._showing.receive(transaction, moment, verdict)
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
@@ -181,10 +177,9 @@ class Checking:
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
             kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - reputation.WITHIN_MS)
             case = replace(case, node=node, kin=kin)
-        name = node.node
         return replace(
-            case, holdings=transaction.holdings(name), untrained=transaction.untrained(name),
-            light=transaction.light_audits(name), pending=transaction.pending_credit(name),
+            case, holdings=transaction.holdings(node.node), untrained=transaction.untrained(node.node),
+            light=transaction.light_audits(node.node), pending=transaction.pending_credit(node.node),
         )  # fmt: skip
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> messages.Audit:
@@ -197,7 +192,7 @@ class Checking:
         distrusted: Literal["", "its owner", "newcomers"] = ""
         if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
             distrusted = "its owner"
-        elif node.on_probation and _suspicion(reader, NEWER).distrusted:
+        elif node.on_probation and _suspicion(reader, reputation.NEWER).distrusted:
             distrusted = "newcomers"
         return messages.Audit(
             submission=row.submission, size_bytes=row.size_bytes,
@@ -208,9 +203,9 @@ class Checking:
         )  # fmt: skip
 
 
-def _suspicion(reader: Reader, key: str) -> Suspicion:
+def _suspicion(reader: Reader, key: str) -> reputation.Suspicion:
     stored = reader.setting(key)
-    return Suspicion() if stored is None else Suspicion.model_validate_json(stored)
+    return reputation.Suspicion() if stored is None else reputation.Suspicion.model_validate_json(stored)
 
 
 def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdict) -> None:
@@ -222,7 +217,7 @@ def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdic
         if after.distrusted and not before.distrusted:
             whom = "one owner" if whose == "its owner" else "newcomers"
             message = f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}"
-            transaction.apply([alarm(moment, STEERED, message)])
+            transaction.apply([alarm(moment, reputation.STEERED, message)])
 
 
 def _refused(submission: str, refusal: Refusal) -> RefusedVerdict:

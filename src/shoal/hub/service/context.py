@@ -30,7 +30,6 @@ from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
 from shoal.hub.state import leases, nodes
 from shoal.hub.state.commands import Record, Refusal
-from shoal.hub.state.leases import Absence
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
@@ -132,7 +131,7 @@ class Context:
 
     def was_away(self, from_ms: int, until_ms: int) -> None:
         """Nobody could reach the hub meanwhile: what ran out then lasts a little longer."""
-        self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
+        self.absence = leases.Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
         return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
@@ -200,7 +199,12 @@ class Context:
                         "or move the run with `shoal backup` and `shoal restore --set hub.database=URL`"
                     )
                 transaction.put_setting("run", json.dumps(identity))
-                transaction.apply([Record("run", self._first_row(identity), self.clock.now_ms())])
+                # what checks the rest of the ledger; also the certificate of the hub's key, which signs receipts
+                told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
+                hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
+                row = {key: identity[key] for key in told}
+                row["certificates"] = [each.model_dump(mode="json") for each in hubs]
+                transaction.apply([Record("run", row, self.clock.now_ms())])
                 point("hub.start.before_commit")
                 return
         remedies = {
@@ -223,12 +227,6 @@ class Context:
             "pools": None if config.pools is None else config.pools.model_dump(mode="json"),
             **config.run.model_dump(mode="json", exclude={"steps", "name"}),
         }  # fmt: skip
-
-    def _first_row(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """What checks the rest of the ledger; also the certificate of the hub's key, which signs receipts."""
-        told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
-        hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
-        return {**{key: identity[key] for key in told}, "certificates": [each.model_dump(mode="json") for each in hubs]}
 
     def _require_blobs(self) -> None:
         """What was promised must be found, also by other hubs of the database: a setting alone cannot change the place
@@ -269,7 +267,6 @@ def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
 
 
 def holders(transaction: Writer, holdings: Sequence[Holding]) -> dict[str, NodeRow]:
-    """The nodes that hold these leases, locked: what lapses costs them."""
     names = sorted({held.lease.node for held in holdings})
     transaction.lock_nodes(names)
     return {name: row for name in names if (row := transaction.node(name)) is not None}

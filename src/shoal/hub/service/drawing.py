@@ -34,8 +34,6 @@ MAKING_S = 2.0  # so long one request makes tasks; then it gets those units that
 
 
 class NotReady(StaleRow):
-    """Tasks that are not made yet: those of new units from `first` on, or those of `again`."""
-
     def __init__(self, first: int | None = None, again: Sequence[UnitRow] = ()) -> None:
         super().__init__(f"the tasks of unit {first} or {[unit.unit for unit in again]} are not made yet")
         self.first, self.again = first, again

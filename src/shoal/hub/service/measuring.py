@@ -18,7 +18,6 @@ from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, orders_of, require_trusted
 from shoal.hub.service.drawing import HELD_OUT, Drawing
 from shoal.hub.state import calibrations, evaluations
-from shoal.hub.state.calibrations import CalibrationTerms, InForce
 from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import EvaluationRow, Moment, NodeRow
 from shoal.hub.storage import Reader, Writer
@@ -35,11 +34,12 @@ class Calibrating:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def terms(self, transaction: Writer, kind: str) -> CalibrationTerms:
+    def terms(self, transaction: Writer, kind: str) -> calibrations.CalibrationTerms:
         """What judges a worker of this kind; its limits are wanted from now on."""
         config, in_force = self._context.config, in_force_of(transaction)
-        if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
-            known = calibrations.taken(in_force, config.profiles, config.measurable)
+        opened, bounds = calibrations.InForce(owners=in_force.owners), (config.profiles, config.measurable)
+        if kind not in calibrations.taken(opened, *bounds):
+            known = calibrations.taken(in_force, *bounds)
             takes = f"no validator of this run can judge work of {kind}; the run takes {', '.join(known)}"
             advice = "choose one (worker.device, worker.dtype), or measure yours (`shoal doctor --calibrate`)"
             raise Refusal(403, "profile.unknown", f"{takes}: {advice}")
@@ -77,11 +77,11 @@ class Calibrating:
         return SignedDocument.model_validate_json(text)
 
 
-def in_force_of(reader: Reader) -> InForce:
+def in_force_of(reader: Reader) -> calibrations.InForce:
     return _parsed(reader.setting(CALIBRATION) or "{}")
 
 
-_parsed = lru_cache(maxsize=8)(InForce.model_validate_json)
+_parsed = lru_cache(maxsize=8)(calibrations.InForce.model_validate_json)
 
 
 def wanted_of(reader: Reader) -> tuple[str, ...]:

@@ -71,7 +71,6 @@ class Membership:
         )  # fmt: skip
 
     def _check_role(self, registration: Registration) -> None:
-        """Trusted roles need a certificate of the root key for this run, this role and this very key."""
         if registration.role == "worker":
             return
         if registration.role in ("hub", "admin"):
@@ -152,7 +151,6 @@ class Administration:
     def _about_nodes(
         self, transaction: Writer, now_ms: int, action: AdminAction, known: orders.Orders
     ) -> list[Command]:
-        """What an order does to a node: a sanction or its end; a revoked key's node is banned."""
         if action.verb is AdminVerb.REVOKE:
             node = transaction.node(node_id(action.target))
             return [] if node is None else _ban(transaction, node, orders.REVOKED, now_ms)
@@ -162,18 +160,16 @@ class Administration:
         if node is None:
             raise Refusal(404, "node.unknown", f"there is no node {action.target[:64]!r} in this run")
         reason = action.reason or "by order of the run's owner"
+        orders.require_allowed(known, action.verb, node.role, node.public_key)
         if action.verb is AdminVerb.PARDON:
-            orders.require_pardonable(known, node.public_key)
             return nodes.pardon(node, reason, now_ms)
-        orders.require_worker(node.role, node.public_key)
         if action.verb is AdminVerb.BAN:
             return _ban(transaction, node, reason, now_ms)
         return nodes.suspend(node, reason, now_ms, round(action.for_s * 1000) or None)
 
 
 def _ban(transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[Command]:
-    banned = node.state is NodeState.BANNED
-    return [] if banned else nodes.ban(node, reason, transaction.holdings(node.node), now_ms)
+    return [] if node.state is NodeState.BANNED else nodes.ban(node, reason, transaction.holdings(node.node), now_ms)
 
 
 def _body(action: AdminAction, request: AdminRequest, by_root: bool) -> dict[str, Any]:

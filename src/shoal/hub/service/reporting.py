@@ -16,7 +16,6 @@ from shoal.hub.service.context import Context, node_label, node_view, orders_of,
 from shoal.hub.service.measuring import in_force_of
 from shoal.hub.service.upkeep import Posting
 from shoal.hub.state import calibrations, evaluations, pacing
-from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.orders import Orders
@@ -37,7 +36,7 @@ SILENT_AFTER_MS = 60_000  # a node that has not been heard of for so long is gon
 class Reporting:
     def __init__(self, context: Context, posting: Posting) -> None:
         self._context, self._posting = context, posting
-        self._run_info: tuple[Orders, InForce, SignedDocument] | None = None
+        self._run_info: tuple[Orders, calibrations.InForce, SignedDocument] | None = None
 
     def run_info(self) -> SignedDocument:
         with self._context.storage.read() as reader:
@@ -128,7 +127,6 @@ class Reporting:
 
 
 def _notable(reader: Reader, total: int) -> list[NodeRow]:
-    """All nodes; of very many the trusted, those in trouble, those who did most, and those heard of last."""
     if total <= NODES_SHOWN:
         return reader.nodes()
     found = {row.node: row for rank, count in RANKS for row in reader.nodes_ranked(rank, count)}

@@ -59,7 +59,6 @@ class Training:
         return BatchReply(batch=batch)
 
     def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[list[UnitRow] | None, str]:
-        """The units of the batch, or None and what it waits for."""
         halted = (orders := orders_of(reader)).halted(moment.now_ms)
         if orders.conduct == "paused":
             return None, halted

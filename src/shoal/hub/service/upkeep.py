@@ -14,8 +14,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.limits import Buckets
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.measuring import Evaluating
-from shoal.hub.state import audits, credits, leases
-from shoal.hub.state.nodes import HERE_MS
+from shoal.hub.state import audits, credits, leases, nodes
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment
 from shoal.hub.storage import Reader
 from shoal.protocol import MAX_SKEW_MS, LedgerEntry
@@ -135,7 +134,7 @@ class Upkeep:
             context.changes.notify(Topic.AUDITS)
 
     def _end_silent(self, now_ms: int) -> None:
-        context, since_ms = self._context, now_ms - HERE_MS
+        context, since_ms = self._context, now_ms - nodes.HERE_MS
         if since_ms < context.absence.until_ms:
             return
         with context.storage.read() as reader:
@@ -154,9 +153,9 @@ class Upkeep:
         if is_due:
             with context.decision(exclusive=True) as (transaction, moment):
                 due = transaction.due_credit(_due_until_ms(transaction, moment), MATURED_PER_TICK)
-                nodes = transaction.nodes_named(list({row.node for row in due}))
+                earners = transaction.nodes_named(list({row.node for row in due}))
                 verdicts = transaction.verdicts_of([row.submission for row in due])
-                transaction.apply(credits.mature(due, nodes, verdicts, moment.now_ms))
+                transaction.apply(credits.mature(due, earners, verdicts, moment.now_ms))
                 point("hub.credit.before_commit")
             point("hub.credit.after_commit")
 

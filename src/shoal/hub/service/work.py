@@ -17,8 +17,7 @@ from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.measuring import Calibrating
 from shoal.hub.service.turns import Place
-from shoal.hub.state import draws, leases, newcomers, nodes, pacing, reputation, submissions
-from shoal.hub.state.calibrations import CalibrationTerms
+from shoal.hub.state import calibrations, draws, leases, newcomers, nodes, pacing, reputation, submissions
 from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
@@ -103,7 +102,7 @@ class Work:
 
     def _arrived(
         self, transaction: Writer, node: NodeRow, moment: Moment, request: LeaseRequest, network: str,
-        terms: CalibrationTerms,
+        terms: calibrations.CalibrationTerms,
     ) -> tuple[NodeRow, bool]:  # fmt: skip
         before, commands = nodes.lift(transaction.node(node.node) or node, moment.now_ms)
         measured = before if terms.measured else reputation.unmeasured(before)
@@ -113,8 +112,7 @@ class Work:
         transaction.apply(commands)
         if request.held is None:
             return fresh, False
-        holdings = transaction.holdings(node.node)
-        lost = leases.abandon(moment, fresh, holdings, request.request, frozenset(request.held))
+        lost = leases.abandon(moment, fresh, transaction.holdings(node.node), request.request, frozenset(request.held))
         transaction.apply(lost)
         return fresh, bool(lost)
 
@@ -267,7 +265,6 @@ class Work:
             raise
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> int:
-        """How many tokens a prefill of it has."""
         try:
             submission = unpack(body, Submission, self._limits)
         except CodecError as error:

@@ -103,14 +103,12 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         return commands + _wasted(moment, case, verdict)
     if outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
-    if spread:
-        node, reason = reputation.failed_with_kind(case.node, verdict, moment.now_ms), ""
+    node = reputation.unsure(case.node, verdict, own_fault=spread is not None or verdict.reason not in NOT_THE_NODES)
+    if spread:  # no strike; but a record by limits that are in doubt would fail the node under better ones, too
+        node = replace(node, record=Tally(), failed_check=verdict.reason, failed_at_ms=moment.now_ms)
         commands.append(spread)
-    else:
-        node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in NOT_THE_NODES)
-        reason = verdict.reason
     commands.append(Save(node, case.node.state))
-    return commands + (fail(moment, [case.unit], reason) if case.is_current else [])
+    return commands + (fail(moment, [case.unit], "" if spread else verdict.reason) if case.is_current else [])
 
 
 def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command]:
@@ -204,7 +202,10 @@ def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         struck = reputation.failed(node, severity, verdict.reason, now_ms)
         banned = moment.rules.audit == "reputation" and nodes.is_over(struck)
         commands += pull(case.untrained, verdict, banned, now_ms)
-        commands += audit_fully(case.light, but=case.submission.submission)
+        for row in case.light:
+            if row.submission != case.submission.submission:
+                waiting = row if row.state != SubmissionState.AUDITING else put_back([row])[0].row
+                commands.append(Save(replace(waiting, depth="full"), row.state))
     if case.is_current:  # the node failed, not the unit
         commands.append(Save(case.unit.reopened(), case.unit.state))
     return commands
@@ -229,15 +230,6 @@ def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: in
     return [*commands, Record("pulled", body, now_ms)] if units else commands
 
 
-def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
-    commands: list[Command] = []
-    for row in waiting:
-        if row.submission != but:
-            after = row if row.state != SubmissionState.AUDITING else put_back([row])[0].row
-            commands.append(Save(replace(after, depth="full"), row.state))
-    return commands
-
-
 def task_rewards(rewards: Sequence[RolloutReward]) -> list[float]:
     """The task's part of every reward; the whole rewards unless all have that part."""
     if all(TASK_PART in reward.parts for reward in rewards):
@@ -256,10 +248,6 @@ def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "tot
 
 
 def pass_rate(rewards: Sequence[RolloutReward]) -> float | None:
-    """How much of its task a group solved, 0 to 1, in any order of rollouts; None of an empty group.
-
-    >>> pass_rate([RolloutReward(value=1.0), RolloutReward(value=-0.5)])
-    0.5
-    """
+    """How much of its task a group solved, 0 to 1, in any order of rollouts; None of an empty group."""
     solved = [min(1.0, max(0.0, value)) for value in task_rewards(rewards)]
     return math.fsum(solved) / len(solved) if solved else None

@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import draws, pacing, rows
+from shoal.hub.state import draws, pacing, rows, units
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, Progress, Rules, SubmissionRow, UnitRow, UnitState
-from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
 from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 
 NOBODY_ASKS = " (no unit is given out: no worker is asking)"  # not said where the run's owner has ordered that none is
@@ -47,13 +46,12 @@ def announce(
     commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
     if newest is not None and policy.incarnation > newest.incarnation:
         commands += [Save(lease.to(LeaseState.VOID, ended_at_ms=now_ms), lease.state) for lease in leases]
-        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in alive]
+        commands += [Save(unit.to(UnitState.VOID, reason=units.VOID_INCARNATION), unit.state) for unit in alive]
     trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
     return commands + [Save(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
 
 def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[UnitRow] | None, str]:
-    """The units of the batch of `step` in order, or None and what it waits for."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     accepted = [unit for unit in alive if unit.state == UnitState.ACCEPTED and unit.step is None]
@@ -124,7 +122,7 @@ def write_down(
     commands += [Save(replace(unit, step=step), unit.state) for unit in chosen]
     taken = {unit.unit for unit in chosen}
     stale = [unit for unit in too_old(rules, step + 1, alive, leases) if unit.unit not in taken]
-    commands += [Save(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state) for unit in stale]
+    commands += [Save(unit.to(UnitState.VOID, reason=units.VOID_STALE), unit.state) for unit in stale]
     if len(chosen) < rules.groups_per_step:
         message = f"step {step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
         commands.append(RaiseAlarm(step, "batch.short", message, now_ms))
@@ -141,11 +139,7 @@ def write_down(
 
 
 def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
-    """The mean over all rollouts of these groups, in any order; None if there are none.
-
-    >>> mean_reward([(0.0, 1.0), (1.0, 1.0)])
-    0.75
-    """
+    """The mean over all rollouts of these groups, in any order."""
     rewards = [reward for group in groups for reward in group]
     return math.fsum(rewards) / len(rewards) if rewards else None
 

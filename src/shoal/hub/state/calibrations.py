@@ -61,7 +61,6 @@ def taken(in_force: InForce, built_in: Collection[str], measurable: Collection[s
 
 
 def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: PolicyRef | None) -> InForce:
-    """A validator's calibration must follow the one in force, and be measured with this incarnation's policy."""
     if made.replaces != in_force.digest:
         sentence = "another came into force meanwhile: fetch it, join what was measured with it, and try again"
         raise Refusal(409, "calibration.outdated", sentence)

@@ -54,8 +54,6 @@ class AddVerdict:
 
 @dataclass(frozen=True)
 class RaiseAlarm:
-    """For the run's owner; at most one per step and code."""
-
     step: int
     code: str
     message: str
@@ -69,8 +67,6 @@ def alarm(moment: Moment, code: str, message: str) -> RaiseAlarm:
 
 @dataclass(frozen=True)
 class Record:
-    """A row of the ledger, in the transaction of the change that it records."""
-
     kind: str
     body: dict[str, Any]
     at_ms: int

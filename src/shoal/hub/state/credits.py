@@ -24,14 +24,12 @@ NEVER_MS = 2**62  # later than any credit matures
 
 
 def matures_at_ms(moment: Moment) -> int | None:
-    """Until when credit earned now is pending; None if it is given at once."""
     return None if moment.rules.audit == "all" else moment.now_ms + moment.rules.credit_window_ms
 
 
 def due_until_ms(moment: Moment, is_all_judged: bool) -> int:
     """Pending credit is due if it matures until then; at the end of a run, with nothing left to judge, all of it."""
-    over = is_all_judged and pacing.is_finished(moment.rules, moment.progress)
-    return NEVER_MS if over else moment.now_ms
+    return NEVER_MS if is_all_judged and pacing.is_finished(moment.rules, moment.progress) else moment.now_ms
 
 
 def earn(node: NodeRow, accepted: SubmissionRow, verdict: str, now_ms: int) -> tuple[NodeRow, Record]:

@@ -148,8 +148,6 @@ def after(rules: PoolRules, row: TaskRow | None, result: Result) -> TaskRow:
     solved = before.solved + 1 if result.rate >= 1 else 0
     if rules.retire_after and solved >= rules.retire_after:
         pool = Pool.RETIRED
-    elif rate >= rules.easy:
-        pool = Pool.EASY
     else:
-        pool = Pool.HARD if rate <= rules.hard else Pool.NORMAL
+        pool = Pool.EASY if rate >= rules.easy else Pool.HARD if rate <= rules.hard else Pool.NORMAL
     return replace(before, groups=before.groups + 1, rate=rate, solved=solved, last_unit=result.unit, pool=pool)

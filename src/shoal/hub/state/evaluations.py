@@ -65,9 +65,8 @@ def free(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> lis
 
 
 def _failed(row: EvaluationRow) -> Save[EvaluationRow]:
-    tries = row.tries + 1
-    state = EvaluationState.VOID if tries >= MOST_TRIES else EvaluationState.OPEN
-    return Save(row.to(state, validator=None, claimed_until_ms=None, tries=tries), row.state)
+    state = EvaluationState.VOID if row.tries + 1 >= MOST_TRIES else EvaluationState.OPEN
+    return Save(row.to(state, validator=None, claimed_until_ms=None, tries=row.tries + 1), row.state)
 
 
 def report(
@@ -79,8 +78,7 @@ def report(
     if row.state not in OPEN:
         return []
     if not said.scores:
-        is_theirs = row.state is EvaluationState.CLAIMED and row.validator == validator
-        return [_failed(row)] if is_theirs else []
+        return [_failed(row)] if row.state is EvaluationState.CLAIMED and row.validator == validator else []
     if (count := len(said.scores)) > row.tasks:
         raise Refusal(422, "evaluation.scores", f"{count} scores for a slice of {row.tasks} tasks at {said.first}")
     found = {"scores": said.scores, "document": document, "decided_at_ms": now_ms}

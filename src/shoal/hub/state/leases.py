@@ -58,7 +58,7 @@ class Ask:
 @dataclass(frozen=True)
 class LeasePlan:
     """What a request may have: these open units `again` and so many `fresh` ones, under a policy. Or why not:
-    `held_back` if for a reason in the node; `short` if the node could start at once and only a unit is wanting
+    `held_back` if for a reason in the node; `short` if the node could start at once and only lacks a unit
     ("inside": others of its own network have them, or are first), or it `yields` to others."""
 
     waiting: str = ""
@@ -74,7 +74,10 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
     node, rules, progress, crowd = ask.node, moment.rules, moment.progress, ask.crowd
     nodes.require_welcome(node)
     if node.state is NodeState.SUSPENDED:
-        return LeasePlan(nodes.suspended_for(node, moment.now_ms), held_back=True)
+        how_long = "until the run's owner pardons it"
+        if node.until_ms is not None:
+            how_long = f"for {-(-(node.until_ms - moment.now_ms) // 1000)} s more"
+        return LeasePlan(f"this node is suspended {how_long}: {node.reason}", held_back=True)
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
         return LeasePlan("the run is finished" if policy else "no policy has been published yet")
@@ -260,5 +263,4 @@ def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[
 
 def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
     given = [held for held in holdings if held.lease.lease in left]
-    ended = _ended(given, LeaseState.RELEASED, moment.now_ms)
-    return ended + fail(moment, _still_leased(given), trusted=True)
+    return _ended(given, LeaseState.RELEASED, moment.now_ms) + fail(moment, _still_leased(given), trusted=True)

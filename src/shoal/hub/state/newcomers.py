@@ -81,8 +81,7 @@ def _network_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
 
 
 def _long_elsewhere(node: NodeRow, crowd: Crowd, most: int) -> int:
-    long = crowd.in_hand.long
-    return sum(min(units, most) for network, units in long.items() if network not in ("", node.network))
+    return sum(min(units, most) for network, units in crowd.in_hand.long.items() if network not in ("", node.network))
 
 
 def _excess(node: NodeRow, crowd: Crowd, most: int) -> int:
@@ -96,7 +95,6 @@ def _rounds(crowd: Crowd, most: int) -> int:
 
 
 def is_brief(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
-    """Whether this node's next lease ends after `lease_s`, whatever its progress."""
     if not node.unproven or not node.network or moment.rules.newcomer_share >= 1:
         return False
     most, own = _all_together(moment, crowd), crowd.in_hand.long.get(node.network, 0)

@@ -133,11 +133,7 @@ def reject(
 
 
 def suspension_ms(suspensions: int) -> int:
-    """How long a node is suspended that was suspended so many times before.
-
-    >>> [suspension_ms(count) // 60_000 for count in (0, 1, 2, 50)]
-    [1, 2, 4, 1440]
-    """
+    """Of a node that was suspended so many times before."""
     return min(LONGEST_MS, FIRST_MS << min(suspensions, 20))
 
 
@@ -174,17 +170,10 @@ def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
 
 
 def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node as it is now: active again if its suspension is over."""
     if node.state is not NodeState.SUSPENDED or node.until_ms is None or node.until_ms > now_ms:
         return node, []
     row = node.to(NodeState.ACTIVE, reason="", until_ms=None)
     return row, [Save(row, node.state), *_recorded(row, now_ms, reason=OVER)]
-
-
-def suspended_for(node: NodeRow, now_ms: int) -> str:
-    if node.until_ms is None:
-        return f"this node is suspended until the run's owner pardons it: {node.reason}"
-    return f"this node is suspended for {-(-(node.until_ms - now_ms) // 1000)} s more: {node.reason}"
 
 
 def _recorded(row: NodeRow, now_ms: int, **more: Any) -> list[Command]:

@@ -83,17 +83,14 @@ def require_fresh(action: AdminAction, now_ms: int) -> None:
         raise Refusal(401, "admin.skew", sentence)
 
 
-def require_pardonable(orders: Orders, public_key: str) -> None:
-    """For some keys only the root may revoke, so nobody else may undo it: a revocation is for good."""
-    if public_key in orders.revoked:
+def require_allowed(orders: Orders, verb: AdminVerb, role: str, public_key: str) -> None:
+    """Revocations are for good: some only the root may order, so nobody else may undo one. For a banned trusted node
+    the run would wait, or end, with nothing said: its key is revoked instead."""
+    if verb is AdminVerb.PARDON and public_key in orders.revoked:
         raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, and that is for good: make a new one")
-
-
-def require_worker(role: str, public_key: str) -> None:
-    """The run would wait for a banned trusted node, or end, with nothing said: its key is revoked instead."""
-    if role == "trainer":
+    if verb is not AdminVerb.PARDON and role == "trainer":
         raise Refusal(409, "admin.role", "a trainer cannot be banned or suspended: pause the run, or end it")
-    if role != "worker":
+    if verb is not AdminVerb.PARDON and role != "worker":
         raise Refusal(409, "admin.role", f"a {role} cannot be banned or suspended: shoal admin revoke RUN {public_key}")
 
 

@@ -26,12 +26,10 @@ def is_finished(rules: Rules, progress: Progress) -> bool:
 
 
 def overdraw(rules: Rules, progress: Progress) -> int:
-    """Losses of the next step beyond its refills."""
     return max(0, progress.dropped + progress.failed - rules.refill_cap * rules.groups_per_step)
 
 
 def steps_served(rules: Rules, progress: Progress) -> int:
-    """In how many steps without a batch the newest policy may be trained on."""
     if progress.policy is None:
         return 0
     return max(0, min(progress.policy.version + rules.max_staleness, rules.steps - 1) + 1 - progress.next_step)
@@ -55,7 +53,6 @@ def room(rules: Rules, progress: Progress) -> int:
 
 
 def wanted_groups(rules: Rules, progress: Progress) -> int:
-    """Of the next batch: fewer than usual once its refills are used up."""
     return max(0, rules.groups_per_step - overdraw(rules, progress))
 
 
@@ -70,11 +67,7 @@ class Tempo:
 
 
 def tempo(written_at_ms: Sequence[int]) -> Tempo | None:
-    """The tempo by when the last batches were written, oldest first; unknown until there are two.
-
-    >>> tempo([10_000, 14_000, 16_000])
-    Tempo(step_ms=3000, written_at_ms=16000)
-    """
+    """By when the last batches were written, oldest first; unknown until there are two."""
     if len(written_at_ms) < 2:
         return None
     first, last = written_at_ms[0], written_at_ms[-1]
@@ -90,5 +83,4 @@ def lease_size(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, coun
         due_ms = pace.step_ms - (moment.now_ms - pace.written_at_ms)
         further = max(1, steps_served(moment.rules, moment.progress)) - 1
         left_ms = min(left_ms, max(due_ms, pace.step_ms // OVERDUE_PART) + further * pace.step_ms)
-    doable = round(SURE * left_ms) // pace_ms - held
-    return min(count, max(doable, int(held == 0)))
+    return min(count, max(round(SURE * left_ms) // pace_ms - held, int(held == 0)))

@@ -132,12 +132,6 @@ def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict:
     return alarm(moment, f"kind.{verdict.reason}.{node.kind}", message)
 
 
-def failed_with_kind(node: NodeRow, verdict: Verdict, now_ms: int) -> NodeRow:
-    """No strike; but a record by limits that are in doubt would fail the node under better ones, too."""
-    after = unsure(node, verdict, own_fault=True)
-    return replace(after, record=Tally(), failed_check=verdict.reason, failed_at_ms=now_ms)
-
-
 def independent(nodes: Iterable[NodeRow]) -> int:
     rows = list(nodes)
     proven = sum(row.accepted >= PROBATION_AUDITS for row in rows)

@@ -69,8 +69,6 @@ class ByPolicy:
 
 @dataclass(frozen=True)
 class PoolRules:
-    """`environments.settings.PoolSettings`."""
-
     retire_after: int = 2
     easy: float = 0.9
     hard: float = 0.05

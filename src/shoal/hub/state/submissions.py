@@ -16,10 +16,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.hub.state import nodes, pacing, rows
+from shoal.hub.state import nodes, pacing, rows, units
 from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseState, Moment, NodeRow, Rules, ShownRow, SubmissionRow, UnitState
-from shoal.hub.state.units import is_entrusted
 from shoal.protocol import Depth, ProofParameters, ShownChunks, ShownPrefix, shown_digest
 
 CREATED, SAME_AGAIN = 201, 200
@@ -65,7 +64,7 @@ def receive(
         late = f"lease {lease.lease} ran out"
         if unit.state != UnitState.OPEN:
             raise Refusal(410, LATE, f"{late} and unit {unit.unit} is {unit.state.value} meanwhile")
-        if is_entrusted(unit) and not node.trusted:
+        if units.is_entrusted(unit) and not node.trusted:
             raise Refusal(410, LATE, f"{late}, and a validator generates unit {unit.unit} now")
         if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
             raise Refusal(410, LATE, f"{late}, and policy {lease.policy.label} is too old to train on now")

@@ -35,12 +35,6 @@ TRUSTED_AFTER = 2  # unsure attempts of workers after which a validator generate
 TRUSTED_TRIES = 4  # attempts of validators (not scored, generated or submitted in time) after which it is given up
 
 
-def no_units() -> dict[str, int]:
-    """Counts of units by state, and of the void ones by reason, all zero."""
-    reasons = (f"void_{reason}" for reason in (VOID_ATTEMPTS, VOID_STALE, VOID_INCARNATION))
-    return dict.fromkeys([*(state.value for state in UnitState), *reasons], 0)
-
-
 def is_entrusted(unit: UnitRow) -> bool:
     return unit.failures >= TRUSTED_AFTER
 

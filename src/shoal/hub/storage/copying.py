@@ -74,8 +74,7 @@ def extents(reader: Reader) -> dict[str, int]:
 
 def _rows(connection: Connection, table: Table) -> Iterator[dict[str, Any]]:
     query = select(table).where(COPIED[table]).order_by(*table.primary_key.columns)
-    result = connection.execute(query, execution_options={"yield_per": ROWS_AT_A_TIME})
-    return (dict(row) for row in result.mappings())
+    return map(dict, connection.execute(query, execution_options={"yield_per": ROWS_AT_A_TIME}).mappings())
 
 
 def connection_of(reader: Reader) -> Connection:

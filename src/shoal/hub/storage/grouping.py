@@ -79,7 +79,6 @@ class GroupCommit:
 
     @contextmanager
     def look(self) -> Iterator[Connection]:
-        """The relaxed connection between two groups."""
         self._enter()
         try:
             if self._group is not None:

@@ -52,8 +52,6 @@ _RESIGN = text("DELETE FROM leaders WHERE name = :name AND holder = :holder")
 
 
 class PostgresStorage(Storage):
-    """On a server; `url` is postgresql://user:password@host/database."""
-
     def __init__(self, url: str, create: bool = True) -> None:
         place = parsed(url)
         self._where = f"the database {place.set(query={}).render_as_string(hide_password=True).replace('+psycopg', '')}"
@@ -109,18 +107,15 @@ class PostgresStorage(Storage):
         except PoolTimeout as error:
             raise ResourceError(f"{self._where} is too slow: all connections are in use") from error
         except DBAPIError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: DBAPIError) -> ShoalError | Refusal:
-        said = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
-        if isinstance(error, DataError):  # a character or a number that it cannot hold: the sender is told
-            return Refusal(422, "request.value", f"the database cannot hold a value of this request: {said}")
-        overtaken = isinstance(error, IntegrityError) and is_overtaken(error)
-        if overtaken or getattr(error.orig, "sqlstate", None) in _AGAIN:
-            return StaleRow(f"somebody else was at the same rows: {said}")
-        return ResourceError(
-            f"cannot use {self._where}: {said}; is the server running, and may this user change this database?"
-        )
+            said = (str(error.orig).strip() or type(error.orig).__name__).splitlines()[0]
+            if isinstance(error, DataError):  # a character or a number that it cannot hold: the sender is told
+                sentence = f"the database cannot hold a value of this request: {said}"
+                raise Refusal(422, "request.value", sentence) from error
+            overtaken = isinstance(error, IntegrityError) and is_overtaken(error)
+            if overtaken or getattr(error.orig, "sqlstate", None) in _AGAIN:
+                raise StaleRow(f"somebody else was at the same rows: {said}") from error
+            advice = "is the server running, and may this user change this database?"
+            raise ResourceError(f"cannot use {self._where}: {said}; {advice}") from error
 
 
 class PostgresWriter(Writer):

@@ -16,9 +16,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
 
-from shoal.hub.state import rows
+from shoal.hub.state import rows, units
 from shoal.hub.state.rows import EvaluationState, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.units import TRUSTED_AFTER, no_units
 from shoal.hub.storage import tables as table
 from shoal.hub.storage.tables import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
@@ -72,6 +71,8 @@ class NodeGroup:
 
 
 class Reader:
+    """In this order: the run, nodes, units and tasks, leases, submissions, evaluations, the ledger."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         if connection.dialect.name == "sqlite":
@@ -114,8 +115,6 @@ class Reader:
     def _tallied(self, sql: str) -> dict[str, int]:
         return {str(row[0]): int(row[1]) for row in self._rows(sql)}
 
-    # The run
-
     def setting(self, key: str) -> str | None:
         found = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
         return str(found[0][0]) if found else None
@@ -144,19 +143,15 @@ class Reader:
         return [row[0] for row in self._rows(query, most=limit)]
 
     def alarm_counts(self) -> Counter[tuple[str, ...]]:
-        """By the first word of their code."""
-        counts: Counter[tuple[str, ...]] = Counter()
+        counts = Counter[tuple[str, ...]]()
         for code, count in self._tallied("SELECT code, count(*) FROM alarms GROUP BY code").items():
             counts[(code.partition(".")[0],)] += count
         return counts
 
     def written_ms(self) -> int:
-        """The newest time in the ledger, its outbox, or of a node."""
         last = self.ledger_last()
         query = "SELECT (SELECT max(last_seen_ms) FROM presence), (SELECT max(at_ms) FROM ledger_outbox)"
         return max(last.at_ms if last else 0, *(int(time_ms or 0) for time_ms in self._rows(query)[0]))
-
-    # Nodes
 
     def node(self, node: str) -> rows.NodeRow | None:
         return self._one(table.NODES, f"WHERE node = :node{self._lock('nodes')}", node=node)
@@ -179,7 +174,6 @@ class Reader:
         return self._tallied("SELECT role || '.' || state, count(*) FROM nodes GROUP BY role, state")
 
     def fleet(self, since_ms: int) -> list[NodeGroup]:
-        """All nodes by role, state and whether they were heard of since then, in that order."""
         query = f"""SELECT role, state, CASE WHEN presence.last_seen_ms >= :since_ms THEN 1 ELSE 0 END AS here,
             count(*), sum(credit), sum(pending), sum(lapsed) FROM nodes {_SEEN}
             GROUP BY role, state, here ORDER BY role, state, here"""
@@ -219,8 +213,6 @@ class Reader:
         where = "WHERE last_seen_ms >= :since_ms AND waiting_for <> '' ORDER BY waiting_since_ms, node LIMIT :most"
         return self._find(table.PRESENCE, where, since_ms=since_ms, most=limit)
 
-    # Units and tasks
-
     def unit(self, unit: int) -> rows.UnitRow | None:
         return self._one(table.UNITS, f"WHERE unit = :unit{self._lock('units')}", unit=unit)
 
@@ -228,7 +220,7 @@ class Reader:
         return {row.unit: row for row in self._named(table.UNITS, units)}
 
     def open_units(self, limit: int, entrusted: bool = False) -> list[rows.UnitRow]:
-        side = f"failures {'>=' if entrusted else '<'} {TRUSTED_AFTER}"
+        side = f"failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
         query = f"WHERE state = '{UnitState.OPEN}' AND {side} ORDER BY unit LIMIT :most"
         return self._find(table.UNITS, f"{query}{self._lock('units', skip=True)}", most=limit)
 
@@ -240,11 +232,11 @@ class Reader:
         return {UnitState(state): count for state, count in found.items()}
 
     def batched_units(self) -> list[rows.UnitRow]:
-        """Units in a batch that are not marked trained yet."""
         return self._find(table.UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
 
     def unit_counts(self) -> dict[str, int]:
-        counts = no_units()
+        lost = (f"void_{reason}" for reason in (units.VOID_ATTEMPTS, units.VOID_STALE, units.VOID_INCARNATION))
+        counts = dict.fromkeys([*(state.value for state in UnitState), *lost], 0)
         for state, reason, count in self._rows("SELECT state, reason, count(*) FROM units GROUP BY state, reason"):
             counts[state] += count
             if state == UnitState.VOID:
@@ -257,8 +249,6 @@ class Reader:
 
     def pool_counts(self) -> dict[str, int]:
         return self._tallied("SELECT pool, count(*) FROM tasks GROUP BY pool")
-
-    # Leases
 
     def holding(self, lease: str) -> rows.Holding | None:
         found = self._held("leases.lease = :lease", lock=True, lease=lease)
@@ -310,8 +300,6 @@ class Reader:
         shown = "SELECT shown.lease FROM shown WHERE shown.part = 0"
         return self._find(table.LEASES, f"WHERE {_ACTIVE} AND leases.lease IN ({shown}) ORDER BY deadline_ms")
 
-    # Submissions
-
     def submission(self, submission: str) -> rows.SubmissionRow | None:
         lock = self._lock("submissions")
         return self._one(table.SUBMISSIONS, f"WHERE submission = :submission{lock}", submission=submission)
@@ -345,7 +333,6 @@ class Reader:
         return self._pick(f"WHERE {_AUDITING} AND validator = :validator ORDER BY unit", validator=validator)
 
     def untrained(self, node: str) -> list[rows.Filled]:
-        """A node's accepted groups that are in no batch."""
         query = f"""SELECT {table.UNITS.columns}, {table.SUBMISSIONS.columns} FROM units
             JOIN submissions ON units.submission = submissions.submission
             WHERE submissions.node = :node AND submissions.state = '{SubmissionState.ACCEPTED}' AND {_UNBATCHED}
@@ -377,7 +364,6 @@ class Reader:
         return self._find(table.SUBMISSIONS, "WHERE unit = :unit ORDER BY received_at_ms, submission", unit=unit)
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[rows.SubmissionRow]:
-        """Newest first; `refused`: only what was rejected, unsure or pulled."""
         ends = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)
         which = f"node = :node AND {_any_of(ends)}" if refused else "node = :node"
         order = "ORDER BY received_at_ms DESC, unit DESC LIMIT :most"
@@ -389,8 +375,6 @@ class Reader:
 
     def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
         return {row.submission: row.document for row in self._named(table.VERDICTS, submissions)}
-
-    # Evaluations
 
     def evaluation(self, incarnation: int, version: int, first: int) -> rows.EvaluationRow | None:
         where = f"WHERE {table.EVALUATIONS.is_named}{self._lock('evaluations')}"
@@ -408,8 +392,6 @@ class Reader:
         newest = "SELECT DISTINCT version FROM evaluations WHERE version >= :since ORDER BY version DESC LIMIT :most"
         where = f"WHERE version IN (SELECT version FROM ({newest}) AS newest) ORDER BY incarnation, version, first"
         return self._find(table.EVALUATIONS, where, since=version, most=versions)
-
-    # The ledger
 
     def ledger_last(self) -> LedgerEntry | None:
         found = self._entries('FROM ledger ORDER BY ledger."index" DESC LIMIT 1')

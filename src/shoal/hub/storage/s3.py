@@ -21,12 +21,10 @@ from shoal.hub.storage.blobs import checked
 from shoal.protocol import submission_digest
 
 DEFAULT_REGION = "us-east-1"
-CONNECT_S, ATTEMPT_S, TRY_FOR_S, RETRIES = 5, 30, 20, 4
+CONNECT, ATTEMPT, TRY_FOR_S, RETRIES = "5s", "30s", 20, 4
 
 
 class S3Blobs:
-    """With an endpoint of its own the bucket is addressed by path, as such servers expect."""
-
     def __init__(self, url: str, endpoint: str = "", environment: Mapping[str, str] = os.environ) -> None:
         parts, server, endpoint = urlsplit(url), urlsplit(endpoint), endpoint.rstrip("/")
         if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
@@ -40,11 +38,11 @@ class S3Blobs:
             for name in ("access_key_id", "secret_access_key", "session_token"):
                 if value := environment.get(f"AWS_{name.upper()}"):
                     given[name] = value
-        timeouts: Any = {"connect_timeout": f"{CONNECT_S}s", "timeout": f"{ATTEMPT_S}s"}
         self._store = S3Store(
-            parts.netloc, virtual_hosted_style_request=not endpoint, checksum_algorithm="SHA256",
+            parts.netloc, checksum_algorithm="SHA256",
+            virtual_hosted_style_request=not endpoint,  # other servers expect the bucket in the path
             region=environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or DEFAULT_REGION,
-            client_options={**timeouts, "allow_http": server.scheme == "http"},
+            client_options={"allow_http": server.scheme == "http", "connect_timeout": CONNECT, "timeout": ATTEMPT},
             retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=TRY_FOR_S)}, **given,
         )  # fmt: skip
 

@@ -71,7 +71,7 @@ def _table(
     columns = field_types(kind) if isinstance(kind, type) else {name: (sort, False) for name, sort in kind.items()}
     made: list[sa.Column[Any]] = []
     for column, (sort, optional) in columns.items():
-        rest = {"primary_key": column in keys, "nullable": optional, "unique": column in unique or None}
+        rest: dict[str, Any] = {"primary_key": column in keys, "nullable": optional, "unique": column in unique or None}
         foreign = [sa.ForeignKey(refer[column])] if column in refer else []
         made.append(sa.Column(column, _TYPES.get(sort, sa.Text), *foreign, **rest, autoincrement=bool(options)))
     return sa.Table(name, metadata, *made, *rules, **options)

@@ -112,7 +112,6 @@ class Writer(Reader):
         return bool(self._execute(_INSERT_NONCE, values).rowcount == 1)
 
     def forget_nonces(self, before_ms: int, limit: int) -> int:
-        """How many were dropped."""
         expired = "SELECT node, nonce FROM nonces WHERE expires_at_ms < :before_ms LIMIT :most"
         values = {"before_ms": before_ms, "most": limit}
         return int(self._execute(f"DELETE FROM nonces WHERE (node, nonce) IN ({expired})", values).rowcount)
@@ -125,7 +124,6 @@ class Writer(Reader):
 
 
 def is_overtaken(error: BaseException) -> bool:
-    """Whether somebody else was first: deciding anew may help."""
     said = getattr(error, "orig", error)  # SQLAlchemy wraps what PostgreSQL's driver says
     return not _OVERTAKEN.isdisjoint((getattr(said, "sqlstate", None), getattr(said, "sqlite_errorname", None)))
 
