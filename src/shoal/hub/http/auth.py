@@ -33,9 +33,7 @@ M = TypeVar("M", bound=BaseModel)
 
 BODY_DEADLINE_S = 300.0  # enough for the largest submission over a slow line (16 MiB at 60 kB/s)
 BODY_PAUSE_S = 10.0  # a sender may be behind the floor by so much
-BODY_FLOOR_BYTES_S = 4 * 1024
-SMALL_BODY_BYTES = 64 * 1024
-NONCE_MARGIN_MS = 1_000
+BODY_FLOOR_BYTES_S, SMALL_BODY_BYTES, NONCE_MARGIN_MS = 4 * 1024, 64 * 1024, 1_000
 TOO_FAST = ("rate.key", "this key asks too often: wait as long as Retry-After says; one machine needs one worker")
 TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as long as Retry-After says")
 

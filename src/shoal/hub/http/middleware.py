@@ -38,8 +38,7 @@ T = TypeVar("T")
 
 HEADER_REQUEST: Final = "shoal-request"
 CONNECTION: Final = "shoal.connection"  # in the state of a scope: the `server.HubConnection` that it came by
-KEPT_S = 1.0
-HOLD_S = 1.0
+KEPT_S, HOLD_S = 1.0, 1.0
 SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
 SHOWN_PATH_BYTES = 120
 REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed

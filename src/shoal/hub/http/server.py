@@ -40,18 +40,13 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import local_url
 
-GRACE_S = 4
-STOP_CHECK_S = 0.2
-TAKEN_S = 2.0
+GRACE_S, STOP_CHECK_S, TAKEN_S = 4, 0.2, 2.0
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 BACKLOG = 512
 FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
 FILES_WANTED = 65_536
-HEAD_S = 10.0
-MAX_HEAD_BYTES = 16 * 1024
-IDLE_S = 75
-READ_CHECK_S = 20.0
-READ_FLOOR_BYTES_S = 4 * 1024
+HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75
+READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 
 

@@ -25,9 +25,7 @@ from shoal.protocol import Calibration, document_hash, format_of
 from shoal.protocol.signing import SignedDocument, sign_document
 from shoal.protocol.verdict import EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask
 
-CALIBRATION = "calibration"
-WANTED = "calibrations.wanted"
-MOST_VERSIONS = 1024
+CALIBRATION, WANTED, MOST_VERSIONS = "calibration", "calibrations.wanted", 1024
 
 
 class Calibrating:

@@ -218,43 +218,37 @@ CANARY_WITHIN = 256
 CAUGHT, MISSED = "canaries_caught", "canaries_missed"
 NO_SAMPLE, ABSTAINED = "no_sample", "abstained"
 MANY_UNSCORED, UNSCORED_SHARE = 8, 0.05
-
-STARTING_MS = 60_000
+STARTING_MS, NEWEST = 60_000, 50
 MEASURING_MS = 120_000  # a run's first calibration may take so long, and nothing is wrong
-NEWEST = 50
 DOING = {"trainer": "train", "validator": "check", "worker": "work"}
 AUDITED = ("accepted", "rejected", "unsure")
 
 
-def canary_problem(node: NodeRow, presence: Presence) -> str:
-    counters, who = presence.counters, node_label(node)
-    if (missed := counters.get(MISSED, 0)) > 0:
-        return f"{who} let {missed:.0f} known-bad submissions pass: stop it, and do not rely on what it accepted"
-    audited = sum(counters.get(name, 0) for name in AUDITED)
-    if audited >= CANARY_WITHIN and counters.get(CAUGHT, 0) <= 0:
-        return f"{who} made {audited:.0f} audits and met no known-bad submission among them: its audits are untested"
-    return ""
-
-
-def scoring_problem(node: NodeRow, presence: Presence) -> str:
-    counters, who = presence.counters, node_label(node)
-    if counters.get(ABSTAINED, 0) > 0:
-        return f"{who} has another environment, or other data, than the run: start it with the run's recipe and data"
+def _problems(node: NodeRow, presence: Presence) -> dict[str, str]:
+    counters, who, found = presence.counters, node_label(node), dict[str, str]()
     audited, failed = sum(counters.get(name, 0) for name in AUDITED), counters.get(NO_SAMPLE, 0)
-    if failed >= MANY_UNSCORED and failed > UNSCORED_SHARE * audited:
-        return f"{who} could not score {failed:.0f} of {audited:.0f} groups: its log says why"
-    return ""
+    if (missed := counters.get(MISSED, 0)) > 0:
+        passed = f"{who} let {missed:.0f} known-bad submissions pass"
+        found["canary"] = f"{passed}: stop it, and do not rely on what it accepted"
+    elif audited >= CANARY_WITHIN and counters.get(CAUGHT, 0) <= 0:
+        unmet = f"{who} made {audited:.0f} audits and met no known-bad submission among them"
+        found["canary"] = f"{unmet}: its audits are untested"
+    if counters.get(ABSTAINED, 0) > 0:
+        other = f"{who} has another environment, or other data, than the run"
+        found["scoring"] = f"{other}: start it with the run's recipe and data"
+    elif failed >= MANY_UNSCORED and failed > UNSCORED_SHARE * audited:
+        found["scoring"] = f"{who} could not score {failed:.0f} of {audited:.0f} groups: its log says why"
+    return found
 
 
 def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
     """An alarm whenever a validator let more known-bad submissions pass, and once when another problem begins."""
     earlier = before or Presence(node.node)
-    missed_more = now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0)
-    alarms = []
-    for code, problem, again in (("canary", canary_problem, missed_more), ("scoring", scoring_problem, False)):
-        if (said := problem(node, now)) and (again or not problem(node, earlier)):
-            alarms.append(RaiseAlarm(step, f"{code}.{node.node[:8]}", said, now.last_seen_ms))
-    return alarms
+    known = _problems(node, earlier)
+    if now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0):
+        known.pop("canary", None)
+    begun = [(code, said) for code, said in _problems(node, now).items() if code not in known]
+    return [RaiseAlarm(step, f"{code}.{node.node[:8]}", said, now.last_seen_ms) for code, said in begun]
 
 
 def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> int:

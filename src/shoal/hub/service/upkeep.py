@@ -23,9 +23,7 @@ from shoal.runtime.crash import point
 
 POSTED_AT_A_TIME = 500  # others wait while a page is posted, so a long outbox is posted in pages
 READ_POSTS_PER_S, READ_POSTS = 4.0, 40  # for readers, who may be anyone: posting makes all others wait for a moment
-PATIENCE_S = 1.0
-FORGET_EVERY_MS = 60_000
-NONCES_PER_PAGE = 5_000
+PATIENCE_S, FORGET_EVERY_MS, NONCES_PER_PAGE = 1.0, 60_000, 5_000
 MATURED_PER_TICK = 500  # after a long pause of the hub much is due; others get their turn in between
 ALARMS_LOGGED = 20
 ASLEEP_MS = 5_000  # after a longer pause between ticks it was the hub that was away, not the workers
