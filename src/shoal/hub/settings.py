@@ -26,7 +26,7 @@ PROFILES = (DEFAULT_PROFILE, "scripted/cpu/float32")
 
 
 class RunSettings(BaseModel):
-    """The same for everybody who takes part; it never changes during a run."""
+    """What is being trained. The same for everybody who takes part; it never changes during a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,6 +52,8 @@ class RunSettings(BaseModel):
 
 
 class HubSettings(BaseModel):
+    """How the hub behaves."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # fmt: off

@@ -7,7 +7,7 @@
 `synchronous=FULL`: a commit is on disk when it returns. Writes that may be lost with the machine, but not with the
 process (nonces, presence), go through connections of their own with `synchronous=NORMAL` and cost no fsync.
 
-Counts over all rows are kept by the one process that writes (`Counts`):
+Counting all rows takes milliseconds with ten thousand workers, so the one process that writes keeps `Counts`:
 
     where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
     how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
