@@ -1,10 +1,10 @@
-"""Long polls: waiting for a change without asking the database over and over; and who waits for what.
+"""Long polls wait for a change without asking the database again and again; `Waits`: who waits for what.
 
     service (a thread) ─ notify(topic) ─► wakes the WOKEN polls that waited longest
     poll (event loop)  ─ looks ─┬─ found something ─► wakes two more, answers
                                 └─ nothing ─► waits at the end of the queue, until its deadline
 
-Whoever is kept from what there is by rules about itself (its window is full) waits behind all others.
+A poll that is held back by rules about its own node (its window is full) waits behind all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 MAX_WAIT_S = 30.0
 GATHER_S = 0.05  # after a change, others are usually close behind: one look serves them all
 OVER_S = 1.0  # two machines with a copy of one key would end each other's polls without a pause
-WOKEN = 16  # how many a change wakes: some of them may be kept from what there is by rules of their own
+WOKEN = 16  # how many a change wakes: rules of their own may hold some of them back
 
 
 class Topic(StrEnum):
@@ -46,8 +46,6 @@ class _Poll:
 
 
 class Changes:
-    """Counts changes by topic and wakes whoever waits for one."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(Topic, 0)
@@ -56,7 +54,6 @@ class Changes:
         self._closed = False
 
     def count(self, topic: Topic) -> int:
-        """To be read before looking at the database: a change after that ends the wait at once."""
         return self._counts[topic]
 
     def notify(self, *topics: Topic) -> None:
@@ -84,16 +81,14 @@ class Changes:
         is_gone: Callable[[], bool] = lambda: False, look_s: float | None = None,
         is_held_back: Callable[[T], bool] = lambda _: False,
     ) -> T:  # fmt: skip
-        """Repeat `attempt` (answer, whether it is worth answering) on every change until the deadline.
-
-        `who` has one poll for a topic: a newer one ends the older, which answers with what it found last. Where others
-        make changes that nobody hears of, look every `look_s` seconds; of a crowd, as many as a change would wake.
-        """
+        """Repeat `attempt` (answer, whether it is worth answering) on every change until the deadline. `who` has one
+        poll for a topic: a newer one ends the older, which answers with what it found last. Where other hubs make
+        changes without notice, look every `look_s` seconds; of a crowd, as many as a change would wake."""
         poll, loop = self._begin(topic, who), asyncio.get_running_loop()
         end_s, has_waited = loop.time() + min(wait_s, MAX_WAIT_S), False
         try:
             while True:
-                seen = self.count(topic)
+                seen = self.count(topic)  # before looking at the database: a change after that ends the wait at once
                 answer, is_ready = await attempt()
                 left_s = end_s - loop.time()
                 if is_ready or left_s <= 0 or self._closed:
@@ -125,7 +120,7 @@ class Changes:
         return poll
 
     def _pass_on(self, topic: Topic) -> None:
-        """Whoever was woken found something, or is gone: there may be something for others."""
+        """The poll that was woken found something, or its client is gone: there may be something for others."""
         with self._lock:
             self._wake(topic, 2)
 
@@ -146,8 +141,7 @@ class Changes:
                 self._waiting[topic].pop(poll, None)
 
 
-FORGET_AFTER_MS = round(MAX_WAIT_S * 1000) + 15_000
-"""A poller that has not come back for this long is gone, not waiting."""
+FORGET_AFTER_MS = round(MAX_WAIT_S * 1000) + 15_000  # whoever has not polled again by then is gone, not waiting
 
 
 class Waits:
@@ -174,6 +168,6 @@ class Waits:
             return sorted((wait for wait, _ in self._entries.values()), key=lambda wait: wait.since_ms)
 
     def _forget(self, now_ms: int) -> None:
-        """Drop who did not come back: on every writing, so that strangers under ever new names fill nothing up."""
+        """On every write, so that strangers under ever new names fill nothing up."""
         while self._entries and now_ms - next(iter(self._entries.values()))[1] > FORGET_AFTER_MS:
             del self._entries[next(iter(self._entries))]

@@ -1,7 +1,6 @@
 """How much one caller may ask for: buckets by key and by address, and the bytes that are being received.
 
-An address of IPv4 is one client, of IPv6 the /64 network (`shardcast.limits.client_of`). The processes of this machine
-(127.0.0.1, ::1) count under no address.
+An IPv4 address is one client, an IPv6 /64 network another (`client_of`). This machine's processes have no address here.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def too_much(code: str, sentence: str, wait_s: float) -> Refusal:
 
 
 class Buckets:
-    """A bucket for each caller that fills at a rate; a rate of 0 is no limit. Callers are forgotten in the order of
-    their last use, so a million addresses cost no more memory than `remembered` ones. Threads may share it.
+    """A bucket for each caller that fills at a rate; a rate of 0 is no limit. Threads may share it. Beyond `remembered`
+    callers, whoever was here longest ago is forgotten: many addresses cost no more memory.
 
     >>> buckets = Buckets(rate_s=1.0, burst_s=2.0)
     >>> [buckets.take("alice", now_s=0.0) for _ in range(3)]
@@ -55,7 +54,7 @@ class Buckets:
 
 
 class Addresses:
-    """Whom an address belongs to; the empty text for those that no limit is for.
+    """Whom an address belongs to; "" for those without a limit.
 
     >>> addresses = Addresses(["10.0.0.0/8"])
     >>> addresses.client("127.0.0.1"), addresses.client("::ffff:192.0.2.7"), addresses.is_proxy("10.1.2.3")
@@ -66,9 +65,8 @@ class Addresses:
         try:
             self._proxies = [ipaddress.ip_network(text, strict=False) for text in trusted_proxies]
         except ValueError as error:
-            raise ConfigError(
-                f"hub.trusted_proxies: {error}; each is an address or a network such as 10.0.0.0/8"
-            ) from error
+            sentence = f"hub.trusted_proxies: {error}; each is an address or a network such as 10.0.0.0/8"
+            raise ConfigError(sentence) from error
 
     def client(self, address: str) -> str:
         client = client_of(address)
@@ -84,7 +82,7 @@ class Addresses:
 
 
 def network_of(client: str) -> str:
-    """The network that an address, as limits count it, is in: /24 of IPv4, /48 of IPv6; nothing of nobody's.
+    """The network of a client: /24 of IPv4, /48 of IPv6.
 
     >>> network_of("192.0.2.7"), network_of("2001:db8:1:2::/64"), network_of("")
     ('192.0.2.0/24', '2001:db8:1::/48', '')
@@ -97,8 +95,8 @@ def network_of(client: str) -> str:
 
 
 class Intake:
-    """The bytes of request bodies in memory, in all and by sender. They are counted as they arrive, not as they are
-    announced: whoever wants to keep others out has to send it all. A body that is alone is never refused here."""
+    """The bytes of request bodies in memory, in all and by sender. They count as they arrive, not as announced: to keep
+    others out, a sender has to send them all. A body that is alone is never refused."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -106,7 +104,6 @@ class Intake:
         self.held_bytes = self.received_bytes = 0
 
     def add(self, who: str, size_bytes: int, body_bytes: int) -> None:
-        """`size_bytes` more of a body that has `body_bytes` by now; whoever handles the request releases them."""
         self.received_bytes += size_bytes
         self.held_bytes += size_bytes
         self.held[who] += size_bytes

@@ -1,4 +1,4 @@
-"""What a run is, how its hub behaves, and what the hub is made of."""
+"""The settings of a run and of its hub, and what the hub is made of."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class RunSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _whole_distributions(cls, values: Any) -> Any:
-        """Other engines cut distributions; whoever asks for that here is told why not."""
         for key in ("top_p", "top_k", "min_p"):
             if isinstance(values, Mapping) and key in values:
                 raise ValueError(
@@ -57,50 +56,42 @@ class HubSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # fmt: off
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
     advertise: tuple[str, ...] = Field(
-        (), description="addresses under which others reach this hub, if not its own; the first goes into the join URL"
-    )
+        (), description="addresses under which others reach this hub, if not its own; the first goes into the join URL")
     trusted_proxies: tuple[str, ...] = Field(
-        (), description="addresses of reverse proxies whose X-Forwarded-For is believed"
-    )
+        (), description="addresses of reverse proxies whose X-Forwarded-For is believed")
     database: str = Field("", description="postgresql://… shared by several hubs; empty: SQLite in the run's folder")
     storage: str = Field("", description="s3://bucket/prefix for submissions; empty: a folder of the run's")
     storage_endpoint: str = Field("", description="address of an S3-compatible server, if it is not Amazon's")
     lease_s: float | None = Field(
-        None, gt=0, description=f"time a worker has for one lease, from its last sign of progress; {DERIVED} 60"
-    )
+        None, gt=0, description=f"time a worker has for one lease, from its last sign of progress; {DERIVED} 60")
     lease_hard_s: float | None = Field(
-        None, gt=0, description=f"time a worker has for one lease at the most; {DERIVED} 600"
-    )
+        None, gt=0, description=f"time a worker has for one lease at the most; {DERIVED} 600")
     audit_s: float | None = Field(None, gt=0, description=f"time a validator has for one claim of audits; {DERIVED} 60")
     audit: Literal["all", "reputation"] = Field(
-        "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample"
-    )
+        "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample")
     credit_window_s: float = Field(
-        600, ge=0, description="time in which audits by reputation can still take credit back"
-    )
+        600, ge=0, description="time in which audits by reputation can still take credit back")
     newcomer_share: float = Field(
-        0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together"
-    )
+        0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     drop_equal: Literal["task", "total"] = Field(
-        "task", description="rewards that make a group useless if all of it have the same: the task's, or the total"
-    )
+        "task", description="rewards that make a group useless if all of it have the same: the task's, or the total")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     requests_per_key_s: float = Field(50, ge=0, description="requests a second that one key may make; 0: no limit")
     requests_per_address_s: float = Field(
-        200, ge=0, description="requests a second that one address may make; a 200th of them may register; 0: no limit"
-    )
+        200, ge=0, description="requests a second that one address may make; a 200th of them may register; 0: no limit")
     connections_per_address: int = Field(512, ge=0, description="connections that one address may have; 0: no limit")
+    # fmt: on
 
 
 @dataclass(frozen=True)
 class HubConfig:
-    """What a hub is made of: its folder, its run, and how prompts become token ids. Work goes to nodes that
-    generate with one of `profiles` (engine/device/number format), whose limits are built in, or of `measurable`, once a
-    validator has measured it. `frame` are the tokens before and after what a tool says."""
+    """Work goes to nodes that generate with one of `profiles` (engine/device/number format), whose limits are built in,
+    or of `measurable`, once a validator has measured it. `frame` are the tokens before and after what a tool says."""
 
     folder: Path
     run_id: str
@@ -138,12 +129,10 @@ class HubConfig:
 
     @property
     def submission_limits(self) -> BodyLimits:
-        """Caps on a submission: what a group of this run can need, and never more than anybody may send."""
-        run = self.run
-        proof_bytes = 2 + 2 * self.proof.topk  # a modulus and a coefficient per point, two bytes each
+        """What a group of this run can need, and never more than anybody may send."""
+        run, proof_bytes = self.run, 2 + 2 * self.proof.topk  # a modulus and a coefficient per point, two bytes each
         proofs = -(-run.max_new_tokens // self.proof.rows) * proof_bytes
-        rollout = ROLLOUT_BYTES + TOKEN_BYTES * run.max_new_tokens + proofs
-        needed = SUBMISSION_BASE_BYTES + run.group_size * rollout
+        needed = SUBMISSION_BASE_BYTES + run.group_size * (ROLLOUT_BYTES + TOKEN_BYTES * run.max_new_tokens + proofs)
         return BodyLimits(min(MAX_SUBMISSION_BYTES, needed), min(MAX_INFLATED_BYTES, needed))
 
     @property

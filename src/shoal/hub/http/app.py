@@ -1,4 +1,4 @@
-"""The hub as an ASGI app: the table of calls, error answers, and the upkeep that runs beside them.
+"""The hub as an ASGI app: the calls, error answers, and the upkeep beside them.
 
 request ─► middleware ─► routes ─► auth (event loop) ─► service (thread) ─► storage
            (limits,                                        │ commit
@@ -38,13 +38,11 @@ log = logging.getLogger("shoal.hub")
 def create_app(config: HubConfig, clock: Clock = SystemClock()) -> Starlette:
     """The hub over `config.folder`: opened here, closed when the app's lifespan ends, or by `app.state.hub.close()`."""
     hub, edge = Hub(config, clock), Edge(config)
-    routes = [Route(call.path, call.answer, methods=[call.method]) for rows in TABLE.values() for call in rows]
     app = Starlette(
-        routes=routes,
-        middleware=[Middleware(EdgeMiddleware, edge=edge)],
+        routes=[Route(call.path, call.answer, methods=[call.method]) for rows in TABLE.values() for call in rows],
+        middleware=[Middleware(EdgeMiddleware, edge=edge)], lifespan=_lifespan,
         exception_handlers=dict.fromkeys((HTTPException, ShoalError, Exception), _on_error),
-        lifespan=_lifespan,
-    )
+    )  # fmt: skip
     app.state.hub, app.state.edge = hub, edge
     figures = StateMetrics(lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable), edge.intake)
     edge.metrics.registry.register(figures)
@@ -83,8 +81,8 @@ def _note_failure(hub: Hub, what: str, error: Exception) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    """Whatever went wrong, as a `Problem`. Where the hub itself failed (disk full, say) nothing was promised; why it
-    failed is for the log, not for strangers. A defect is answered outside of the middleware."""
+    """Any error as a `Problem`. Why the hub itself failed is for the log, not for strangers. A defect is answered
+    outside of the middleware."""
     visit, headers, clock, status = visit_of(request.scope), dict[str, str](), None, 500
     what = f"request {visit.number}, {request.method} {request.url.path}"
     if isinstance(error, Refusal):

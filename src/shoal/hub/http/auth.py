@@ -2,10 +2,10 @@
 
     headers ─► clock within 120 s ─► known node ─► role ─► signature ─► nonce ─► body, capped while it streams ─► hash
 
-The identity comes from the verified header only. A body is read only for who has proven to have signed for it, and
-never beyond the route's cap. A nonce is taken after the signature held, so that nobody can use up another node's, and
-is kept for as long as the same request would still be within the allowed skew. For the same reason a key's bucket is
-looked at once the signature held, and taken from once the nonce was new: a replay costs the key nothing.
+The identity comes from the verified header only. A body is read only for a proven signer, up to the route's cap. A
+nonce is taken after the signature held, so that nobody can use up another node's, and is kept while the same request
+would be within the allowed skew. A key's bucket is looked at after the signature and taken from after the nonce: a
+replay costs the key nothing.
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ M = TypeVar("M", bound=BaseModel)
 
 BODY_DEADLINE_S = 300.0  # enough for the largest submission over a slow line (16 MiB at 60 kB/s)
 BODY_PAUSE_S = 10.0  # a sender may be behind the floor by so much
-BODY_FLOOR_BYTES_S = 4 * 1024
-SMALL_BODY_BYTES = 64 * 1024
-NONCE_MARGIN_MS = 1_000
+BODY_FLOOR_BYTES_S, SMALL_BODY_BYTES, NONCE_MARGIN_MS = 4 * 1024, 64 * 1024, 1_000
 TOO_FAST = ("rate.key", "this key asks too often: wait as long as Retry-After says; one machine needs one worker")
 TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as long as Retry-After says")
 
 
 async def read_body(request: Request, max_bytes: int, who: str = "") -> bytes:
-    """The whole body, if it has at most `max_bytes`; no more than that is ever held in memory. It counts as held until
-    the request is answered, under the address it comes from, or else under `who`."""
+    """The whole body, if it has at most `max_bytes`; never more than that is in memory. It counts as held until the
+    request is answered, under its address, or else under `who`."""
     too_big = Refusal(413, "body.too_big", f"the body is larger than the {max_bytes} bytes that are allowed here")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_big
-    edge: Edge = request.app.state.edge
-    visit = visit_of(request.scope)
+    edge, visit = cast(Edge, request.app.state.edge), visit_of(request.scope)
     visit.sender = visit.client or who
     body, began_s = bytearray(), asyncio.get_running_loop().time()
     try:
@@ -69,7 +66,6 @@ async def read_body(request: Request, max_bytes: int, who: str = "") -> bytes:
 
 
 def parse_json(body: bytes, kind: type[M]) -> M:
-    """The message in a JSON body, or a refusal that names the field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -79,13 +75,12 @@ def parse_json(body: bytes, kind: type[M]) -> M:
 async def authenticate(
     context: Context, request: Request, roles: tuple[Role, ...] = (), max_bytes: int = SMALL_BODY_BYTES
 ) -> tuple[NodeRow, bytes]:
-    """Who sent a signed request, and its body; or a refusal: 401 unproven, 403 wrong role, 413 too big."""
     signature = _parse(context, request)
     with _proven():
         node = cast(NodeRow, await run_in_threadpool(_admit, context, request, signature, roles, None))
         body = await read_body(request, max_bytes, node.node)
         verify_body(signature, body)
-    if node.role != "worker":  # a body may take its time, and the owner may have shut its sender out meanwhile
+    if node.role != "worker":  # while the body came, the owner may have shut its sender out
         found = await run_in_threadpool(_find, context, node.node)
         require_welcome(found or node)
     return node, body
@@ -135,14 +130,14 @@ def _find(context: Context, node: str) -> NodeRow | None:
 def _admit(
     context: Context, request: Request, signature: RequestSignature, roles: tuple[Role, ...], new_key: str | None
 ) -> NodeRow | None:
-    """The node that signed, if it may make this call; `new_key` is that of a registration. Workers are counted by key,
-    new keys by address, or nobody could keep a list of them; whoever has a certificate is the owner's own."""
+    """The node that signed, if it may make this call; `new_key` is that of a registration. Workers are counted by key;
+    new keys by address, as their list would have no end; the owner's certified machines not at all."""
     edge: Edge = request.app.state.edge
     visit, node = visit_of(request.scope), _find(context, signature.node)
     public_key = new_key or (node.public_key if node is not None else None)
     if public_key is None:
-        sentence = f"node {signature.node[:32]} is not registered: register it with POST /nodes"
-        raise Refusal(401, "auth.unknown_node", sentence)
+        unknown = f"node {signature.node[:32]} is not registered: register it with POST /nodes"
+        raise Refusal(401, "auth.unknown_node", unknown)
     if node is None:
         buckets, who, limit = edge.newcomers, visit.client, TOO_NEW
     elif roles and node.role not in roles:

@@ -3,11 +3,9 @@
     request ─► Visit (number, address) ─► bucket of the address ─┬─► the app ─► answer + number ─► counted, logged
                                                                  └─► held for a second, then 429
 
-What a monitoring system reads at `GET /metrics`: requests, refusals, latencies and bytes as they are counted here;
-units, submissions, nodes and ledger from the storage; and the process. No label names a node or an address: there is no
-bound on those. Times leave out what a long poll waits.
-
-Refusals by address are held: whoever asks again at once is slowed to one request a second on each connection.
+`GET /metrics`: requests, refusals, latencies and bytes as counted here; the run from the storage; the process. No label
+names a node or an address: there is no bound on those. Times leave out what a long poll waits. Refusals by address are
+held: whoever asks again at once is slowed to one request a second on each connection.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ T = TypeVar("T")
 
 HEADER_REQUEST: Final = "shoal-request"
 CONNECTION: Final = "shoal.connection"  # in the state of a scope: the `server.HubConnection` that it came by
-KEPT_S = 1.0
-HOLD_S = 1.0
+KEPT_S, HOLD_S = 1.0, 1.0
 SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
 SHOWN_PATH_BYTES = 120
 REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed
@@ -56,8 +53,6 @@ log = logging.getLogger("shoal.hub.requests")
 
 @dataclass
 class Visit:
-    """What is known about one request outside of its route."""
-
     number: str
     client: str = ""  # the address as limits count it; empty: nobody's
     node: str = ""  # only once it is proven
@@ -68,7 +63,6 @@ class Visit:
 
 
 def visit_of(scope: Scope) -> Visit:
-    """The visit that the middleware has begun; a new one outside of it."""
     visit: Visit = scope.setdefault("shoal.visit", Visit(secrets.token_hex(8)))
     return visit
 
@@ -86,8 +80,7 @@ class HubMetrics:
         self._refusals = Total("shoal_hub_refusals", refused, ("code",), registry=own)
 
     def note(self, route: str, method: str, status: int, code: str, took_s: float) -> None:
-        """One request was answered. Whatever a stranger sends as a method is one label value, not a new one each."""
-        method = method if method in METHODS else "other"
+        method = method if method in METHODS else "other"  # what a stranger sends is no label of its own
         self._requests.labels(route, method, str(status)).inc()
         self._seconds.labels(route, method).observe(took_s)
         if code:
@@ -101,8 +94,6 @@ class HubMetrics:
 
 
 class StateMetrics(Collector):
-    """How the run stands, read when it is asked for."""
-
     def __init__(self, read: Callable[[], Iterable[Figure]], intake: Intake) -> None:
         self._read, self._intake = read, intake
 
@@ -122,9 +113,7 @@ class Edge:
     process, in tests) nobody has an address to be counted by. Rates are real time, whatever clock the hub goes by."""
 
     def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
-        settings = config.settings
-        self.clock = clock
-        self.metrics = HubMetrics()
+        settings, self.clock, self.metrics = config.settings, clock, HubMetrics()
         self.addresses: Addresses | None = None
         self.connections: Counter[str] = Counter()  # open ones, by client
         self.requests = Buckets(settings.requests_per_address_s)
@@ -138,8 +127,8 @@ class Edge:
         self._warned = False
 
     async def shared(self, name: str, visit: Visit, compute: Callable[[], Awaitable[T]]) -> T:
-        """An answer that is the same for everybody and costs more than others: computed one at a time. Strangers get
-        one that is a second old at most, this machine's own processes one that began after they asked."""
+        """An answer for everybody, computed one at a time. Strangers get one that is a second old at most, this
+        machine's own processes one that began after they asked."""
         since_s = self.clock.monotonic_s() - (KEPT_S if visit.client else 0.0)
         async with self._computing[name]:
             answer, began_s = self._kept.get(name, (None, -1.0))
@@ -150,11 +139,10 @@ class Edge:
             return answer  # type: ignore[no-any-return]
 
     def reading_of(self, client: str) -> asyncio.Semaphore:
-        """So many at a time of one address; nothing is kept of an address once nobody holds its semaphore."""
+        """Nothing is kept of an address once nobody holds its semaphore."""
         return self.reading.setdefault(client, asyncio.Semaphore(READ_AT_ONCE))
 
     def client_of(self, scope: Scope) -> str:
-        """The address that a request is counted under; empty: none."""
         peer = scope.get("client")
         if self.addresses is None or not peer:
             return ""
@@ -162,20 +150,14 @@ class Edge:
         forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
         if not client and forwarded and not self._warned and not self.addresses.is_proxy(peer[0]):
             self._warned = True
-            log.warning(
-                "requests come through a proxy at %s that the hub was not told of: no limit by address holds for them; "
-                "name it in hub.trusted_proxies",
-                peer[0],
-            )
+            unnamed = "requests come through a proxy at %s that the hub was not told of: no limit by address holds for "
+            log.warning(unnamed + "them; name it in hub.trusted_proxies", peer[0])
         return client
 
 
 class EdgeMiddleware:
-    """ASGI middleware around the whole app."""
-
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
-        self._app, self._edge = app, edge
-        self._shown = Buckets(SHOWN_PER_S)
+        self._app, self._edge, self._shown = app, edge, Buckets(SHOWN_PER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

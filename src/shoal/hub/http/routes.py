@@ -1,4 +1,4 @@
-"""The hub's HTTP table: every call with who may make it, what it takes and gives, and which service answers it.
+"""The table of calls: who may make each, what it takes and gives, and which service answers.
 
 request ─► parameters ─► signature, body (`auth`) ─► service, in a thread ─► reply
                                                        └─ again on every change, if the call is a long poll
@@ -25,12 +25,12 @@ from shoal.hub.http.auth import SMALL_BODY_BYTES, authenticate, authenticate_new
 from shoal.hub.http.middleware import CONNECTION, CONTENT_TYPE, Edge, Visit, visit_of
 from shoal.hub.limits import network_of
 from shoal.hub.service import Hub, retry
+from shoal.hub.settings import MIB
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import MAX_BODIES_PER_REQUEST, SHOWN_BYTES, ProgressReply, Role, SignedDocument, first_problem
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE, MAX_NODES_PER_PAGE
 
 BULK = "application/msgpack+zstd"
-MIB = 1024 * 1024
 LOOK_AGAIN_S = 0.5  # what another hub changes in a shared database comes without notice: long polls look so often
 UPLOAD_WAIT_S = 15.0  # well within what a client waits for an answer
 
@@ -45,9 +45,8 @@ Unit = create_model("Unit", __base__=Parameters, unit=(int, Field(ge=0, le=2**62
 Node = create_model("Node", __base__=Parameters, node=(str, Field(pattern="^[0-9a-f]{32}$")))
 Lease = create_model("Lease", __base__=Parameters, lease=(str, Field()))
 Step = create_model("Step", __base__=Parameters, step=(int, Field(ge=0, le=2**31)))
-Names = create_model(
-    "Names", __base__=Parameters, name=(list[str], Field(min_length=1, max_length=MAX_BODIES_PER_REQUEST))
-)
+SeveralNames = Field(min_length=1, max_length=MAX_BODIES_PER_REQUEST)
+Names = create_model("Names", __base__=Parameters, name=(list[str], SeveralNames))
 
 
 class LedgerRows(Parameters):
@@ -77,8 +76,6 @@ class Ask:
 
 @dataclass(frozen=True)
 class Poll:
-    """Waits for a change of `topic` until a reply `is_ready`; `is_held_back`: by rules about the very caller."""
-
     topic: Topic
     is_ready: Callable[[Any, Any], bool]
     is_held_back: Callable[[Any], bool] = lambda _reply: False
@@ -86,8 +83,8 @@ class Poll:
 
 @dataclass(frozen=True)
 class Call:
-    """A row of the table. Calls of the run and of its owner are not signed; of others, `roles` may make them (none:
-    any). A body is JSON (`takes`) or bulk; a `reply` of None is an empty answer, of text its media type."""
+    """A row of the table. Unsigned if `roles` is None; else these may call it (none: any). A body is JSON (`takes`) or
+    bulk; a `reply` of None is an empty answer, a text its media type."""
 
     method: str
     path: str
@@ -103,9 +100,13 @@ class Call:
     is_upload: bool = False
 
     async def answer(self, request: Request) -> Response:
-        """Called by the router, which knows the call's path by it."""
         hub, edge, visit = request.app.state.hub, request.app.state.edge, visit_of(request.scope)
-        at = self._parameters(request)
+        query = request.query_params
+        many = {"name": query.getlist("name")} if self.at is Names else {}
+        try:
+            at = self.at.model_validate({**query, **request.path_params, **many})
+        except ValidationError as error:
+            raise Refusal(422, "request.parameter", first_problem(error)) from error
         node, said = await self._caller(hub, request)
         serve = partial(self.serve, hub, Ask(at, said, node, visit.client, edge))
         is_open = self.roles is None and self.method == "GET" and visit.client
@@ -123,14 +124,6 @@ class Call:
         status, reply = reply if isinstance(reply, tuple) else (204 if self.reply is None else 200, reply)
         media = self.reply if isinstance(self.reply, str) else None if reply is None else "application/json"
         return Response(reply if isinstance(reply, bytes | None) else reply.model_dump_json(), status, media_type=media)
-
-    def _parameters(self, request: Request) -> Parameters:
-        query = request.query_params
-        many = {"name": query.getlist("name")} if self.at is Names else {}
-        try:
-            return self.at.model_validate({**query, **request.path_params, **many})
-        except ValidationError as error:
-            raise Refusal(422, "request.parameter", first_problem(error)) from error
 
     async def _caller(self, hub: Hub, request: Request) -> tuple[Any, Any]:
         if self.path == "/nodes" and self.method == "POST":
@@ -181,13 +174,10 @@ async def _upload(edge: Edge, compute: Callable[[], Awaitable[Any]]) -> Any:
 
 
 FOR_LEASES = Poll(
-    Topic.LEASES,
-    lambda reply, said: bool(reply.leases) or reply.finished or said.policy not in (None, reply.policy),
+    Topic.LEASES, lambda reply, said: reply.leases or reply.finished or said.policy not in (None, reply.policy),
     is_held_back=lambda reply: bool(reply.held_back),
-)
-FOR_AUDITS = Poll(
-    Topic.AUDITS, lambda reply, _: bool(reply.audits or reply.generate or reply.evaluation) or reply.finished
-)
+)  # fmt: skip
+FOR_AUDITS = Poll(Topic.AUDITS, lambda reply, _: reply.audits or reply.generate or reply.evaluation or reply.finished)
 FOR_BATCH = Poll(Topic.BATCHES, lambda reply, _: reply.batch is not None)
 
 OPEN, WORKER = partial(Call, roles=None), partial(Call, roles=("worker",))

@@ -5,9 +5,8 @@
        ▼
     head ──(10 s, 16 KiB)──► request ──► answer ──(read at a floor)──► idle ──(75 s)──► closed
 
-A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and a bounded number
-of bytes. (Slow bodies are `auth`'s: only there it is known who sends them.) Requests that are sent ahead of an answer
-stay in the system's buffers: nothing is read on before it is given.
+A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and number of bytes.
+(Slow bodies are `auth`'s, which knows the sender.) Nothing is read on before a request is answered.
 """
 
 from __future__ import annotations
@@ -41,24 +40,19 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import local_url
 
-GRACE_S = 4
-STOP_CHECK_S = 0.2
-TAKEN_S = 2.0
+GRACE_S, STOP_CHECK_S, TAKEN_S = 4, 0.2, 2.0
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 BACKLOG = 512
 FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
 FILES_WANTED = 65_536
-HEAD_S = 10.0
-MAX_HEAD_BYTES = 16 * 1024
-IDLE_S = 75
-READ_CHECK_S = 20.0
-READ_FLOOR_BYTES_S = 4 * 1024
+HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75
+READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 
 
 def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-    """Serve until `stop` is set; `on_ready` gets the URL once connections are answered. Long polls end at once when
-    stopping. Raises `DiskError` if what is received can no longer be kept."""
+    """Serve until `stop` is set; `on_ready` gets the URL once connections are answered. Raises `DiskError` if what is
+    received can no longer be kept."""
     with _place(config, stop) as listener:
         app = create_app(config)
         hub, server = app.state.hub, uvicorn.Server(_server_config(app, config.settings))
@@ -83,8 +77,8 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
 
 @contextlib.contextmanager
 def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
-    """The folder for itself and the port. The folder first: its last hub may be just ending, and has the port until
-    then. A new folder is not made for a hub that finds its port taken. Hubs of one database may share a folder."""
+    """The folder's lock and the port. The lock first: the folder's last hub may be ending, and has the port until then.
+    A new folder is made only once the port is ours. Hubs of one database may share a folder."""
     with contextlib.ExitStack() as stack:
         is_new, is_alone = not config.folder.exists(), not config.settings.database
         if is_alone and not is_new:
@@ -96,30 +90,23 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
 
 
 def _server_config(app: Starlette, settings: HubSettings) -> uvicorn.Config:
-    """What a client's address is, is said by the socket; by a header only where a proxy that is trusted has set it."""
+    """A client's address is the socket's; a header counts only where a trusted proxy has set it."""
     edge: Edge = app.state.edge
     edge.addresses = Addresses(settings.trusted_proxies)
     most = allow_files() - FILES_KEPT
+    http: Any = partial(HubConnection, edge, settings.connections_per_address or math.inf, most)
     return uvicorn.Config(
-        app,
-        http=partial(HubConnection, edge, settings.connections_per_address or math.inf, most),  # type: ignore[arg-type]
-        ws="none",
+        app, http=http, ws="none", lifespan="on", access_log=False, server_header=False,
         log_level="critical",  # what strangers send is no reason to write a line; defects are logged by the app
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=list(settings.trusted_proxies),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=IDLE_S,
+        proxy_headers=bool(settings.trusted_proxies), forwarded_allow_ips=list(settings.trusted_proxies),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=IDLE_S,
         backlog=BACKLOG,
-    )
+    )  # fmt: skip
 
 
 class HubConnection(asyncio.Protocol):
-    """One connection, counted and timed, before uvicorn's own protocol. A trusted proxy and this machine itself connect
-    as often as they like. The middleware finds it in the request's state, and says when a request begins and ends."""
+    """One connection, counted and timed, before uvicorn's own protocol. A trusted proxy and this machine itself have no
+    limit. The middleware finds it in the request's state, and says when a request begins and ends."""
 
     def __init__(
         self, edge: Edge, per_address: float, in_all: int, config: uvicorn.Config, server_state: ServerState,
@@ -175,7 +162,6 @@ class HubConnection(asyncio.Protocol):
             self._cut()
 
     def began(self) -> None:
-        """A head was read whole."""
         self._stop("head")
         self._requests += 1
 
@@ -218,7 +204,7 @@ class HubConnection(asyncio.Protocol):
 
 
 def allow_files() -> int:
-    """Let this process open as many files as it may: a thousand workers need more than the usual 1,024."""
+    """A thousand workers need more open files than the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
     if 0 <= soft < wanted:  # -1 is no limit
@@ -227,8 +213,8 @@ def allow_files() -> int:
 
 
 def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:
-    """A listening socket, or one sentence about why not. A taken port is tried again for a moment: a client that knocks
-    at a hub that is being restarted may hold it for an instant, as the other end of its own connection."""
+    """A listening socket. A taken port is tried again for a moment: while a hub restarts, a client that connects to it
+    may hold the port for an instant, as the other end of its own connection."""
     end_s, where = clock.monotonic_s() + TAKEN_S, f"port {settings.port} on {settings.host}"
     while True:
         # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.

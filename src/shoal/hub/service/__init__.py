@@ -1,7 +1,5 @@
-"""What the hub does: each call is one or two transactions around a decision of `hub.state`.
-
-Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.commands.Refusal`).
-"""
+"""Each call is one or two transactions around a decision of `hub.state`. Services are synchronous and know nothing of
+HTTP: a refusal is an exception (`state.commands.Refusal`)."""
 
 from __future__ import annotations
 
@@ -28,26 +26,19 @@ log = logging.getLogger("shoal.hub")
 
 
 class Hub:
-    """All services over one open folder; `storage` takes the place of its database."""
-
     def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
-        self.context = Context(config, clock, storage)
-        self.posting = Posting(self.context)
-        self.membership = Membership(self.context)
-        self.calibrating = Calibrating(self.context)
-        self.work = Work(self.context, self.calibrating)
-        self.evaluating = Evaluating(self.context, self.work.drawing)
-        self.showing = Showing(self.context)
-        self.checking = Checking(self.context, self.work, self.evaluating, self.showing)
-        self.training = Training(self.context)
-        self.reporting = Reporting(self.context, self.posting)
-        self.stories = Stories(self.context, self.posting)
-        self.administration = Administration(self.context)
-        self.upkeep = Upkeep(self.context, self.posting, self.evaluating)
-        self._closed = False
+        self.context = context = Context(config, clock, storage)
+        self.membership, self.administration = Membership(context), Administration(context)
+        self.calibrating, self.showing, self.training = Calibrating(context), Showing(context), Training(context)
+        self.work = Work(context, self.calibrating)
+        self.evaluating = Evaluating(context, self.work.drawing)
+        self.checking = Checking(context, self.work, self.evaluating, self.showing)
+        self.posting = posting = Posting(context)
+        self.reporting, self.stories = Reporting(context, posting), Stories(context, posting)
+        self.upkeep, self._closed = Upkeep(context, posting, self.evaluating), False
 
     def close(self) -> None:
-        """Leave a ledger with nothing outgoing, so that who reads the folder reads all of it. Twice is harmless."""
+        """Leave nothing in the outbox: whoever reads the folder reads the whole ledger. Twice is harmless."""
         if self._closed:
             return
         self._closed = True

@@ -14,7 +14,6 @@ from shoal.hub.service.work import Work
 from shoal.hub.state import audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import Refusal, alarm
-from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import verdict as messages
@@ -28,15 +27,12 @@ MAX_BODIES_BYTES = 64 * 1024 * 1024
 
 class Checking:
     def __init__(self, context: Context, work: Work, evaluating: Evaluating, showing: Showing) -> None:
-        self._context = context
-        self._work = work
-        self._evaluating = evaluating
-        self._showing = showing
+        self._context, self._work, self._evaluating, self._showing = context, work, evaluating, showing
         self._owed = 0.0  # tokens of audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
-        """Submissions to check, claimed for this validator; units to generate that nobody could judge; and a slice of
-        an evaluation, if it wants one now, or if there is nothing to check."""
+        """Submissions to check; units to generate that nobody could judge; and a slice of an evaluation, if wanted now
+        or if there is nothing to check."""
         evaluates = request.evaluate != "no" and self._context.rules.evaluation is not None
         if evaluates and request.evaluate != "idle":
             self._evaluating.prepare(node)
@@ -63,11 +59,10 @@ class Checking:
             claims = audits.claim(moment, free, node.node)
             transaction.apply(claims)
             if evaluates:
-                wanted = request.evaluate != "idle" or not claims
-                slice_ = self._evaluating.claim(transaction, moment, node, wanted)
+                slice_ = self._evaluating.claim(transaction, moment, node, request.evaluate != "idle" or not claims)
             if claims:
                 point("hub.audit.before_commit")
-        with context.storage.read() as reader:  # not above: whoever claims must lock no node
+        with context.storage.read() as reader:  # not above: a claim must lock no node
             found = tuple(self._audit(reader, each.row) for each in claims)
             pending = bool(claims) or bool(reader.submissions_in([SubmissionState.AUDITING], 1))
             if request.evaluate != "only":
@@ -91,7 +86,6 @@ class Checking:
         return AuditReply(waiting=waiting, **calibration)
 
     def _next(self, transaction: Writer, moment: Moment, count: int) -> list[SubmissionRow]:
-        """What is audited next: the lowest units; while established nodes are here, newcomers' by their share."""
         share = moment.rules.newcomer_share
         if share >= 1 or not transaction.is_established_here(moment.now_ms - newcomers.HERE_MS):
             return transaction.submissions_in([SubmissionState.RECEIVED], count)
@@ -101,12 +95,17 @@ class Checking:
         return chosen
 
     def verdicts(self, node: NodeRow, report: messages.VerdictReport) -> messages.VerdictReply:
-        """Apply the verdicts that this very validator signed; those that do not fit are named. Where hubs share a
-        database, in one transaction for each node: nobody is locked for another's sake."""
+        """Apply verdicts; those that do not fit are named. Where hubs share a database, one transaction for each node:
+        none is locked for another's sake."""
         rulings, refused = list[Ruling](), list[RefusedVerdict]()
         for signed in report.verdicts:
             try:
-                rulings.append(self._open(node, signed))
+                verdict = self._context.opened(signed, Verdict, node.public_key, "verdict")
+                if not (digest := verdict.environment_digest):
+                    sentence = "the verdict does not say which environment it was scored with"
+                    raise Refusal(422, "verdict.environment", sentence)
+                require_environment(self._context, digest, "verdict.environment", "verdict")
+                rulings.append(Ruling(verdict, node.node, signed.model_dump_json()))
             except Refusal as refusal:
                 refused.append(_refused(str(signed.document.get("submission", ""))[:64], refusal))
         self._showing.keep(ruling.verdict for ruling in rulings)
@@ -115,7 +114,7 @@ class Checking:
             parts.setdefault(ruling.verdict.node if self._context.storage.is_shared else "", []).append(ruling)
         refused += [each for part in parts.values() or [[]] for each in self._rule(node, part)]
         failed = any(ruling.verdict.outcome != Outcome.ACCEPTED for ruling in rulings)
-        # what waited for a light audit may wait for a full one now, and a unit for a validator to generate it
+        # what waited for a light audit may wait for a full one now, and a unit for a validator
         self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *((Topic.AUDITS,) if failed else ()))
         return messages.VerdictReply(refused=tuple(refused))
 
@@ -131,7 +130,8 @@ class Checking:
                     moment = self._context.moment(transaction)
                     commands = audits.judge(moment, case, ruling)
                     transaction.apply(commands)
-                    if commands and (verdict.branches.differences or verdict.reason == STEERED):  # not the same again
+                    steered = verdict.branches.differences or verdict.reason == reputation.STEERED
+                    if commands and steered:  # no commands: the same verdict again
                         counted.append((case.node, verdict))
                     if verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
                         self._context.turns.earned(case.node.network, case.node.node, moment.now_ms)
@@ -159,18 +159,8 @@ class Checking:
         bodies = [shown[name] if name in shown else self._context.blobs.get(name) for name in names]
         return pack(messages.SubmissionBodies(bodies), level=1)
 
-    def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling:
-        verdict = self._context.opened(signed, Verdict, node.public_key, "verdict")
-        if not verdict.environment_digest:
-            raise Refusal(422, "verdict.environment", "the verdict does not say which environment it was scored with")
-        require_environment(self._context, verdict.environment_digest, "verdict.environment", "verdict")
-        return Ruling(verdict, node.node, signed.model_dump_json())
-
     def _case(self, transaction: Writer, moment: Moment, verdict: Verdict) -> VerdictCase:
-        """All that the verdict may touch; of what passed, and never failed before, that is little."""
-        submission = transaction.submission(verdict.submission)
-        if submission is None:
-            submission = self._showing.receive(transaction, moment, verdict)
+        submission = transaction.submission(verdict.submission) or self._showing.receive(transaction, moment, verdict)
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
         assert unit is not None, "a foreign key ties a submission to its unit"
         assert node is not None, "a foreign key ties a submission to its node"
@@ -185,12 +175,11 @@ class Checking:
         if verdict.severity is Severity.STATISTICAL:
             profile = SignedDocument.model_validate_json(held.lease.document).document["profile"]
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
-            since_ms = moment.now_ms - reputation.WITHIN_MS
-            case = replace(case, node=node, kin=transaction.kin(node.kind, verdict.reason, since_ms))
-        name = node.node
+            kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - reputation.WITHIN_MS)
+            case = replace(case, node=node, kin=kin)
         return replace(
-            case, holdings=transaction.holdings(name), untrained=transaction.untrained(name),
-            light=transaction.light_audits(name), pending=transaction.pending_credit(name),
+            case, holdings=transaction.holdings(node.node), untrained=transaction.untrained(node.node),
+            light=transaction.light_audits(node.node), pending=transaction.pending_credit(node.node),
         )  # fmt: skip
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> messages.Audit:
@@ -203,7 +192,7 @@ class Checking:
         distrusted: Literal["", "its owner", "newcomers"] = ""
         if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
             distrusted = "its owner"
-        elif node.on_probation and _suspicion(reader, NEWER).distrusted:
+        elif node.on_probation and _suspicion(reader, reputation.NEWER).distrusted:
             distrusted = "newcomers"
         return messages.Audit(
             submission=row.submission, size_bytes=row.size_bytes,
@@ -214,9 +203,9 @@ class Checking:
         )  # fmt: skip
 
 
-def _suspicion(reader: Reader, key: str) -> Suspicion:
+def _suspicion(reader: Reader, key: str) -> reputation.Suspicion:
     stored = reader.setting(key)
-    return Suspicion() if stored is None else Suspicion.model_validate_json(stored)
+    return reputation.Suspicion() if stored is None else reputation.Suspicion.model_validate_json(stored)
 
 
 def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdict) -> None:
@@ -228,7 +217,7 @@ def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdic
         if after.distrusted and not before.distrusted:
             whom = "one owner" if whose == "its owner" else "newcomers"
             message = f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}"
-            transaction.apply([alarm(moment, STEERED, message)])
+            transaction.apply([alarm(moment, reputation.STEERED, message)])
 
 
 def _refused(submission: str, refusal: Refusal) -> RefusedVerdict:

@@ -1,4 +1,4 @@
-"""What all services share: configuration, storage, the run's secret, the clock, and one way to make a decision.
+"""What all services share, and the one way to make a decision.
 
 call ─► retry ─► decision: one write transaction ─┬─► answer
           ▲      rows read, `hub.state` decides,  └─ somebody else was at the same rows (`StaleRow`), or tasks are
@@ -30,7 +30,6 @@ from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
 from shoal.hub.state import leases, nodes
 from shoal.hub.state.commands import Record, Refusal
-from shoal.hub.state.leases import Absence
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
@@ -43,23 +42,18 @@ from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 D = TypeVar("D", bound=Document)
 T = TypeVar("T")
 
-ATTEMPTS = 6
-PAUSE_S = 0.01
-SECRET_BYTES = 32
-NOTABLE_MS = 1_000
-NEWEST = 20
-LEADER = "upkeep"
-LEADS_S = 4.0
-"""The lead is renewed every second; another hub takes over so long after the leader was last alive. Should both believe
-to lead for a moment, nothing happens twice: whatever is done, is done by one transaction after the other."""
+ATTEMPTS, PAUSE_S = 6, 0.01
+SECRET_BYTES, NOTABLE_MS, NEWEST = 32, 1_000, 20
 ORDERS = "orders"
+LEADER, LEADS_S = "upkeep", 4.0
+"""The lead is renewed every second; another hub takes over so long after the leader's last sign of life. If both lead
+for a moment, nothing happens twice: their transactions exclude each other."""
 
 log = logging.getLogger("shoal.hub")
 
 
 def retry(call: Callable[[], T]) -> T:
-    """A decision whose rows changed under it was undone as a whole, so it can be made anew. Nothing else in the hub
-    repeats a decision."""
+    """Nothing else in the hub repeats a decision."""
     for attempt in range(ATTEMPTS):
         try:
             return call()
@@ -98,7 +92,7 @@ class Context:
         self.lead()
 
     def lead(self) -> bool:
-        """Whether this hub does the background work of the run; to be asked more often than every `LEADS_S`."""
+        """Whether this hub does the run's background work; to be called more often than every `LEADS_S`."""
         led, self.leads = self.leads, self.storage.lead(LEADER, self.holder, LEADS_S)
         self._agree_on_time()
         if self.storage.is_shared and self.leads != led:
@@ -114,39 +108,39 @@ class Context:
         self.storage.close()
 
     def fail(self, error: ShoalError) -> None:
-        """The hub cannot keep its promises any more: the process ends with the first such error (`server`)."""
+        """End the process: the hub cannot keep its promises any more (`server`)."""
         self.failure = self.failure or error
 
     def _steady(self, clock: Clock, written_ms: int) -> SteadyClock:
-        """The hub's time. Leases, claims and nonces are dated with it: it never goes back, not even over a restart."""
+        """The hub's time never goes back, not even over a restart: leases, claims and nonces are dated with it."""
         now_ms = clock.now_ms()
         if self.storage.is_shared:  # somebody's wrong clock must not become everybody's: the database's is right
             written_ms = min(written_ms, now_ms + NOTABLE_MS)
         self.was_away(min(written_ms or now_ms, now_ms), max(now_ms, written_ms))
         if (behind_ms := written_ms - now_ms) > NOTABLE_MS:
-            message = "this machine's clock is %.0f s behind what the hub wrote down last; the hub continues from there"
-            log.warning(message, behind_ms / 1000)
+            behind = "this machine's clock is %.0f s behind what the hub wrote down last; the hub continues from there"
+            log.warning(behind, behind_ms / 1000)
         return SteadyClock(clock, written_ms)
 
     def _agree_on_time(self) -> None:
-        """Go by the database's clock, where several hubs do: leases given out by one are ended by another."""
+        """Go by the database's clock where hubs share one: leases of one hub are ended by another."""
         asked_s = self._shared_clock.monotonic_s()
         their_ms = self.storage.now_ms()
         if their_ms is not None:
             self._shared_clock.agree(their_ms, self._shared_clock.monotonic_s() - asked_s)
 
     def was_away(self, from_ms: int, until_ms: int) -> None:
-        """Nobody could reach the hub between these times: what ran out meanwhile lasts a little longer."""
-        self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
+        """Nobody could reach the hub meanwhile: what ran out then lasts a little longer."""
+        self.absence = leases.Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
         return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
 
     @contextmanager
     def decision(self, sweep: bool = False, exclusive: bool = False) -> Iterator[tuple[Writer, Moment]]:
-        """One write transaction. `sweep` ends overdue leases first. Beside `exclusive` decisions, which change what all
-        others rely on (the newest policy, the next step), nobody decides anything, at whichever hub. Others do not
-        sweep where hubs share a database: a sweep touches the nodes of others, and the leader does it every second."""
+        """One write transaction. `sweep` ends overdue leases first. `exclusive` decisions change what all others rely
+        on (the newest policy, the next step): no hub decides anything beside them. Where hubs share a database only
+        these sweep, and the leader every second: a sweep touches other nodes."""
         swept = False
         with self.storage.write(exclusive=exclusive) as transaction:
             moment = self.moment(transaction)
@@ -163,14 +157,13 @@ class Context:
         return sign_document(document, self.config.key).model_dump_json()
 
     def signed_before(self, text: str) -> SignedDocument:
-        """What a hub of this run signed and wrote down, by the key of now: that of then may be revoked meanwhile."""
+        """What a hub of this run signed earlier, by the present key: the former one may be revoked."""
         signed = SignedDocument.model_validate_json(text)
         if signed.signed_by == self.config.key.public_key:
             return signed
         return sign_values(signed.kind, signed.document, self.config.key)
 
     def opened(self, signed: SignedDocument, kind: type[D], keys: str | set[str], code: str, status: int = 422) -> D:
-        """The document inside, if one of these keys signed it, for this run."""
         try:
             document = open_document(signed, kind, keys)
         except ProtocolError as error:
@@ -180,11 +173,11 @@ class Context:
         return document
 
     def moment(self, reader: Reader, counted: bool = True) -> Moment:
-        """What a decision goes by. Units alive are 0 unless `counted`: not all need to know how many there are."""
+        """Units alive are 0 unless `counted`: not every decision needs them."""
         return Moment(self.rules, reader.progress(counted=counted), self.clock.now_ms())
 
     def _require_restored(self, reader: Reader) -> None:
-        """Rows that a restore copied belong to the folder that it made at its end: the hub there is the first."""
+        """Rows that a restore copied belong to the folder that it made at its end: that folder's hub starts first."""
         mark, restored = reader.setting(INCOMING), self.config.folder / RESTORED
         if mark and not (restored.is_file() and restored.read_text() == mark):
             raise ConfigError(
@@ -206,7 +199,12 @@ class Context:
                         "or move the run with `shoal backup` and `shoal restore --set hub.database=URL`"
                     )
                 transaction.put_setting("run", json.dumps(identity))
-                transaction.apply([Record("run", self._first_row(identity), self.clock.now_ms())])
+                # what checks the rest of the ledger; also the certificate of the hub's key, which signs receipts
+                told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
+                hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
+                row = {key: identity[key] for key in told}
+                row["certificates"] = [each.model_dump(mode="json") for each in hubs]
+                transaction.apply([Record("run", row, self.clock.now_ms())])
                 point("hub.start.before_commit")
                 return
         remedies = {
@@ -221,27 +219,18 @@ class Context:
 
     def _identity(self) -> dict[str, Any]:
         """What may not change while a run lasts. `steps` may: a run can be continued for longer."""
+        config = self.config
         return {
-            "run": self.config.run_id,
-            "root_key": self.config.root_key,
-            "environment_digest": self.config.environment.digest,
+            "run": config.run_id, "root_key": config.root_key, "environment_digest": config.environment.digest,
             "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
-            "eos_token_id": self.config.eos_token_id,
-            "audit": self.config.settings.audit,
-            "pools": None if self.config.pools is None else self.config.pools.model_dump(mode="json"),
-            **self.config.run.model_dump(mode="json", exclude={"steps", "name"}),
-        }
-
-    def _first_row(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """What a reader of the ledger needs to check the rest; among it the certificate of the hub's key, which signs
-        receipts."""
-        told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
-        hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
-        return {**{key: identity[key] for key in told}, "certificates": [each.model_dump(mode="json") for each in hubs]}
+            "eos_token_id": config.eos_token_id, "audit": config.settings.audit,
+            "pools": None if config.pools is None else config.pools.model_dump(mode="json"),
+            **config.run.model_dump(mode="json", exclude={"steps", "name"}),
+        }  # fmt: skip
 
     def _require_blobs(self) -> None:
-        """What was promised must be found, also by other hubs of the database: the place for blobs does not change by a
-        setting alone. It is known by a blob put there at first; where that was not done, by the newest submissions."""
+        """What was promised must be found, also by other hubs of the database: a setting alone cannot change the place
+        for blobs. A blob put there at the start names it; in an older database the newest submissions do."""
         place = self.config.settings.storage or self.config.folder / "blobs"
         with self.storage.write(exclusive=True) as transaction:
             mark = transaction.setting(BLOB_STORE)
@@ -260,7 +249,7 @@ class Context:
 
 
 def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
-    """The run's secret: without it nobody can tell the seeds of a unit in advance. Readable by its owner only."""
+    """Without the run's secret nobody can know a unit's seeds in advance. Only its owner may read it."""
     if not path.exists():
         if not is_new:
             raise ConfigError(f"the run's secret {path} is missing: restore it from a backup, or copy another hub's")
@@ -278,7 +267,6 @@ def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
 
 
 def holders(transaction: Writer, holdings: Sequence[Holding]) -> dict[str, NodeRow]:
-    """The nodes that hold these leases, locked: what lapses costs them something."""
     names = sorted({held.lease.node for held in holdings})
     transaction.lock_nodes(names)
     return {name: row for name in names if (row := transaction.node(name)) is not None}
@@ -292,7 +280,7 @@ _parsed = lru_cache(maxsize=8)(Orders.model_validate_json)
 
 
 def require_trusted(reader: Reader, public_key: str) -> Orders:
-    """To be asked inside of the decision: the key may have been revoked since its request was let in."""
+    """Inside of the decision: the key may have been revoked since its request was let in."""
     orders = orders_of(reader)
     if public_key in orders.revoked:
         raise Refusal(403, "auth.revoked", "the run's owner has revoked this key: ask for another certificate")
@@ -321,6 +309,6 @@ def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: in
 
 
 def node_label(node: NodeRow) -> str:
-    """A node in words: `worker alice (1f2e3d4c)`, `worker-0 (1f2e3d4c)`, `trainer`."""
+    """`worker alice (1f2e3d4c)`, `worker-0 (1f2e3d4c)`, `trainer`."""
     name = node.name if node.name.startswith(node.role) else f"{node.role} {node.name}".strip()
     return f"{name} ({node.node[:8]})" if node.role == "worker" else name

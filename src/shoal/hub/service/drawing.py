@@ -1,12 +1,9 @@
 """Which task a unit gets, and the tokens that ask for it.
 
-    unit ─► candidates ─► does difficulty allow it, by its row as of the last batch? ─► can it be used? ─► task, prompt
-            (`state.draws`)                                                              └─ no: said once, counted, the
-                                                                                            next candidate
-    before a decision   tasks are made, read and encoded: that may take seconds  ─► a sheet for each unit
-    inside of it        sheets are looked up; what is not there is `NotReady`: undone, made, and decided again
-
-Both follow from the run's seed, its data, and what the last batch says about the tasks: anyone can draw them again.
+unit ─► candidates ─► does difficulty allow it, by its row as of the last batch? ─► can it be used? ─► task, prompt
+        (`state.draws`)                                                              └─ no: the next candidate
+before a decision   tasks are made, read and encoded: that may take seconds  ─► a sheet for each unit
+inside of it        sheets are looked up; what is not there is `NotReady`: undone, made, and decided again
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -31,14 +29,11 @@ log = logging.getLogger("shoal.hub")
 
 HELD_OUT = "held_out"
 MOST_NAMED = 1000  # unusable tasks that are named in the log; after that they are only counted
-MOST_KEPT = 1024
-"""Units whose prompts are kept: more than any request asks for, and those that are likely to be given out again."""
-MAKING_S = 2.0  # so long one request makes tasks; if it has not got all that it asked for by then, it gets fewer units
+MOST_KEPT = 1024  # units whose prompts are kept: more than a request asks for, and those likely to be given out again
+MAKING_S = 2.0  # so long one request makes tasks; then it gets those units that are made
 
 
 class NotReady(StaleRow):
-    """A decision needs tasks that are not made yet: those of new units from `first` on, or those of `again`."""
-
     def __init__(self, first: int | None = None, again: Sequence[UnitRow] = ()) -> None:
         super().__init__(f"the tasks of unit {first} or {[unit.unit for unit in again]} are not made yet")
         self.first, self.again = first, again
@@ -60,8 +55,6 @@ class Sheet:
 
 
 class Drawing:
-    """Draws tasks for the units of a run. What is slow is `prepare` and `prepare_again`."""
-
     def __init__(self, context: Context) -> None:
         self._context = context
         self._named: set[tuple[str, int]] = set()
@@ -72,7 +65,7 @@ class Drawing:
         self.unusable = 0  # tasks passed over since the start because they cannot be used
 
     def prepare(self, first: int, count: int) -> None:
-        """Make the tasks of the units from `first` on; at least one, and as many more as `MAKING_S` allows."""
+        """Make the tasks of the units from `first` on: at least one, and as many more as `MAKING_S` allows."""
         clock = self._context.clock
         until_s = clock.monotonic_s() + MAKING_S
         for unit in range(first, first + count):
@@ -89,8 +82,7 @@ class Drawing:
                     sheet.prompts[unit.task] = self._prompt_or_error(unit.unit, unit.task)
 
     def fresh_units(self, reader: Reader, moment: Moment, count: int) -> tuple[list[UnitRow], list[Command]]:
-        """New units in order of their numbers, up to one that has no task or whose task is not made; and alarms that
-        this deserves."""
+        """New units in order, up to one that has no task or whose task is not made; and alarms."""
         units, alarms = list[UnitRow](), list[Command]()
         for number in range(moment.progress.next_unit, moment.progress.next_unit + count):
             picked = self._pick(number, self._known(number), reader)
@@ -108,27 +100,19 @@ class Drawing:
         return unit.task in self._known(unit.unit).prompts
 
     def prompt_of(self, unit: UnitRow) -> Prompt:
-        """What a unit asks; raises what is wrong with it if nothing can be asked any more."""
         found = self._known(unit.unit).prompts[unit.task]
         if isinstance(found, Exception):
             raise found
         return found
 
     def _pick(self, unit: int, sheet: Sheet, reader: Reader | None) -> draws.Pick:
-        rules, rows = self._context.rules.pools, {}
+        rules, rows, known = self._context.rules.pools, {}, []
         if rules is not None:
-            names = [name for name in sheet.names if name is not None]
-            if reader is None:
-                with self._context.storage.read() as own:
-                    rows = own.task_rows(names)
-            else:
-                rows = reader.task_rows(names)
-        known = [
-            draws.Drawn(
-                name, rows.get(name or ""), isinstance(sheet.prompts[name], Prompt) if name in sheet.prompts else None
-            )
-            for name in sheet.names
-        ]
+            with self._context.storage.read() if reader is None else nullcontext(reader) as own:
+                rows = own.task_rows([name for name in sheet.names if name is not None])
+        for name in sheet.names:
+            is_usable = isinstance(sheet.prompts[name], Prompt) if name in sheet.prompts else None
+            known.append(draws.Drawn(name, rows.get(name or ""), is_usable))
         return draws.pick(rules, self._context.config.run.seed, unit, known)
 
     def _make(self, unit: int, sheet: Sheet) -> draws.Pick:
@@ -142,8 +126,7 @@ class Drawing:
                 name = sheet.names[attempt] or ""
                 sheet.prompts[name] = self._prompt_or_error(unit, name, made.get(name))
                 continue
-            candidates = draws.candidates(len(tasks), self._context.config.run.seed, unit)
-            index = next(islice(candidates, attempt, None))
+            index = next(islice(draws.candidates(len(tasks), self._context.config.run.seed, unit), attempt, None))
             try:
                 task = tasks[index]
             except (EnvironmentSetupError, ModelError) as error:
@@ -163,13 +146,12 @@ class Drawing:
             return error.with_traceback(None)
 
     def prompt(self, task: Task, run: str, number: int) -> Prompt:
-        """The tokens that ask for a task; the length that they name follows from `run` (held-out tasks have the same in
-        every run) and `number`."""
+        """The tokens that ask for a task. A length target follows from `run` and `number`; held-out tasks have the same
+        in every run."""
         config = self._context.config
         budget = budget_of(config.environment)
         target = None if budget is None else budget.target(run, number)
-        asked = task if budget is None or target is None else budget.ask(task, target)
-        ids = tuple(config.encode(asked))
+        ids = tuple(config.encode(task if budget is None or target is None else budget.ask(task, target)))
         if not ids:
             raise UnusableTask(f"its prompt has no tokens: the tokenizer does not fit the environment (task {task.id})")
         if len(ids) > MAX_PROMPT_TOKENS:

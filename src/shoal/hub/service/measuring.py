@@ -1,12 +1,10 @@
-"""What validators measure beside their audits, and who reads it: calibrations, and evaluations on held-out tasks.
+"""What validators measure beside their audits: calibrations, and evaluations on held-out tasks.
 
 calibration ─► signed by a validator or the owner ─► in force: named in leases, told to anyone
 tasks of a slice made (once for all versions) ─► claimed in a decision ─► task ids and prompt tokens, signed
-audits ─► nothing to check, or one is overdue ─► a slice
 report ─► signed by its validator, of this environment ─► the slice is done ─► /evaluations, /status, /metrics
 
-Each calibration is kept for ever, as it was signed, under its digest (`meta`): verdicts name it, and may be judged
-again by it.
+Each signed calibration is kept for ever under its digest (`meta`): verdicts name it, and may be judged again by it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, orders_of, require_trusted
 from shoal.hub.service.drawing import HELD_OUT, Drawing
 from shoal.hub.state import calibrations, evaluations
-from shoal.hub.state.calibrations import CalibrationTerms, InForce
 from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import EvaluationRow, Moment, NodeRow
 from shoal.hub.storage import Reader, Writer
@@ -28,20 +25,19 @@ from shoal.protocol import Calibration, document_hash, format_of
 from shoal.protocol.signing import SignedDocument, sign_document
 from shoal.protocol.verdict import EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask
 
-CALIBRATION = "calibration"
-WANTED = "calibrations.wanted"
-MOST_VERSIONS = 1024
+CALIBRATION, WANTED, MOST_VERSIONS = "calibration", "calibrations.wanted", 1024
 
 
 class Calibrating:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def terms(self, transaction: Writer, kind: str) -> CalibrationTerms:
-        """What a worker of this kind is judged by; its limits are wanted from now on."""
+    def terms(self, transaction: Writer, kind: str) -> calibrations.CalibrationTerms:
+        """What judges a worker of this kind; its limits are wanted from now on."""
         config, in_force = self._context.config, in_force_of(transaction)
-        if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
-            known = calibrations.taken(in_force, config.profiles, config.measurable)
+        opened, bounds = calibrations.InForce(owners=in_force.owners), (config.profiles, config.measurable)
+        if kind not in calibrations.taken(opened, *bounds):
+            known = calibrations.taken(in_force, *bounds)
             takes = f"no validator of this run can judge work of {kind}; the run takes {', '.join(known)}"
             advice = "choose one (worker.device, worker.dtype), or measure yours (`shoal doctor --calibrate`)"
             raise Refusal(403, "profile.unknown", f"{takes}: {advice}")
@@ -51,15 +47,12 @@ class Calibrating:
         return calibrations.terms(in_force, kind, config.profiles)
 
     def publish(self, signed: SignedDocument) -> None:
-        """Put a calibration in force: a validator's for all leases from now on, the owner's for the kinds in it."""
+        """A validator's is in force for all leases from now on, the owner's for the kinds in it."""
         context, config, digest = self._context, self._context.config, document_hash(signed)
         with context.decision(exclusive=True) as (transaction, moment):
-            certified = {
-                str(each.document.get("public_key"))
-                for each in orders_of(transaction).trusted(config.certificates)
-                if each.document.get("role") == "validator"
-            }
-            made = context.opened(signed, Calibration, {config.root_key, *certified}, "calibration", 403)
+            trusted = [each.document for each in orders_of(transaction).trusted(config.certificates)]
+            keys = {str(each.get("public_key")) for each in trusted if each.get("role") == "validator"}
+            made = context.opened(signed, Calibration, {config.root_key, *keys}, "calibration", 403)
             before = in_force_of(transaction)
             if signed.signed_by == config.root_key:
                 after = calibrations.open_kinds(before, digest, made)
@@ -69,11 +62,9 @@ class Calibrating:
             transaction.put_setting(CALIBRATION, after.model_dump_json())
             for kind, why in made.refused.items():
                 if kind not in before.refused:
-                    message = (
-                        f"the limits measured for {kind} are not used: {why}. Change worker.dtype or validator.dtype"
-                    )
-                    code = f"calibration.refused.{format_of(kind)}"
-                    transaction.apply([RaiseAlarm(moment.progress.next_step, code, message, moment.now_ms)])
+                    unused, code = f"the limits measured for {kind} are not used: {why}", format_of(kind)
+                    told = f"calibration.refused.{code}", f"{unused}. Change worker.dtype or validator.dtype"
+                    transaction.apply([RaiseAlarm(moment.progress.next_step, *told, moment.now_ms)])
         context.changes.notify(Topic.LEASES, Topic.AUDITS)
 
     def document(self, digest: str) -> SignedDocument:
@@ -84,11 +75,11 @@ class Calibrating:
         return SignedDocument.model_validate_json(text)
 
 
-def in_force_of(reader: Reader) -> InForce:
+def in_force_of(reader: Reader) -> calibrations.InForce:
     return _parsed(reader.setting(CALIBRATION) or "{}")
 
 
-_parsed = lru_cache(maxsize=8)(InForce.model_validate_json)
+_parsed = lru_cache(maxsize=8)(calibrations.InForce.model_validate_json)
 
 
 def wanted_of(reader: Reader) -> tuple[str, ...]:
@@ -96,30 +87,26 @@ def wanted_of(reader: Reader) -> tuple[str, ...]:
 
 
 class Evaluating:
-    """Slices out, reports in. What takes long is done by `prepare`: in no transaction, while no claim's time runs, by
-    one at a time."""
+    """`prepare` does what takes long: in no transaction, before a claim's time runs, one call at a time."""
 
     def __init__(self, context: Context, drawing: Drawing) -> None:
-        self._context = context
-        self._drawing = drawing
+        self._context, self._drawing = context, drawing
         self._made: dict[tuple[int, int], tuple[EvaluationTask, ...]] = {}  # the same for every version
         self._making = threading.Lock()
 
     def prepare(self, validator: NodeRow) -> bool:
-        """Make the tasks of a slice that this validator could have; true if there is one to claim now that was not
-        before. False also while another one is being made: those who wait are told when it is."""
+        """Make the tasks of a slice that this validator could have; whether there is a new one to claim. While another
+        one is being made, there is none: polls are woken when it is."""
         with self._context.storage.read() as reader:
             rows = evaluations.free(reader.evaluations_under_way(), validator.node, self._context.clock.now_ms())
-        if not rows or any((row.first, row.tasks) in self._made for row in rows):
-            return False
-        if not self._making.acquire(blocking=False):
+        made = any((row.first, row.tasks) in self._made for row in rows)
+        if not rows or made or not self._making.acquire(blocking=False):
             return False
         try:
             split, found = self._context.config.environment.tasks("held_out"), []
             for index in range(rows[0].first, min(rows[0].first + rows[0].tasks, len(split))):
                 try:
-                    task = split[index]
-                    prompt = self._drawing.prompt(task, HELD_OUT, index)
+                    prompt = self._drawing.prompt(task := split[index], HELD_OUT, index)
                     found.append(EvaluationTask(task=task.id, prompt_ids=prompt.ids))
                 except (EnvironmentSetupError, ModelError) as error:  # left out: it is unscored
                     self._drawing.pass_over(HELD_OUT, index, error)
@@ -135,10 +122,8 @@ class Evaluating:
             return None
         rows = [row for row in transaction.evaluations_under_way() if (row.first, row.tasks) in self._made]
         chosen = evaluations.claim(moment, rows, validator.node)
-        if chosen is None:
-            return None
-        transaction.apply([chosen])
-        return chosen.row
+        transaction.apply([] if chosen is None else [chosen])
+        return None if chosen is None else chosen.row
 
     def pending(self) -> bool:
         with self._context.storage.read() as reader:
@@ -149,8 +134,7 @@ class Evaluating:
             late = evaluations.put_back(reader.evaluations_under_way(), "", now_ms)
         if late:
             with self._context.decision(exclusive=True) as (transaction, moment):
-                rows = transaction.evaluations_under_way()
-                transaction.apply(evaluations.put_back(rows, "", moment.now_ms))
+                transaction.apply(evaluations.put_back(transaction.evaluations_under_way(), "", moment.now_ms))
         return bool(late)
 
     def document(self, row: EvaluationRow) -> SignedDocument:
@@ -178,9 +162,7 @@ class Evaluating:
 
 
 def require_environment(context: Context, digest: str, code: str, what: str) -> None:
-    """Refuse what was scored with other tasks, or by other rules, than the run's."""
     own = identity_of(context.config.environment)
     if digest and digest != own.digest:
         what = f"the {what} is of environment {digest[:16]}…, the run's is {own.name} ({own.digest[:16]}…)"
-        sentence = f"{what}: start the validator with the recipe and the data of this run"
-        raise Refusal(422, code, sentence)
+        raise Refusal(422, code, f"{what}: start the validator with the recipe and the data of this run")

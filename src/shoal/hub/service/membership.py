@@ -1,5 +1,4 @@
-"""Nodes: registration with role certificates; heartbeats, which also renew the leases that a node is at work on. What
-the run's owner orders: checked from the root key down, carried out and recorded in one transaction.
+"""Registrations, heartbeats, and the orders of the run's owner, carried out and recorded in one transaction.
 
 AdminRequest ─► signed by the root, or by an admin it certified ─► not revoked ─► new ─► fresh ─► apply_order ─► ledger
 """
@@ -21,8 +20,7 @@ from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registratio
 from shoal.protocol.signing import open_document
 from shoal.runtime.crash import point
 
-MAX_VOUCH_BYTES = 2048
-"""Kept with every key, in the end in the ledger: what else its signer put into the document would be, too."""
+MAX_VOUCH_BYTES = 2048  # a vouch is kept with every key and goes into the ledger, with all that its signer put in
 
 
 class Membership:
@@ -36,7 +34,7 @@ class Membership:
         except ProtocolError as error:
             raise Refusal(409, "protocol.version", str(error)) from error
         self._check_role(registration)
-        check_vouch(registration)
+        _check_vouch(registration)
         with self._context.decision() as (transaction, moment):
             require_trusted(transaction, registration.public_key)
             known = transaction.node(node_id(registration.public_key))
@@ -48,8 +46,7 @@ class Membership:
         return view
 
     def heartbeat(self, node: NodeRow, heartbeat: Heartbeat) -> HeartbeatReply:
-        """On probation progress has to be shown (`showing`), not said: fresh keys cost nothing, and may say
-        anything."""
+        """On probation progress has to be shown (`showing`), not said: fresh keys cost nothing."""
         now_ms, said, deadlines = self._context.clock.now_ms(), heartbeat.progress, dict[str, int]()
         presence = Presence(
             node=node.node, last_seen_ms=now_ms, doing=heartbeat.doing, waiting_for=heartbeat.waiting_for,
@@ -74,7 +71,6 @@ class Membership:
         )  # fmt: skip
 
     def _check_role(self, registration: Registration) -> None:
-        """Trusted roles need a certificate of the root key for this run, this role and this very key."""
         if registration.role == "worker":
             return
         if registration.role in ("hub", "admin"):
@@ -91,8 +87,8 @@ class Membership:
             raise Refusal(403, "auth.certificate", "the certificate is for another run, role or key")
 
 
-def check_vouch(registration: Registration) -> None:
-    """Refuse a vouch that does not hold. The node itself brings it: nobody is claimed unasked."""
+def _check_vouch(registration: Registration) -> None:
+    """The node itself brings its vouch: no owner claims a node that did not ask."""
     signed = registration.vouch
     if signed is None:
         return
@@ -113,22 +109,18 @@ REPEATED = AdminReply(changed=False, message="this very order was carried out be
 
 class Administration:
     def __init__(self, context: Context) -> None:
-        config = context.config
-        self._context = context
-        self._estate = orders.Estate(
-            config.run_id, config.root_key, config.key.public_key, config.sources, config.last_resort,
-            config.certificates,
-        )  # fmt: skip
+        self._context, config = context, context.config
+        own, sources = (config.run_id, config.root_key, config.key.public_key), (config.sources, config.last_resort)
+        self._estate = orders.Estate(*own, *sources, config.certificates)
 
     def act(self, request: AdminRequest) -> AdminReply:
-        """The same order again gets the same state, and an answer that says so."""
         context, config = self._context, self._context.config
         try:
             action = open_admin(request, config.run_id, config.root_key)
         except ProtocolError as error:
             raise Refusal(403, "admin.signature", f"the order does not hold: {error}") from error
         by_root = request.action.signed_by == config.root_key
-        with context.storage.read() as reader:  # who repeats old orders makes nobody wait
+        with context.storage.read() as reader:  # an old order that is repeated makes nobody wait
             if self._is_repeated(orders_of(reader), request, action, context.clock.now_ms()):
                 return REPEATED
         with context.decision(exclusive=True) as (transaction, moment):
@@ -149,7 +141,6 @@ class Administration:
         return AdminReply(changed=changed, message=message if changed else f"nothing to do: {message}")
 
     def _is_repeated(self, known: orders.Orders, request: AdminRequest, action: AdminAction, now_ms: int) -> bool:
-        """Whether this very order was carried out before; raise if it may not be carried out (any more)."""
         if request.action.signed_by in known.revoked:
             raise Refusal(403, "admin.revoked", "the key that signed this order was revoked")
         if any(action.id == seen for seen, _ in known.seen):
@@ -160,7 +151,6 @@ class Administration:
     def _about_nodes(
         self, transaction: Writer, now_ms: int, action: AdminAction, known: orders.Orders
     ) -> list[Command]:
-        """What an order does to a node: a sanction or its end; and whose key is revoked is shut out."""
         if action.verb is AdminVerb.REVOKE:
             node = transaction.node(node_id(action.target))
             return [] if node is None else _ban(transaction, node, orders.REVOKED, now_ms)
@@ -170,22 +160,20 @@ class Administration:
         if node is None:
             raise Refusal(404, "node.unknown", f"there is no node {action.target[:64]!r} in this run")
         reason = action.reason or "by order of the run's owner"
+        orders.require_allowed(known, action.verb, node.role, node.public_key)
         if action.verb is AdminVerb.PARDON:
-            orders.require_pardonable(known, node.public_key)
             return nodes.pardon(node, reason, now_ms)
-        orders.require_worker(node.role, node.public_key)
         if action.verb is AdminVerb.BAN:
             return _ban(transaction, node, reason, now_ms)
         return nodes.suspend(node, reason, now_ms, round(action.for_s * 1000) or None)
 
 
 def _ban(transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[Command]:
-    banned = node.state is NodeState.BANNED
-    return [] if banned else nodes.ban(node, reason, transaction.holdings(node.node), now_ms)
+    return [] if node.state is NodeState.BANNED else nodes.ban(node, reason, transaction.holdings(node.node), now_ms)
 
 
 def _body(action: AdminAction, request: AdminRequest, by_root: bool) -> dict[str, Any]:
-    """What the ledger keeps: the order in words, and as it was signed, so that nobody can have made it up."""
+    """For the ledger: the order in words, and as it was signed, so that nobody can have made it up."""
     by = "root" if by_root else node_id(request.action.signed_by)
     body = {"verb": action.verb.value, "target": action.target, "reason": action.reason, "by": by}
     if action.verb in orders.SANCTIONS:

@@ -1,13 +1,10 @@
-"""What anyone may read: the run, its status with who waits for whom, its figures for `GET /metrics`, the ledger; and
-whether the run can continue by itself: every role is here, and audits can be relied on.
+"""What anyone may read: the run, its status, figures, and ledger; and whether the run can continue by itself.
 
-A standstill, who is missing to train, check or work, what became of them and what to do, is told by `/status` at once
-when the last of a role is banned or suspended, and when it was not heard of for `nodes.HERE_MS`; of a role of which
-nobody was heard since the hub was started, after `STARTING_MS`. The watchdog repeats it.
+`/status` tells a standstill (who is missing, what became of them, what to do) at once when the last of a role is banned
+or suspended; when it was not heard of for `nodes.HERE_MS`; after `STARTING_MS` if nobody of a role has come at all.
 
-A validator gives itself submissions that are known to be bad (canaries) among the real ones, and counts in its
-heartbeats how many it caught and missed. One that missed any, or that never meets one, says nothing about real work:
-that is an alarm, and so is one that cannot score (`validator_alarms`).
+A validator gives itself known-bad submissions (canaries) among the real ones, and counts in its heartbeats how many it
+caught and missed. If it missed any, or meets none, its audits prove nothing: an alarm (`validator_alarms`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from shoal.hub.service.context import Context, node_label, node_view, orders_of,
 from shoal.hub.service.measuring import in_force_of
 from shoal.hub.service.upkeep import Posting
 from shoal.hub.state import calibrations, evaluations, pacing
-from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.orders import Orders
@@ -39,12 +35,10 @@ SILENT_AFTER_MS = 60_000  # a node that has not been heard of for so long is gon
 
 class Reporting:
     def __init__(self, context: Context, posting: Posting) -> None:
-        self._context = context
-        self._posting = posting
-        self._run_info: tuple[Orders, InForce, SignedDocument] | None = None
+        self._context, self._posting = context, posting
+        self._run_info: tuple[Orders, calibrations.InForce, SignedDocument] | None = None
 
     def run_info(self) -> SignedDocument:
-        """The run, signed; anew whenever something in it has changed."""
         with self._context.storage.read() as reader:
             orders, in_force = orders_of(reader), in_force_of(reader)
         if self._run_info is None or self._run_info[:2] != (orders, in_force):
@@ -103,8 +97,8 @@ class Reporting:
             )  # fmt: skip
 
     def _waits(self, reader: Reader, now_ms: int) -> list[Wait]:
-        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet. Of
-        very many, those that have waited longest. Once the last batch is written, only the trainer counts."""
+        """Polls, what nodes say they wait for, leases, submissions not judged yet; of very many the longest waits. Once
+        the last batch is written, only the trainer counts."""
         progress, rules = reader.progress(), self._context.rules
         if pacing.is_finished(rules, progress):
             return []
@@ -133,7 +127,6 @@ class Reporting:
 
 
 def _notable(reader: Reader, total: int) -> list[NodeRow]:
-    """All nodes, or of very many: the trusted, those in trouble, those who did most, and who was heard of last."""
     if total <= NODES_SHOWN:
         return reader.nodes()
     found = {row.node: row for rank, count in RANKS for row in reader.nodes_ranked(rank, count)}
@@ -154,7 +147,7 @@ def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:
 
 
 def _recent(reader: Reader) -> Iterator[RecentVerdict]:
-    """The newest decisions, and behind them those refused recently: acceptances come in hundreds and hide them."""
+    """The newest decisions, then recent refusals, which hundreds of acceptances would hide."""
     newest = reader.decided_submissions(VERDICTS_SHOWN)
     shown = {row.submission for row in newest}
     refused = [row for row in reader.refused_submissions(VERDICTS_SEARCHED) if row.submission not in shown]
@@ -172,8 +165,6 @@ class Figure:
 
 
 def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Figure]:
-    """`late` submissions were refused by this hub because their unit had gone to somebody else, `unusable` tasks passed
-    over."""
     now_ms = context.clock.now_ms()
     with context.storage.read() as reader:
         fleet, progress, last = reader.fleet(now_ms - SILENT_AFTER_MS), reader.progress(), reader.ledger_last()
@@ -222,51 +213,42 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
     return figures
 
 
-MAX_TRUSTED = 500
-"""Those heard of last: no run has so many. Workers, of which there may be any number, are not looked at."""
+MAX_TRUSTED = 500  # no run has so many
 CANARY_WITHIN = 256
 CAUGHT, MISSED = "canaries_caught", "canaries_missed"
 NO_SAMPLE, ABSTAINED = "no_sample", "abstained"
 MANY_UNSCORED, UNSCORED_SHARE = 8, 0.05
-
-STARTING_MS = 60_000
+STARTING_MS, NEWEST = 60_000, 50
 MEASURING_MS = 120_000  # a run's first calibration may take so long, and nothing is wrong
-NEWEST = 50
 DOING = {"trainer": "train", "validator": "check", "worker": "work"}
 AUDITED = ("accepted", "rejected", "unsure")
 
 
-def canary_problem(node: NodeRow, presence: Presence) -> str:
-    """What a validator's counters say about its audits, if it is bad."""
-    counters, who = presence.counters, node_label(node)
-    if (missed := counters.get(MISSED, 0)) > 0:
-        return f"{who} let {missed:.0f} known-bad submissions pass: stop it, and do not rely on what it accepted"
-    audited = sum(counters.get(name, 0) for name in AUDITED)
-    if audited >= CANARY_WITHIN and counters.get(CAUGHT, 0) <= 0:
-        return f"{who} made {audited:.0f} audits and met no known-bad submission among them: its audits are untested"
-    return ""
-
-
-def scoring_problem(node: NodeRow, presence: Presence) -> str:
-    counters, who = presence.counters, node_label(node)
-    if counters.get(ABSTAINED, 0) > 0:
-        return f"{who} has another environment, or other data, than the run: start it with the run's recipe and data"
+def _problems(node: NodeRow, presence: Presence) -> dict[str, str]:
+    counters, who, found = presence.counters, node_label(node), dict[str, str]()
     audited, failed = sum(counters.get(name, 0) for name in AUDITED), counters.get(NO_SAMPLE, 0)
-    if failed >= MANY_UNSCORED and failed > UNSCORED_SHARE * audited:
-        return f"{who} could not score {failed:.0f} of {audited:.0f} groups: its log says why"
-    return ""
+    if (missed := counters.get(MISSED, 0)) > 0:
+        passed = f"{who} let {missed:.0f} known-bad submissions pass"
+        found["canary"] = f"{passed}: stop it, and do not rely on what it accepted"
+    elif audited >= CANARY_WITHIN and counters.get(CAUGHT, 0) <= 0:
+        unmet = f"{who} made {audited:.0f} audits and met no known-bad submission among them"
+        found["canary"] = f"{unmet}: its audits are untested"
+    if counters.get(ABSTAINED, 0) > 0:
+        other = f"{who} has another environment, or other data, than the run"
+        found["scoring"] = f"{other}: start it with the run's recipe and data"
+    elif failed >= MANY_UNSCORED and failed > UNSCORED_SHARE * audited:
+        found["scoring"] = f"{who} could not score {failed:.0f} of {audited:.0f} groups: its log says why"
+    return found
 
 
 def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
-    """An alarm for each known-bad submission that a validator says it let pass, and once when another problem
-    begins."""
+    """An alarm whenever a validator let more known-bad submissions pass, and once when another problem begins."""
     earlier = before or Presence(node.node)
-    missed_more = now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0)
-    alarms = []
-    for code, problem, again in (("canary", canary_problem, missed_more), ("scoring", scoring_problem, False)):
-        if (said := problem(node, now)) and (again or not problem(node, earlier)):
-            alarms.append(RaiseAlarm(step, f"{code}.{node.node[:8]}", said, now.last_seen_ms))
-    return alarms
+    known = _problems(node, earlier)
+    if now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0):
+        known.pop("canary", None)
+    begun = [(code, said) for code, said in _problems(node, now).items() if code not in known]
+    return [RaiseAlarm(step, f"{code}.{node.node[:8]}", said, now.last_seen_ms) for code, said in begun]
 
 
 def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> int:
@@ -275,8 +257,7 @@ def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> in
 
 
 def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:
-    """Why the run stands still for want of somebody, a sentence for each role; none before the first policy, when the
-    run is finished, and while its owner has halted it."""
+    """Who is missing, a sentence for each role; none before the first policy, after the last step, or while halted."""
     progress = reader.progress()
     over = progress.policy is None or pacing.is_finished(context.rules, progress)
     if over or orders_of(reader).halted(now_ms):

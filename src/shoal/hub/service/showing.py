@@ -5,8 +5,8 @@
                                                                        └ right, or unsure ─► nothing is said
     PUT /submissions ─► audit with what was shown
 
-Which leases are due and what validators were given is kept in this process. A new hub, or one of several, finds such
-leases in the database; after a restart a lease is looked at again.
+Due leases, and what validators were given, are kept in this process. Another hub finds such leases in the database;
+after a restart a lease is looked at again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from shoal.protocol import SHOWN_BYTES, BodyLimits, ProgressReply, ShownPrefix, 
 from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
 
 SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
-AUDIT_SHARE = 1 / 16
-"""What shown progress may take of the bytes that validators are given while submissions wait; bytes are tokens."""
+AUDIT_SHARE = 1 / 16  # of shown progress, of the bytes that validators are given while submissions wait
 MOST_GIVEN = 64
 SEARCH_EVERY_MS, SEARCH_SHARED_MS = 60_000, 1_000
 """How often the database is searched for shown leases: by the only hub, which hears of them, and by one of several."""
@@ -36,8 +35,7 @@ SEARCH_EVERY_MS, SEARCH_SHARED_MS = 60_000, 1_000
 
 class Showing:
     def __init__(self, context: Context) -> None:
-        self._context = context
-        self._lock = threading.Lock()
+        self._context, self._lock = context, threading.Lock()
         self._looked_at: dict[str, int] = {}  # lease: its shown tokens when it was last given to a validator
         self._due: dict[str, tuple[int, int]] = {}  # lease: its deadline and shown tokens when they were last seen
         self._searched_ms = -SEARCH_EVERY_MS
@@ -73,14 +71,11 @@ class Showing:
         return submissions.prefixes(self._shown(reader, lease))
 
     def _shown(self, reader: Reader, lease: str) -> dict[int, tuple[bytes, bytes]]:
-        limits = BodyLimits(inflated_bytes=2 * SHOWN_BYTES)
-        return submissions.joined_parts(
-            [unpack(part.body, ShownProgress, limits).chunks for part in reader.shown(lease)]
-        )
+        limits, parts = BodyLimits(inflated_bytes=2 * SHOWN_BYTES), reader.shown(lease)
+        return submissions.joined_parts([unpack(part.body, ShownProgress, limits).chunks for part in parts])
 
     def audit(self, reader: Reader, moment: Moment, claimed: Iterable[int], idle: bool) -> Audit | None:
-        """One rollout of the lease that ends first, of those that are due, for a validator that got submissions of so
-        many bytes; None if none is due."""
+        """One rollout of the due lease that ends first, for a validator that `claimed` submissions of so many bytes."""
         with self._lock:
             self._owed_bytes += AUDIT_SHARE * sum(claimed)
             row = self._next(reader, moment.now_ms)
@@ -109,7 +104,6 @@ class Showing:
         self._due.update({row.lease: (row.deadline_ms, row.progress) for row in rows if self._is_due(row)})
 
     def _next(self, reader: Reader, now_ms: int) -> LeaseRow | None:
-        """The lease to look at. It stays due until it has been looked at."""
         every_ms = SEARCH_SHARED_MS if self._context.storage.is_shared else SEARCH_EVERY_MS
         if now_ms - self._searched_ms >= every_ms:
             self._searched_ms, showing = now_ms, reader.showing()
@@ -127,7 +121,7 @@ class Showing:
         return None
 
     def _sampled(self, reader: Reader, row: LeaseRow, signed: protocol.SignedDocument) -> bytes:
-        """A submission with nothing in it but what was shown of one rollout, which nobody can tell in advance."""
+        """A submission with only what was shown of one rollout; nobody knows in advance of which."""
         shown, lease = self._shown(reader, row.lease), protocol.Lease.model_validate(signed.document)
         tokens = [len(shown.get(rollout, (b"", b""))[0]) for rollout in range(self._context.rules.group_size)]
         fraction = draws.audit_fraction(self._context.secret, f"progress/{row.lease}/{sum(tokens)}")
@@ -146,15 +140,14 @@ class Showing:
         return self._given[name][1] if name in self._given else None
 
     def keep(self, verdicts: Iterable[Verdict]) -> None:
-        """Store what these verdicts are about, for whoever wants to check them."""
         for verdict in verdicts:
             body = self.body(verdict.submission)
             if body is not None and _is_failure(verdict):
                 self._context.blobs.put(body)
 
     def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> SubmissionRow:
-        """Make what failed the submission of its lease, which may have ended meanwhile: to give it back does not undo
-        what was shown. The unit is left alone, whoever has it now; the ban frees it if the node still holds it."""
+        """Make what failed the submission of its lease, which may have ended: giving it back does not undo what was
+        shown. The unit is left alone; the ban frees it if the node still holds it."""
         if verdict.submission not in self._given:
             raise unknown_submission(verdict.submission)
         lease, body = self._given[verdict.submission]

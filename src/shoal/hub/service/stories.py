@@ -1,7 +1,7 @@
-"""Why: everything that is written down about a unit or a node, with the documents that prove it.
+"""Everything that is written down about a unit or a node, with the documents that prove it.
 
-Anyone may ask, so nothing that must stay secret is told: the seeds of a unit, and the leases that hold them, only once
-the unit is decided and nobody can get it any more; where a node is, never.
+Anyone may ask. So the seeds of a unit, and the leases that hold them, are told only once nobody can get the unit any
+more; where a node is, never.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.hub.service.context import Context, node_view, shared
 from shoal.hub.service.upkeep import Posting
-from shoal.hub.state import draws
+from shoal.hub.state import draws, orders, units
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.orders import REVOKED
 from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
-from shoal.hub.state.units import VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE, is_entrusted
 from shoal.hub.storage import Reader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
 from shoal.protocol import NodeState, SignedDocument, status
@@ -26,8 +24,7 @@ EARNINGS = ("credit", "pending")  # kinds of entries that a node has by the thou
 
 class Stories:
     def __init__(self, context: Context, posting: Posting) -> None:
-        self._context = context
-        self._posting = posting
+        self._context, self._posting = context, posting
 
     def unit(self, number: int) -> status.UnitStory:
         with self._context.storage.read() as reader:
@@ -40,7 +37,9 @@ class Stories:
             entries = reader.ledger_about(unit_subject(number), (), ENTRIES_SHOWN)
             leases, rows = reader.leases_of_unit(number), reader.submissions_of_unit(number)
             told = _submissions(reader, rows)
-        decided, config = is_decided(unit), self._context.config
+        # an accepted group without a batch may still be pulled, and the unit given out again
+        batched, config = unit.state == UnitState.ACCEPTED and unit.step is not None, self._context.config
+        decided = batched or unit.state in (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
         seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
         derived = {
             "run": config.run_id, "sentence": unit_sentence(unit, leases), "seeds": seeds,
@@ -69,9 +68,8 @@ class Stories:
     def nodes(self, after: str, limit: int) -> status.NodePage:
         rules, now_ms = self._context.rules, self._context.clock.now_ms()
         with self._context.storage.read() as reader:
-            rows = reader.nodes_after(after, limit)
+            rows, counts = reader.nodes_after(after, limit), reader.node_counts()
             presences = reader.presences_named([row.node for row in rows])
-            counts = reader.node_counts()
         views = (node_view(row, presences.get(row.node), rules, now_ms) for row in rows)
         return status.NodePage(nodes=tuple(views), counts=counts)
 
@@ -89,13 +87,10 @@ def _submissions(reader: Reader, rows: Sequence[SubmissionRow]) -> tuple[status.
     for row in rows:
         verdict = _signed(verdicts.get(row.submission))
         severity = "" if verdict is None else str(verdict.document.get("severity") or "")
-        credit_state = "none"
-        if row.generated_tokens:
-            settled = "void" if row.submission in voided else "final"
-            credit_state = "pending" if row.matures_at_ms is not None else settled
+        paid = "pending" if row.matures_at_ms is not None else "void" if row.submission in voided else "final"
         derived = {
-            "rule": rule_of(row, severity), "credit": credit_for(row.generated_tokens), "credit_state": credit_state,
-            "receipt": _signed(row.receipt), "verdict": verdict,
+            "rule": rule_of(row, severity), "credit": credit_for(row.generated_tokens), "verdict": verdict,
+            "credit_state": paid if row.generated_tokens else "none", "receipt": _signed(row.receipt),
         }  # fmt: skip
         found.append(status.SubmissionStory(**{**shared(row, status.SubmissionStory), **derived}))
     return tuple(found)
@@ -114,40 +109,30 @@ def evidence_of(reader: Reader, entries: Iterable[status.LedgerEntry]) -> Iterat
         yield status.Evidence(row=index, receipt=_signed(receipt), verdict=_signed(verdicts.get(name)))
 
 
-def is_decided(unit: UnitRow) -> bool:
-    """Whether nobody can get the unit any more: it is trained on, in a batch, dropped or void."""
-    if unit.state == UnitState.ACCEPTED:
-        return unit.step is not None  # before that its group may still be pulled, and the unit given out again
-    return unit.state in (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
-
-
 def _lease(row: LeaseRow, decided: bool) -> status.LeaseStory:
     document = _signed(row.document) if decided else None
-    derived = {"policy": row.policy, "sentence": lease_sentence(row), "document": document}
-    return status.LeaseStory(**{**shared(row, status.LeaseStory), **derived})
-
-
-def lease_sentence(row: LeaseRow) -> str:
     early = row.ended_at_ms is not None and row.ended_at_ms < row.deadline_ms
-    return {
+    sentence = {
         LeaseState.ACTIVE: "its node works on it",
         LeaseState.SUBMITTED: "answered with a submission",
         LeaseState.EXPIRED: "its node had lost it, or was not heard of any more" if early else "its deadline passed",
         LeaseState.RELEASED: "its node gave it back",
         LeaseState.VOID: "void: its node was banned, or its policy withdrawn",
     }[row.state]
+    derived = {"policy": row.policy, "sentence": sentence, "document": document}
+    return status.LeaseStory(**{**shared(row, status.LeaseStory), **derived})
 
 
 VOID_SENTENCES = {
-    VOID_ATTEMPTS: "given up: the validators themselves could not generate or score it; no worker is blamed",
-    VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid all the same",
-    VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
+    units.VOID_ATTEMPTS: "given up: the validators themselves could not generate or score it; no worker is blamed",
+    units.VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid",
+    units.VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
 }
 
 
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     waits = f"waits for a worker again, after {count_of(len(leases), 'lease')}" if leases else "waits for a worker"
-    if is_entrusted(unit):
+    if units.is_entrusted(unit):
         attempts = count_of(unit.failures, "attempt")
         waits = f"waits for a validator to generate it, after {attempts} that nobody could judge"
     return {
@@ -180,7 +165,7 @@ def rule_of(row: SubmissionRow, severity: str) -> str:
 
 def node_sentence(row: NodeRow) -> str:
     if row.state is NodeState.BANNED:
-        end = ", and that is for good" if row.reason == REVOKED else "; only the run's owner can pardon it"
+        end = ", and that is for good" if row.reason == orders.REVOKED else "; only the run's owner can pardon it"
         return f"banned: {row.reason}{end}"
     if row.state is NodeState.SUSPENDED:
         again = f", {row.suspensions} times so far" if row.suspensions > 1 else ""

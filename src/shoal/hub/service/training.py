@@ -59,9 +59,7 @@ class Training:
         return BatchReply(batch=batch)
 
     def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[list[UnitRow] | None, str]:
-        """The units of the batch, or None and what it waits for."""
-        orders = orders_of(reader)
-        halted = orders.halted(moment.now_ms)
+        halted = (orders := orders_of(reader)).halted(moment.now_ms)
         if orders.conduct == "paused":
             return None, halted
         waiting = batches.too_few(moment, reader.alive_counts(), step)
@@ -96,9 +94,7 @@ class Training:
         for group in batch.groups:
             submission = unpack(context.blobs.get(group.submission), Submission, context.config.submission_limits)
             rollouts = [
-                TrainingRollout(
-                    tokens=each.tokens, logprobs=each.logprobs, finish=each.finish, reward=reward, given=each.given
-                )
+                TrainingRollout(each.tokens, each.logprobs, each.finish, reward, given=each.given)
                 for each, reward in zip(submission.rollouts, group.rewards, strict=True)
             ]
             task, version = units[group.unit].task, group.policy.version

@@ -1,10 +1,9 @@
 """Whose turn it is among newcomers: networks take turns, in a network its addresses, at an address its keys.
 
-A unit that comes free goes to a waiting network that had fewer turns, if there is not enough for all who wait; inside
-the network in the same way to an address, and there to a key. Who has a group accepted is before all others, and a
-place is kept for it until it asks again. Nobody yields for longer than about `lease_s`: the others may wait for
-something that they do not take. Of this process, and forgotten when it ends: addresses are written nowhere, and hubs
-that share a database each go by those who ask there.
+If there is not enough for all, a free unit goes to the waiting network that had fewer; inside it in the same way to an
+address, and there to a key. A party with a newly accepted group is first, and its place is kept until it asks again.
+Nobody yields for longer than about `lease_s`: the others may wait for what they do not take. All this is of one
+process and in memory only: addresses are written nowhere.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ REMEMBERED = (4096, 256, 256)  # networks; addresses of one; keys of an address
 
 @dataclass
 class _Party:
-    """A network, an address, or a key; `within` are those inside it, who asked last is last."""
+    """A network, an address, or a key; `within` are those inside it, in the order in which they asked."""
 
     taken: int = 0
     asked_ms: int = 0
@@ -55,7 +54,7 @@ class _Party:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a newcomer asks from. This machine's own processes are of no network, and have no order among them."""
+    """Where a newcomer asks from. This machine's own processes are of no network and in no order."""
 
     network: str
     address: str
@@ -71,8 +70,8 @@ class Turns:
         self._lock = threading.Lock()
 
     def ahead(self, place: Place, now_ms: int, longest_ms: int) -> tuple[int, int]:
-        """How many other networks, and how many others inside this one, wait and have had fewer turns. Who has yielded
-        for `longest_ms` in vain is behind nobody."""
+        """How many other networks, and how many parties inside this one, wait and have had fewer units. After
+        `longest_ms` of yielding in vain, none."""
         found = [0, 0]
         with self._lock:
             for depth, (around, own) in enumerate(self._path(place)):
@@ -81,7 +80,7 @@ class Turns:
         return found[0], found[1]
 
     def taken(self, place: Place) -> int:
-        """How many units newcomers at this address have got since a group of one of them was accepted."""
+        """How many units newcomers at this address got since a group from there was accepted."""
         with self._lock:
             path = [own.taken for _, own in self._path(place)]
         return max(0, path[1]) if len(path) > 1 else 0
@@ -94,8 +93,8 @@ class Turns:
             around = own
 
     def asked(self, place: Place, units: int, now_ms: int, yielded: bool = False, only_inside: bool = False) -> None:
-        """A newcomer asked and got so many units; it waits if it got none. If it lacks a unit `only_inside` its
-        network, because others there have them, the network does not wait."""
+        """A newcomer asked and got so many units; with none it waits. If others of its own network have them
+        (`only_inside`), the network does not wait."""
         with self._lock:
             around = self._networks
             for depth, name in enumerate(place.names()):

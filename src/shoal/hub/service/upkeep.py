@@ -1,8 +1,7 @@
-"""What happens without being asked: leases and audits that ran out, workers that are gone, credit that is due, the
-ledger's outbox, nonces no longer needed, alarms for the log. Of several hubs on one database, one does it: the leader.
+"""What happens without a request; of several hubs on one database the leader does it.
 
-Rows move from the outbox into the ledger in one exclusive transaction, so accepting work never waits for the chain's
-last row, and nothing is lost or posted twice, whoever is killed when.
+Rows move from the outbox into the ledger in one exclusive transaction: accepting work never waits for the chain's last
+row, and nothing is lost or posted twice, whoever is killed when.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.limits import Buckets
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.measuring import Evaluating
-from shoal.hub.state import audits, credits, leases
-from shoal.hub.state.nodes import HERE_MS
+from shoal.hub.state import audits, credits, leases, nodes
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment
 from shoal.hub.storage import Reader
 from shoal.protocol import MAX_SKEW_MS, LedgerEntry
@@ -24,25 +22,19 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 
 POSTED_AT_A_TIME = 500  # others wait while a page is posted, so a long outbox is posted in pages
-READ_POSTS_PER_S, READ_POSTS = 4.0, 40
-"""Posting makes all others wait for a moment, and anyone may read: so many times at once, and then every 250 ms, is it
-done for a reader's sake. The upkeep does it each second anyway."""
-PATIENCE_S = 1.0
-FORGET_EVERY_MS = 60_000
-NONCES_PER_PAGE = 5_000
+READ_POSTS_PER_S, READ_POSTS = 4.0, 40  # for readers, who may be anyone: posting makes all others wait for a moment
+PATIENCE_S, FORGET_EVERY_MS, NONCES_PER_PAGE = 1.0, 60_000, 5_000
 MATURED_PER_TICK = 500  # after a long pause of the hub much is due; others get their turn in between
 ALARMS_LOGGED = 20
-ASLEEP_MS = 5_000
-"""Ticks come once a second. After a longer pause it was the hub that was away (stopped, suspended), not the workers."""
+ASLEEP_MS = 5_000  # after a longer pause between ticks it was the hub that was away, not the workers
 
 log = logging.getLogger("shoal.hub")
 
 
 class Posting:
     def __init__(self, context: Context, clock: Clock = SystemClock()) -> None:
-        self._context = context
+        self._context, self._lock = context, threading.Lock()
         self._clock = clock  # readers' buckets go by real time, whatever clock the hub goes by
-        self._lock = threading.Lock()
         self._readers = Buckets(READ_POSTS_PER_S, READ_POSTS / READ_POSTS_PER_S)
 
     def post(self) -> None:
@@ -51,7 +43,7 @@ class Posting:
                 self._post_all()
 
     def post_for_reader(self) -> None:
-        """As `post`, now and then: who reads the ledger here reads its own writes, unless very many read very often."""
+        """As `post`, so that callers read their own writes, unless very many read very often."""
         if not self._context.leads or not self._outgoing():
             return
         if self._readers.take("", self._clock.monotonic_s()) > 0 or not self._lock.acquire(timeout=PATIENCE_S):
@@ -82,15 +74,12 @@ class Posting:
 
 class Upkeep:
     def __init__(self, context: Context, posting: Posting, evaluating: Evaluating) -> None:
-        self._context = context
-        self._posting = posting
-        self._evaluating = evaluating
-        self._forgot_at_ms = 0
-        self._ticked_ms = context.clock.now_ms()
+        self._context, self._posting, self._evaluating = context, posting, evaluating
+        self._forgot_at_ms, self._ticked_ms = 0, context.clock.now_ms()
         self._alarms: list[str] = []
 
     def tick(self) -> None:
-        """All that is due, each by itself: what fails is tried again with the next tick, and keeps nothing else."""
+        """All that is due, each by itself: what fails is tried again with the next tick, and stops nothing else."""
         leads = self._context.lead()  # fails while the database is away: for as long, nobody could reach the hub
         now_ms = self._context.clock.now_ms()
         if now_ms - self._ticked_ms > ASLEEP_MS:
@@ -119,7 +108,7 @@ class Upkeep:
         self._alarms = newest
 
     def _forget(self, now_ms: int) -> None:
-        """Nonces later than one hub would need: another hub's clock may be behind by as much as is allowed."""
+        """Nonces are kept longer than one hub needs: another hub's clock may be behind by as much as is allowed."""
         if now_ms - self._forgot_at_ms < FORGET_EVERY_MS:
             return
         self._forgot_at_ms = now_ms
@@ -143,7 +132,7 @@ class Upkeep:
             context.changes.notify(Topic.AUDITS)
 
     def _end_silent(self, now_ms: int) -> None:
-        context, since_ms = self._context, now_ms - HERE_MS
+        context, since_ms = self._context, now_ms - nodes.HERE_MS
         if since_ms < context.absence.until_ms:
             return
         with context.storage.read() as reader:
@@ -155,7 +144,6 @@ class Upkeep:
             context.changes.notify(Topic.LEASES, Topic.BATCHES)
 
     def _mature(self, now_ms: int) -> None:
-        """Also when the run is finished, or the policy of audits was changed."""
         context = self._context
         with context.storage.read() as reader:
             moment = Moment(context.rules, reader.progress(counted=False), now_ms)
@@ -163,9 +151,9 @@ class Upkeep:
         if is_due:
             with context.decision(exclusive=True) as (transaction, moment):
                 due = transaction.due_credit(_due_until_ms(transaction, moment), MATURED_PER_TICK)
-                nodes = transaction.nodes_named(list({row.node for row in due}))
+                earners = transaction.nodes_named(list({row.node for row in due}))
                 verdicts = transaction.verdicts_of([row.submission for row in due])
-                transaction.apply(credits.mature(due, nodes, verdicts, moment.now_ms))
+                transaction.apply(credits.mature(due, earners, verdicts, moment.now_ms))
                 point("hub.credit.before_commit")
             point("hub.credit.after_commit")
 

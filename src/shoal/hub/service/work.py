@@ -17,8 +17,7 @@ from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.measuring import Calibrating
 from shoal.hub.service.turns import Place
-from shoal.hub.state import draws, leases, newcomers, nodes, pacing, reputation, submissions
-from shoal.hub.state.calibrations import CalibrationTerms
+from shoal.hub.state import calibrations, draws, leases, newcomers, nodes, pacing, reputation, submissions
 from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
@@ -28,15 +27,13 @@ from shoal.protocol.submission import SUBMISSION_FORMAT, Receipt, Submission, su
 from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point
 
-ENTRUSTED = 4
-"""Units that a validator gets at once to generate: a batch worth an engine's while, and audits do not wait long."""
-AHEAD = 4  # how many requests' worth of tasks who was overtaken makes: others are likely to be overtaken just now, too
+ENTRUSTED = 4  # units that a validator gets at once to generate: enough for an engine, and audits do not wait long
+AHEAD = 4  # requests' worth of tasks that an overtaken request makes: others are likely to be overtaken just now, too
 
 
 class Work:
     def __init__(self, context: Context, calibrating: Calibrating) -> None:
-        self._context = context
-        self._calibrating = calibrating
+        self._context, self._calibrating = context, calibrating
         self._limits = context.config.submission_limits
         self.drawing = Drawing(context)
         # When an established node asked last, and who delivered when: as far as this process knows.
@@ -49,8 +46,8 @@ class Work:
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
     def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
-        """Leases for a worker, or none and why. Tasks are made before the decision, which is made anew (`retry`) if
-        others took those units meanwhile. It asks from `network` (empty: this very machine), there from `address`."""
+        """Tasks are made before the decision, which is made anew (`retry`) if others took those units meanwhile. The
+        worker asks from `network` (empty: this very machine), there from `address`."""
         self.drawing.prepare(self._next_unit, request.max_units)
         try:
             return self._lease(node, request, Place(network, address, node.node))
@@ -86,7 +83,7 @@ class Work:
         if granted:
             point("hub.lease.after_commit")
         self._next_unit = max([self._next_unit, moment.progress.next_unit, *(lease.unit + 1 for lease in granted)])
-        # who has another reason than a lack of units does not wait for its turn
+        # a node that gets nothing for another reason than a lack of units does not wait for its turn
         if fresh.on_probation and not known and (planned.short or granted):
             inside = not granted and planned.short == "inside"
             context.turns.asked(place, len(granted), moment.now_ms, planned.yields, inside)
@@ -105,7 +102,7 @@ class Work:
 
     def _arrived(
         self, transaction: Writer, node: NodeRow, moment: Moment, request: LeaseRequest, network: str,
-        terms: CalibrationTerms,
+        terms: calibrations.CalibrationTerms,
     ) -> tuple[NodeRow, bool]:  # fmt: skip
         before, commands = nodes.lift(transaction.node(node.node) or node, moment.now_ms)
         measured = before if terms.measured else reputation.unmeasured(before)
@@ -115,8 +112,7 @@ class Work:
         transaction.apply(commands)
         if request.held is None:
             return fresh, False
-        holdings = transaction.holdings(node.node)
-        lost = leases.abandon(moment, fresh, holdings, request.request, frozenset(request.held))
+        lost = leases.abandon(moment, fresh, transaction.holdings(node.node), request.request, frozenset(request.held))
         transaction.apply(lost)
         return fresh, bool(lost)
 
@@ -145,8 +141,8 @@ class Work:
         return self._tempo_at[1]
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int, place: Place) -> newcomers.Crowd:
-        """How things stand between newcomers and established nodes. One that is at its limit is not asking, nor one
-        that only asks: who delivers nothing must not keep work from those who would."""
+        """An established node at its limit is not asking, nor one that delivers nothing: it must not keep work from
+        newcomers."""
         since_ms = moment.now_ms - newcomers.HERE_MS
         if not node.on_probation:
             delivers = self._delivered_ms.get(node.node, 0) >= _counts_since_ms(moment)
@@ -183,7 +179,7 @@ class Work:
         return [lease for lease, _ in signed]
 
     def entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
-        """Leases for a validator: those that it holds, or else some of the units that nobody could judge."""
+        """A validator's leases: those that it holds, or else some of the units that nobody could judge."""
         context, left = self._context, frozenset(request.left)
         with context.storage.read() as reader:
             units = reader.open_units(ENTRUSTED, entrusted=True)
@@ -238,7 +234,7 @@ class Work:
                 transaction.apply(submissions.received(fresh, holding, row, moment.now_ms))
             point("hub.submit.before_commit")
         point("hub.submit.after_commit")
-        with self._delivered_lock:  # who delivered last is last, so that what no longer counts goes from the front
+        with self._delivered_lock:  # in order of delivery: what no longer counts goes from the front
             self._delivered_ms.pop(node.node, None)
             self._delivered_ms[node.node] = moment.now_ms
             since_ms = _counts_since_ms(moment)
@@ -248,7 +244,7 @@ class Work:
         return status, context.signed_before(row.receipt)
 
     def consider(self, node: NodeRow, arrival: submissions.Arrival) -> tuple[int, SubmissionRow]:
-        """Whether it would be taken as things stand, before anything is stored; raises the refusal if not."""
+        """Whether it would be taken as things stand, before anything is stored."""
         with self._context.storage.read() as reader:
             return self._receive(reader, self._context.moment(reader, counted=False), node, arrival)[:2]
 
@@ -269,15 +265,13 @@ class Work:
             raise
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> int:
-        """Refuse what cannot be meant; returns how many tokens a prefill of it has."""
         try:
             submission = unpack(body, Submission, self._limits)
         except CodecError as error:
             raise Refusal(422, "submission.malformed", str(error)) from error
         group_size, rollouts = self._context.rules.group_size, submission.rollouts
-        if len(rollouts) != group_size:
-            sentence = f"the submission has {len(rollouts)} rollouts; groups have {group_size}"
-            raise Refusal(422, "submission.group", sentence)
+        if (count := len(rollouts)) != group_size:
+            raise Refusal(422, "submission.group", f"the submission has {count} rollouts; groups have {group_size}")
         expected = {"run": self._context.config.run_id, "node": row.node, "lease": row.lease, "unit": row.unit}
         for name, value in {"format": SUBMISSION_FORMAT, **expected}.items():
             if (found := getattr(submission, name)) != value:
@@ -287,5 +281,4 @@ class Work:
 
 
 def _counts_since_ms(moment: Moment) -> int:
-    """Who delivered before this is not at work any more."""
     return moment.now_ms - max(newcomers.HERE_MS, moment.rules.lease_ms)

@@ -4,10 +4,8 @@
        ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; the rest as below
        └── claim ran out ──┘                  unsure ─► nothing for anybody; unit open again (`units`)
 
-The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. A
-statistical rejection is unsure if most machines of that kind fail the same check (`reputation`).
-
-What a failed audit does to the rest of its node's work: what nobody looked at closely is not believed any more.
+The first verdict on a submission stands; the same outcome again is harmless. A statistical rejection is unsure if most
+machines of that kind fail the same check (`reputation`). What a failed audit does to the rest of its node's work:
 
     accepted by a light audit, in no batch yet ─► pulled; the unit is open again, task and seeds unchanged
     accepted by a full audit, in no batch yet ──► stays, unless the node is banned for it (audits by reputation only)
@@ -35,12 +33,11 @@ TASK_PART, JUDGE_PART = "task", "judge."
 
 
 def put_back(claimed: Iterable[SubmissionRow]) -> list[Save[SubmissionRow]]:
-    """Claims that ran out, or that a validator which asks for more has lost."""
     return [Save(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state) for row in claimed]
 
 
 def claim(moment: Moment, waiting: Iterable[SubmissionRow], validator: str) -> list[Save[SubmissionRow]]:
-    """Give received submissions to a validator, lowest unit first: batches need those first."""
+    """Lowest unit first: batches need those first."""
     changes = {"validator": validator, "claimed_until_ms": moment.now_ms + moment.rules.audit_ms}
     ordered = sorted(waiting, key=lambda row: row.unit)
     return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in ordered]
@@ -48,9 +45,9 @@ def claim(moment: Moment, waiting: Iterable[SubmissionRow], validator: str) -> l
 
 @dataclass(frozen=True)
 class VerdictCase:
-    """All that a verdict may touch. `untrained`, `light` and `pending` are what else the node has at stake if an audit
-    fails: accepted groups in no batch, what waits for a light audit, pending credit. `leased_at_ms` is 0 where nothing
-    has failed; `kin` are nodes of the same kind."""
+    """All that a verdict may touch. If an audit fails the node has more at stake: accepted groups in no batch
+    (`untrained`), what waits for a `light` audit, `pending` credit. `leased_at_ms` is 0 where nothing has failed; `kin`
+    are nodes of the same kind."""
 
     submission: SubmissionRow
     unit: UnitRow
@@ -106,18 +103,16 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         return commands + _wasted(moment, case, verdict)
     if outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
-    if spread:
-        node, reason = reputation.failed_with_kind(case.node, verdict, moment.now_ms), ""
+    node = reputation.unsure(case.node, verdict, own_fault=spread is not None or verdict.reason not in NOT_THE_NODES)
+    if spread:  # no strike; but a record by limits that are in doubt would fail the node under better ones, too
+        node = replace(node, record=Tally(), failed_check=verdict.reason, failed_at_ms=moment.now_ms)
         commands.append(spread)
-    else:
-        node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in NOT_THE_NODES)
-        reason = verdict.reason
     commands.append(Save(node, case.node.state))
-    return commands + (fail(moment, [case.unit], reason) if case.is_current else [])
+    return commands + (fail(moment, [case.unit], "" if spread else verdict.reason) if case.is_current else [])
 
 
 def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command]:
-    """A group that a validator generated cannot be used: an attempt of ours, and no sanction."""
+    """A validator's own group cannot be used: a failed attempt, no sanction."""
     rejected = verdict.outcome == Outcome.REJECTED
     node = replace(case.node, rejected=case.node.rejected + rejected, unsure=case.node.unsure + (not rejected))
     commands: list[Command] = [Save(node, case.node.state)]
@@ -128,7 +123,7 @@ def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command
 
 
 def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
-    """The first verdict stands; what was pulled since had been accepted, what its kind made unsure was rejected."""
+    """What was pulled had been accepted, what its kind made unsure had been rejected."""
     stands = "accepted" if submission.state == SubmissionState.PULLED else submission.state.value
     of_its_kind = verdict.severity is Severity.STATISTICAL and submission.reason == verdict.reason
     if stands == verdict.outcome.value or (stands == Outcome.UNSURE.value and of_its_kind):
@@ -137,12 +132,8 @@ def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
 
 
 def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> list[Command]:
-    accepted, rejected = Outcome.ACCEPTED, Outcome.REJECTED
-    opposite = {
-        SubmissionState.ACCEPTED: rejected,
-        SubmissionState.PULLED: rejected,
-        SubmissionState.REJECTED: accepted,
-    }
+    opposite = dict.fromkeys((SubmissionState.ACCEPTED, SubmissionState.PULLED), Outcome.REJECTED)
+    opposite[SubmissionState.REJECTED] = Outcome.ACCEPTED
     if opposite.get(submission.state) != ruling.verdict.outcome:
         return []
     who = f"validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit}"
@@ -151,7 +142,7 @@ def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> l
 
 
 def _require_fitting(moment: Moment, case: VerdictCase, verdict: Verdict) -> None:
-    """Refuse what no group of this run can have: impossible sums would spoil their node's record, for or against it."""
+    """Impossible sums would spoil their node's record, for or against it."""
     rules, tally, branches = moment.rules, verdict.tally, verdict.branches
     most = rules.group_size * rules.max_new_tokens
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):
@@ -163,9 +154,8 @@ def _require_fitting(moment: Moment, case: VerdictCase, verdict: Verdict) -> Non
         raise Refusal(422, "verdict.branches", f"{branches.looked} branches of {rules.group_size} rollouts")
     if verdict.outcome != Outcome.ACCEPTED:
         return
-    if len(verdict.rewards) != rules.group_size:
-        sentence = f"{len(verdict.rewards)} rewards for a group of {rules.group_size} rollouts"
-        raise Refusal(422, "verdict.rewards", sentence)
+    if (count := len(verdict.rewards)) != rules.group_size:
+        raise Refusal(422, "verdict.rewards", f"{count} rewards for a group of {rules.group_size} rollouts")
     if not 0 <= verdict.generated_tokens <= most:
         raise Refusal(422, "verdict.tokens", f"{verdict.generated_tokens} generated tokens are impossible for this run")
     if verdict.depth == "light" and case.submission.depth == "full":
@@ -212,16 +202,18 @@ def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         struck = reputation.failed(node, severity, verdict.reason, now_ms)
         banned = moment.rules.audit == "reputation" and nodes.is_over(struck)
         commands += pull(case.untrained, verdict, banned, now_ms)
-        commands += audit_fully(case.light, but=case.submission.submission)
+        for row in case.light:
+            if row.submission != case.submission.submission:
+                waiting = row if row.state != SubmissionState.AUDITING else put_back([row])[0].row
+                commands.append(Save(replace(waiting, depth="full"), row.state))
     if case.is_current:  # the node failed, not the unit
         commands.append(Save(case.unit.reopened(), case.unit.state))
     return commands
 
 
 def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: int) -> list[Command]:
-    """Take back the accepted groups that are in no batch: those audited lightly, and all if the node is `banned`. Where
-    their credit was pending, their units are open again. Where it is final, the unit is void: nobody trains on it, and
-    nobody is paid for it again."""
+    """Take back the accepted groups that are in no batch: those audited lightly, and all if the node is `banned`. Their
+    units are open again; void where the credit is final: nobody trains on it, nobody is paid for it again."""
     message = f"its node failed the audit of unit {verdict.unit} ({verdict.reason or 'no reason given'})"
     commands, units = list[Command](), list[int]()
     for unit, row in ((filled.unit, filled.submission) for filled in untrained):
@@ -238,25 +230,16 @@ def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: in
     return [*commands, Record("pulled", body, now_ms)] if units else commands
 
 
-def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
-    commands: list[Command] = []
-    for row in waiting:
-        if row.submission != but:
-            after = row if row.state != SubmissionState.AUDITING else put_back([row])[0].row
-            commands.append(Save(replace(after, depth="full"), row.state))
-    return commands
-
-
 def task_rewards(rewards: Sequence[RolloutReward]) -> list[float]:
-    """The task's own part of every reward, without what length or a judge added; the whole ones, unless all have it."""
+    """The task's part of every reward; the whole rewards unless all have that part."""
     if all(TASK_PART in reward.parts for reward in rewards):
         return [reward.parts[TASK_PART] for reward in rewards]
     return [reward.value for reward in rewards]
 
 
 def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "total"] = "task") -> bool:
-    """Whether a group teaches nothing: the task's part of the reward is the same everywhere, whatever length adds, and
-    so is what judges say; or, `of` the total, the whole is. A group of one rollout is kept."""
+    """Whether a group teaches nothing: all rollouts have the same task part and judges' parts, whatever length adds;
+    or, `of` the total, the same whole. A group of one rollout is kept."""
     if of == "total":
         return len(rewards) > 1 and len({reward.value for reward in rewards}) == 1
     judged = [sorted(item for item in reward.parts.items() if item[0].startswith(JUDGE_PART)) for reward in rewards]
@@ -265,10 +248,6 @@ def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "tot
 
 
 def pass_rate(rewards: Sequence[RolloutReward]) -> float | None:
-    """How much of its task a group solved, 0 to 1; None of an empty group. The same in whatever order they come.
-
-    >>> pass_rate([RolloutReward(value=1.0), RolloutReward(value=-0.5)])
-    0.5
-    """
+    """How much of its task a group solved, 0 to 1, in any order of rollouts; None of an empty group."""
     solved = [min(1.0, max(0.0, value)) for value in task_rewards(rewards)]
     return math.fsum(solved) / len(solved) if solved else None

@@ -15,25 +15,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import draws, pacing, rows
+from shoal.hub.state import draws, pacing, rows, units
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, Progress, Rules, SubmissionRow, UnitRow, UnitState
-from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
 from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 
 NOBODY_ASKS = " (no unit is given out: no worker is asking)"  # not said where the run's owner has ordered that none is
 
 
 def announce(
-    moment: Moment,
-    policy: PolicyRef,
-    known: PolicyRef | None = None,
-    alive: Sequence[UnitRow] = (),
-    leases: Sequence[LeaseRow] = (),
-    batched: Sequence[UnitRow] = (),
-) -> list[Command]:
-    """`known` is what was announced before under this (incarnation, version), `leases` are the active ones, `batched`
-    the units in batches that are not marked trained yet."""
+    moment: Moment, policy: PolicyRef, known: PolicyRef | None = None, alive: Sequence[UnitRow] = (),
+    leases: Sequence[LeaseRow] = (), batched: Sequence[UnitRow] = (),
+) -> list[Command]:  # fmt: skip
+    """`known` was announced before under this (incarnation, version), `leases` are active, `batched` units are in
+    batches and not marked trained yet."""
     newest, now_ms, next_step = moment.progress.policy, moment.now_ms, moment.progress.next_step
     if known is not None:
         if known.digest != policy.digest:
@@ -51,13 +46,12 @@ def announce(
     commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
     if newest is not None and policy.incarnation > newest.incarnation:
         commands += [Save(lease.to(LeaseState.VOID, ended_at_ms=now_ms), lease.state) for lease in leases]
-        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in alive]
+        commands += [Save(unit.to(UnitState.VOID, reason=units.VOID_INCARNATION), unit.state) for unit in alive]
     trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
     return commands + [Save(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
 
 def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[UnitRow] | None, str]:
-    """The units of the batch of `step` in order, or None and what it waits for."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     accepted = [unit for unit in alive if unit.state == UnitState.ACCEPTED and unit.step is None]
@@ -74,8 +68,8 @@ def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[Un
 
 
 def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
-    """What the batch of `step` waits for, where counting alone tells: fewer groups are accepted than it needs. A
-    trainer that waits asks after every verdict; `choose` looks at every unit that is alive."""
+    """What the batch of `step` waits for, by counting alone: a waiting trainer asks after every verdict, and `choose`
+    looks at every unit that is alive."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     accepted, wanted = alive.get(UnitState.ACCEPTED, 0), pacing.wanted_groups(rules, progress)
@@ -100,8 +94,8 @@ def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitSta
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile; where
-    difficulty counts, the tasks of their units and the rows that these have."""
+    """Submissions of a step's chosen units by name, and those dropped meanwhile; where difficulty counts, the tasks of
+    their units and these tasks' rows."""
 
     chosen: Mapping[str, SubmissionRow]
     dropped: Sequence[SubmissionRow] = ()
@@ -110,12 +104,9 @@ class Sampled:
 
 
 def write_down(
-    moment: Moment,
-    alive: Sequence[UnitRow],
-    chosen: Sequence[UnitRow],
-    sampled: Sampled,
+    moment: Moment, alive: Sequence[UnitRow], chosen: Sequence[UnitRow], sampled: Sampled,
     leases: Sequence[LeaseRow] = (),
-) -> tuple[Batch, list[Command]]:
+) -> tuple[Batch, list[Command]]:  # fmt: skip
     rules, step, now_ms = moment.rules, moment.progress.next_step, moment.now_ms
     filled = [sampled.chosen[unit.submission or ""] for unit in chosen]
     groups = [
@@ -131,7 +122,7 @@ def write_down(
     commands += [Save(replace(unit, step=step), unit.state) for unit in chosen]
     taken = {unit.unit for unit in chosen}
     stale = [unit for unit in too_old(rules, step + 1, alive, leases) if unit.unit not in taken]
-    commands += [Save(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state) for unit in stale]
+    commands += [Save(unit.to(UnitState.VOID, reason=units.VOID_STALE), unit.state) for unit in stale]
     if len(chosen) < rules.groups_per_step:
         message = f"step {step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
         commands.append(RaiseAlarm(step, "batch.short", message, now_ms))
@@ -148,25 +139,18 @@ def write_down(
 
 
 def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
-    """The mean over all rollouts of these groups, the same in whatever order they come; None if there are none.
-
-    >>> mean_reward([(0.0, 1.0), (1.0, 1.0)])
-    0.75
-    """
+    """The mean over all rollouts of these groups, in any order."""
     rewards = [reward for group in groups for reward in group]
     return math.fsum(rewards) / len(rewards) if rewards else None
 
 
 def too_old(rules: Rules, step: int, alive: Sequence[UnitRow], leases: Sequence[LeaseRow]) -> list[UnitRow]:
-    """The alive units whose groups are too old for `step`, or will be when they come in. A place that they hold is
-    lost."""
+    """The alive units whose groups are too old for `step`, or will be when they come in."""
     leased = {lease.unit: lease.version for lease in leases if lease.state == LeaseState.ACTIVE}
     versions = {unit.unit: leased.get(unit.unit) if unit.state == UnitState.LEASED else unit.version for unit in alive}
-    return [
-        unit for unit in alive if (version := versions[unit.unit]) is not None and pacing.is_stale(rules, step, version)
-    ]
+    stale = {unit for unit, made in versions.items() if made is not None and pacing.is_stale(rules, step, made)}
+    return [unit for unit in alive if unit.unit in stale]
 
 
 def batch_digest(batch: Batch) -> str:
-    """Names what a step was trained on: the hash of its groups."""
     return hashlib.sha256(canonical_json([group.model_dump(mode="json") for group in batch.groups])).hexdigest()

@@ -5,7 +5,7 @@
     another kind of a measured format     ─► leases, as for newcomers: judged by all limits of its number format
     kind that the run takes, not measured ─► waits until a validator has measured its number format
 
-The hub does not know what limits mean. The whole of it is one row (`meta.calibration`).
+All of it is one row (`meta.calibration`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class InForce(Message):
 
 @dataclass(frozen=True)
 class CalibrationTerms:
-    """What a worker of some kind is judged by: a calibration (empty: built-in limits), measured for its very kind or
-    only for its number format. `waiting` says why it gets no leases yet."""
+    """A calibration (empty: built-in limits), measured for this very kind or only for its number format. `waiting` says
+    why it gets no leases yet."""
 
     calibration: str = ""
     measured: bool = True
@@ -54,15 +54,13 @@ def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> Calibratio
 
 
 def taken(in_force: InForce, built_in: Collection[str], measurable: Collection[str]) -> tuple[str, ...]:
-    """The kinds that a run takes work of: a worker chooses by them before it downloads anything."""
+    """The kinds that a run takes work of: workers choose by them before any download."""
     closed = set(map(format_of, in_force.refused)) - set(map(format_of, (*in_force.kinds, *in_force.owners)))
     open_kinds = (kind for kind in measurable if format_of(kind) not in closed and kind not in in_force.refused)
     return tuple(dict.fromkeys([*built_in, *open_kinds, *in_force.owners]))
 
 
 def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: PolicyRef | None) -> InForce:
-    """After a validator's calibration: it must follow the one in force, and be measured with this incarnation's
-    policy."""
     if made.replaces != in_force.digest:
         sentence = "another came into force meanwhile: fetch it, join what was measured with it, and try again"
         raise Refusal(409, "calibration.outdated", sentence)
@@ -73,8 +71,8 @@ def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: Poli
 
 
 def open_kinds(in_force: InForce, digest: str, made: Calibration) -> InForce:
-    """After a calibration that the owner signed: its kinds are judged by it from now on, whatever is measured. Anyone
-    can read an old one and send it again: it must not take the place of what the owner signed since."""
+    """The kinds of the owner's calibration are judged by it, whatever is measured. Anyone can send an old one again: it
+    must not replace what the owner signed since."""
     owners = {**in_force.owners, **dict.fromkeys(made.kinds, digest)}
     if owners == in_force.owners:
         return in_force

@@ -1,4 +1,4 @@
-"""What a decision asks for: commands that are applied in the transaction its rows came from, or a refusal."""
+"""What a decision asks for: commands, applied in the transaction its rows came from, or a refusal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal.protocol import Batch, PolicyRef, SignedDocument
 
 
 class Refusal(HubRefused):
-    """How the hub says no: an HTTP status, a stable code for programs, a sentence for people; after how many seconds
-    to ask again; the hub's time, signed, for who is off it."""
+    """An HTTP status, a stable code for programs, a sentence for people; after how many seconds to ask again; the hub's
+    signed time for clocks that are off it."""
 
     def __init__(
         self, status: int, code: str, sentence: str, retry_after_s: int | None = None,
@@ -28,8 +28,8 @@ R = TypeVar("R", UnitRow, LeaseRow, SubmissionRow, NodeRow, EvaluationRow)
 
 @dataclass(frozen=True)
 class Save(Generic[R]):
-    """The whole new row, and the state that the old one had (`was`; None means that the row is new). Storage writes
-    only over a row that still is in that state, so that even two hubs on one database cannot both make a move."""
+    """The whole new row, and the state that the old one had (`was`; None: there is none). Storage writes only over a
+    row that still is in that state: two hubs on one database cannot both make a move."""
 
     row: R
     was: StrEnum | None
@@ -54,8 +54,6 @@ class AddVerdict:
 
 @dataclass(frozen=True)
 class RaiseAlarm:
-    """Something the run's owner should look at; at most one per step and code."""
-
     step: int
     code: str
     message: str
@@ -69,13 +67,10 @@ def alarm(moment: Moment, code: str, message: str) -> RaiseAlarm:
 
 @dataclass(frozen=True)
 class Record:
-    """Append to the ledger, in the same transaction as the change that it records."""
-
     kind: str
     body: dict[str, Any]
     at_ms: int
 
 
 Command: TypeAlias = Save[Any] | TaskRow | AddPolicy | AddBatch | AddVerdict | ShownRow | RaiseAlarm | Record
-"""A row that has no state is its own command: a task's is written over whatever it was, by nobody but who writes a
-batch."""
+"""A row without a state is its own command: a task's is written over whatever it was, only with a batch."""

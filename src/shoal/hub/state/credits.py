@@ -4,9 +4,8 @@
               └─ audits by reputation ─► pending ─┬─ the window passes, or the run is over (upkeep) ─► credit
                                                   └─ an audit of the node fails ─► void
 
-Each row points to its evidence: the hashes of the signed receipt and of the signed verdict (`docs/concepts/ledger.md`).
-Which of them a submission is at is on its row (`matures_at_ms`), in the transaction that appends to the ledger: it
-moves on once, over restarts too. The sum is exact: credit + pending + void = all that was ever accepted.
+Each row of the ledger has the hashes of the signed receipt and verdict. A submission's row says how far it is
+(`matures_at_ms`), in the same transaction: it moves on once. Credit + pending + void = all that was ever accepted.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ NEVER_MS = 2**62  # later than any credit matures
 
 
 def matures_at_ms(moment: Moment) -> int | None:
-    """Until when the credit of a submission that is accepted now is pending; None if it is given at once."""
     return None if moment.rules.audit == "all" else moment.now_ms + moment.rules.credit_window_ms
 
 
 def due_until_ms(moment: Moment, is_all_judged: bool) -> int:
-    """Which pending credit is due: what matures until then. At the end of a run, with nothing left to judge, all of
-    it: no audit can fail any more that would take it."""
-    over = is_all_judged and pacing.is_finished(moment.rules, moment.progress)
-    return NEVER_MS if over else moment.now_ms
+    """Pending credit is due if it matures until then; at the end of a run, with nothing left to judge, all of it."""
+    return NEVER_MS if is_all_judged and pacing.is_finished(moment.rules, moment.progress) else moment.now_ms
 
 
 def earn(node: NodeRow, accepted: SubmissionRow, verdict: str, now_ms: int) -> tuple[NodeRow, Record]:
@@ -47,9 +43,7 @@ def earn(node: NodeRow, accepted: SubmissionRow, verdict: str, now_ms: int) -> t
 def mature(
     due: Sequence[SubmissionRow], nodes: Mapping[str, NodeRow], verdicts: Mapping[str, str], now_ms: int
 ) -> list[Command]:
-    """Turn pending credit whose window has passed into credit. `verdicts` are the signed ones on what is `due`."""
-    after = dict(nodes)
-    commands: list[Command] = []
+    after, commands = dict(nodes), list[Command]()
     for row in due:
         node, amount = after[row.node], credit_for(row.generated_tokens)
         after[row.node] = replace(node, pending=node.pending - amount, credit=node.credit + amount)
@@ -59,7 +53,7 @@ def mature(
 
 
 def void(node: NodeRow, pending: Sequence[SubmissionRow], reason: str, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node without its pending credit, and what that writes down (the node itself is left to the caller)."""
+    """The node without its pending credit, which the caller saves, and the other commands."""
     commands: list[Command] = []
     for row in pending:
         commands.append(Save(replace(row, matures_at_ms=None), row.state))

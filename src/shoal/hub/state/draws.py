@@ -1,13 +1,12 @@
 """What a unit consists of: its seeds (secret), its task (public). How audits are drawn.
 
-Seeds are HMAC-SHA256 under the run's secret, so nobody can tell the seeds of a unit that it has not been given, and
-a unit that is issued again has the same ones. Tasks follow a keyed permutation of the train split, another one in
-each epoch, so that every task occurs exactly once per epoch. The permutation is computed for one position at a time
-(a Feistel network over the next power of four, walked until it lands inside): no list of a million tasks is shuffled.
+Seeds are HMAC-SHA256 under the run's secret: nobody knows those of a unit before its lease, and a unit that is issued
+again has the same ones. Tasks follow a keyed permutation of the train split, another one in each epoch, so that every
+task occurs once per epoch. It is computed for one position at a time (a Feistel network over the next power of four,
+walked until it lands inside): no list of a million tasks is shuffled.
 
-Rows of tasks change in the transaction that writes a batch and in no other one, so with `max_staleness` 0 the tasks of
-all units follow from the verdicts alone, in whatever order those came. Seed, data and rows are public: anyone can draw
-the tasks again. Should all candidates of a unit be retired, its own task of the epoch is taken.
+Rows of tasks change only in the transaction that writes a batch: with `max_staleness` 0 the tasks of all units follow
+from the verdicts alone, in any order. Seed, data and rows are public: anyone can draw the tasks again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
 
 FEISTEL_ROUNDS = 6
 MOST_DRAWN = 64  # tasks that are drawn for a unit before it takes what there is
-RECENT = 0.5  # what the newest group weighs in the recent pass rate; the rest is the rate before it
+RECENT = 0.5  # the weight of the newest group in the recent pass rate
 NO_TASK, EXHAUSTED = "tasks.unusable", "pools.exhausted"
 
 
@@ -33,8 +32,8 @@ def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...
 
 
 def audit_fraction(secret: bytes, submission: str) -> float:
-    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell. Whoever submits bytes
-    cannot know whether they will be audited fully, and cannot try others: the first stand."""
+    """A number in [0, 1) from a submission's bytes and the secret. A worker cannot know whether its bytes will be
+    audited fully, and cannot try others: the first stand."""
     return _fraction(hmac.new(secret, b"shoal/audit/v1" + submission.encode(), hashlib.sha256).digest())
 
 
@@ -43,7 +42,6 @@ def _fraction(digest: bytes) -> float:
 
 
 def task_index(task_count: int, seed: int, unit: int) -> int:
-    """Which task of the train split a unit is: position `unit mod n` of the permutation of epoch `unit div n`."""
     if task_count < 1:
         raise EnvironmentSetupError("the environment has no tasks in its train split: nothing can be generated")
     epoch, position = divmod(unit, task_count)
@@ -51,8 +49,7 @@ def task_index(task_count: int, seed: int, unit: int) -> int:
 
 
 def candidates(task_count: int, seed: int, unit: int) -> Iterator[int]:
-    """The tasks that a unit may be, in order: its own of this epoch, then those of `MOST_DRAWN` - 1 other
-    permutations."""
+    """A unit's own task of this epoch, then those of `MOST_DRAWN` - 1 other permutations."""
     yield task_index(task_count, seed, unit)
     epoch, position = divmod(unit, task_count)
     for attempt in range(1, MOST_DRAWN):
@@ -60,7 +57,7 @@ def candidates(task_count: int, seed: int, unit: int) -> Iterator[int]:
 
 
 def share(seed: int, unit: int, attempt: int) -> float:
-    """A public number in [0, 1): whether the candidate of this attempt is among the share of its pool that is taken."""
+    """A public number in [0, 1) that decides whether a candidate is in the share of its pool that is taken."""
     return _fraction(hashlib.sha256(f"shoal/share/v1\n{seed}\n{unit}\n{attempt}".encode()).digest())
 
 
@@ -79,8 +76,7 @@ def permute(position: int, size: int, key: str) -> int:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A task drawn for a unit (None: its data cannot be used), its row, and whether its prompt can be asked (None: not
-    known)."""
+    """A task drawn for a unit (None: its data cannot be used), and whether its prompt can be used (None: not known)."""
 
     task: str | None
     row: TaskRow | None = None
@@ -89,8 +85,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Pick:
-    """The task of a unit. None: none that was drawn can be used; or the candidate number `unknown` has to be made
-    first. `exhausted`: all that can be used are retired."""
+    """The task of a unit (None: none can be used, or candidate number `unknown` has to be made first). `exhausted`: all
+    that can be used are retired."""
 
     task: str | None = None
     exhausted: bool = False
@@ -98,7 +94,7 @@ class Pick:
 
 
 def pick(rules: PoolRules | None, seed: int, unit: int, known: Sequence[Drawn]) -> Pick:
-    """The first candidate that may be taken. If shares speak against all that are not retired, the first of these."""
+    """The first candidate that may be taken; if shares exclude all, the first that is not retired, then the first."""
     passed: list[tuple[bool, int]] = []
     for attempt, each in enumerate(known):
         if each.task is None:
@@ -152,8 +148,6 @@ def after(rules: PoolRules, row: TaskRow | None, result: Result) -> TaskRow:
     solved = before.solved + 1 if result.rate >= 1 else 0
     if rules.retire_after and solved >= rules.retire_after:
         pool = Pool.RETIRED
-    elif rate >= rules.easy:
-        pool = Pool.EASY
     else:
-        pool = Pool.HARD if rate <= rules.hard else Pool.NORMAL
+        pool = Pool.EASY if rate >= rules.easy else Pool.HARD if rate <= rules.hard else Pool.NORMAL
     return replace(before, groups=before.groups + 1, rate=rate, solved=solved, last_unit=result.unit, pool=pool)

@@ -1,11 +1,11 @@
-"""Evaluation while training: which versions are measured, by whom, and what comes of it.
+"""Evaluation while training: which versions are measured, and by whom.
 
     version v is announced, and due ─► slices of the held-out tasks ─► open ─ claim ─► claimed ─ report ─► done
                                                                         ▲               │
                                                                         └─ claim ran out, or could not be done ─► void
                                                                                                 (after `MOST_TRIES`)
-Training waits for none of it. A version that nobody has begun to measure when the next one is due is given up, so that
-there are never more than two under way, however slow the validators are; one that is begun is finished first.
+Training waits for none of it. When the next version is due, one that nobody has begun to measure is given up; one that
+is begun is finished first: so never more than two are under way.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, Moment
 from shoal.protocol import Evaluation, EvaluationReport, PolicyRef
 
-SLICE = 32  # tasks in one slice: what a validator answers between two handfuls of audits
+SLICE = 32  # tasks that a validator answers between two claims of audits
 MOST_TRIES = 4
 CLAIM_AUDITS = 5  # a slice may take as long as so many audits: its completions are generated, not merely checked
 OPEN = frozenset({EvaluationState.OPEN, EvaluationState.CLAIMED})
 
 
 def is_due(plan: EvaluationPlan, steps: int, version: int) -> bool:
-    """Every so many versions from 0 on, and the last one."""
     return plan.every > 0 and (version % plan.every == 0 or version >= steps)
 
 
@@ -33,12 +32,10 @@ def offer(moment: Moment, policy: PolicyRef, tasks: int, under_way: Sequence[Eva
     if plan is None or not is_due(plan, moment.rules.steps, policy.version):
         return []
     begun = {row.version for row in under_way if row.state is not EvaluationState.OPEN}
-    commands: list[Command] = [
-        Save(row.to(EvaluationState.VOID, validator=None, claimed_until_ms=None), row.state)
-        for row in under_way
-        if row.state in OPEN and (row.incarnation != policy.incarnation or row.version not in begun)
-    ]
-    end = min(plan.tasks, tasks)
+    commands, end = list[Command](), min(plan.tasks, tasks)
+    for row in under_way:
+        if row.state in OPEN and (row.incarnation != policy.incarnation or row.version not in begun):
+            commands.append(Save(row.to(EvaluationState.VOID, validator=None, claimed_until_ms=None), row.state))
     for first in range(0, end, SLICE):
         row = EvaluationRow(policy.incarnation, policy.version, first, policy.digest, min(SLICE, end - first))
         commands.append(Save(row, None))
@@ -55,44 +52,41 @@ def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) ->
 
 
 def put_back(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[Save[EvaluationRow]]:
-    """Open again what this validator had claimed, for it asks for more and so has lost it, and whatever ran out."""
+    """Open again what this validator had claimed (it asks anew, so it has lost it), and what ran out."""
     claimed = [row for row in under_way if row.state is EvaluationState.CLAIMED]
     return [_failed(row) for row in claimed if row.validator == validator or (row.claimed_until_ms or 0) <= now_ms]
 
 
 def free(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[EvaluationRow]:
-    """The slices that this validator could claim, should it ask now: also those that its asking puts back."""
+    """The slices that this validator could claim now: also those that its asking puts back."""
     back = {each.row.key: each.row for each in put_back(under_way, validator, now_ms)}
     rows = sorted((back.get(row.key, row) for row in under_way), key=lambda each: each.key)
     return [row for row in rows if row.state is EvaluationState.OPEN]
 
 
 def _failed(row: EvaluationRow) -> Save[EvaluationRow]:
-    tries = row.tries + 1
-    state = EvaluationState.VOID if tries >= MOST_TRIES else EvaluationState.OPEN
-    return Save(row.to(state, validator=None, claimed_until_ms=None, tries=tries), row.state)
+    state = EvaluationState.VOID if row.tries + 1 >= MOST_TRIES else EvaluationState.OPEN
+    return Save(row.to(state, validator=None, claimed_until_ms=None, tries=row.tries + 1), row.state)
 
 
 def report(
     row: EvaluationRow | None, said: EvaluationReport, validator: str, document: str, now_ms: int
 ) -> list[Command]:
-    """Take a report on a slice. The first one stands; later ones, also about what was given up, change nothing."""
+    """The first report on a slice stands; later ones, also about what was given up, change nothing."""
     if row is None or row.policy != said.policy:
         raise Refusal(404, "evaluation.unknown", f"policy {said.policy.label} has no slice at {said.first} to measure")
     if row.state not in OPEN:
         return []
     if not said.scores:
-        is_theirs = row.state is EvaluationState.CLAIMED and row.validator == validator
-        return [_failed(row)] if is_theirs else []
-    if len(said.scores) > row.tasks:
-        sentence = f"{len(said.scores)} scores for a slice of {row.tasks} tasks at {said.first}"
-        raise Refusal(422, "evaluation.scores", sentence)
+        return [_failed(row)] if row.state is EvaluationState.CLAIMED and row.validator == validator else []
+    if (count := len(said.scores)) > row.tasks:
+        raise Refusal(422, "evaluation.scores", f"{count} scores for a slice of {row.tasks} tasks at {said.first}")
     found = {"scores": said.scores, "document": document, "decided_at_ms": now_ms}
     return [Save(row.to(EvaluationState.DONE, validator=validator, claimed_until_ms=None, **found), row.state)]
 
 
 def results(rows: Iterable[EvaluationRow]) -> list[Evaluation]:
-    """What is known of each version, in order; of two incarnations of it, of the newer one. Without those given up."""
+    """Each version in order, of two incarnations the newer one; without those given up."""
     by_version: dict[int, list[EvaluationRow]] = {}
     for row in sorted(rows, key=lambda each: each.key):
         known = by_version.setdefault(row.version, [])

@@ -1,4 +1,4 @@
-"""Leases: who gets which unit, how long, and what happens when a lease ends without a submission.
+"""Leases: who gets which unit, for how long, and how a lease ends.
 
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
 worker generates ─► more tokens than before (on probation: shown) ─► `lease_s` from now, `lease_hard_s` in all
@@ -19,16 +19,15 @@ from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, NodeRow,
 from shoal.hub.state.units import fail
 from shoal.protocol import NodeState, PolicyRef
 
-FIRST_LEASE = 4
-"""How often `lease_s` an unproven worker has at most for a lease: enough for a slow machine to show what it can do."""
+FIRST_LEASE = 4  # times `lease_s` is an unproven worker's longest lease: a slow machine can show what it can do
 PACE_MARGIN = 2
 LONG_TRIES = 2  # first leases in a row that last long at once: a machine may be restarted in its first
 
 
 @dataclass(frozen=True)
 class Absence:
-    """Nobody could reach the hub between these times. Deadlines of leases given out before its end that fall into it,
-    or into the grace after it, end with the grace, and count as nobody's fault."""
+    """Nobody could reach the hub between these times. Leases from before whose deadline falls into them, or into the
+    grace after them, end with the grace, and are nobody's fault."""
 
     from_ms: int
     until_ms: int
@@ -43,8 +42,8 @@ class Absence:
 
 @dataclass(frozen=True)
 class Ask:
-    """`held` leases are active already. `policy` is the one that the worker has loaded (None: whichever is the newest);
-    `behind` if it asks for leases under it though a newer one is out."""
+    """`held` leases are active already. `policy` is the one that the worker has loaded (None: the newest); `behind` if
+    it asks for leases under it though a newer one is out."""
 
     node: NodeRow
     request: str
@@ -58,10 +57,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class LeasePlan:
-    """What a request may have: these open units `again` and so many `fresh` ones, under a policy. If nothing comes of
-    it, the reason in words; `held_back` if the reason is in the node, not in a lack of units. `short` if the node could
-    start at once and only a unit is wanting ("inside": others of its own network have them, or are first), or it
-    `yields` to others."""
+    """What a request may have: these open units `again` and so many `fresh` ones, under a policy. Or why not:
+    `held_back` if for a reason in the node; `short` if the node could start at once and only lacks a unit
+    ("inside": others of its own network have them, or are first), or it `yields` to others."""
 
     waiting: str = ""
     held_back: bool = False
@@ -76,7 +74,10 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
     node, rules, progress, crowd = ask.node, moment.rules, moment.progress, ask.crowd
     nodes.require_welcome(node)
     if node.state is NodeState.SUSPENDED:
-        return LeasePlan(nodes.suspended_for(node, moment.now_ms), held_back=True)
+        how_long = "until the run's owner pardons it"
+        if node.until_ms is not None:
+            how_long = f"for {-(-(node.until_ms - moment.now_ms) // 1000)} s more"
+        return LeasePlan(f"this node is suspended {how_long}: {node.reason}", held_back=True)
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
         return LeasePlan("the run is finished" if policy else "no policy has been published yet")
@@ -148,7 +149,6 @@ def why_no_unit(moment: Moment) -> str:
 
 
 def entrust(moment: Moment, units: Sequence[UnitRow]) -> LeasePlan:
-    """What a validator generates, under the newest policy: units that are open for validators only."""
     if moment.progress.policy is None or pacing.is_finished(moment.rules, moment.progress):
         return LeasePlan()
     return LeasePlan(again=tuple(units), policy=moment.progress.policy)
@@ -193,9 +193,9 @@ def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
 
 
 def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) -> int:
-    """How long a lease lasts before any progress, for a node that is to generate so many units together: `PACE_MARGIN`
-    times what it has needed so far. New nodes show progress in chunks of `proof_rows` tokens: where there are too few
-    of these to renew a first lease in time, it lasts as long as it can at once."""
+    """How long a lease lasts before any progress, for a node with so many units: `PACE_MARGIN` times what it has needed
+    so far. New nodes show progress in chunks of `proof_rows` tokens: where these are too few to renew a first lease in
+    time, it lasts as long as it can at once."""
     most_ms = longest_ms(rules, node, brief)
     if node.unproven and node.lapses < LONG_TRIES and rules.max_new_tokens < FIRST_LEASE * rules.proof_rows:
         return most_ms
@@ -203,8 +203,8 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) ->
 
 
 def renew(moment: Moment, held: Sequence[LeaseRow], progress: Mapping[str, int]) -> list[Save[LeaseRow]]:
-    """Give a node `lease_s` from now for those of its active leases on which it says to have made progress. What it
-    says is believed as far as a group has tokens, and never beyond the hard deadline."""
+    """`lease_s` from now for leases with progress, at most to the hard deadline. More tokens than a group can have are
+    not believed."""
     most = moment.rules.group_size * moment.rules.max_new_tokens
     renewed = []
     for lease in held:
@@ -219,8 +219,8 @@ def renew(moment: Moment, held: Sequence[LeaseRow], progress: Mapping[str, int])
 def abandon(
     moment: Moment, node: NodeRow, holdings: Sequence[Holding], request: str, held: Container[str]
 ) -> list[Command]:
-    """End the leases that their node no longer knows, as if they had run out; those of this very `request` stand.
-    Ended, not given back: should the work turn up after all, it is taken while its unit is free."""
+    """End the leases that their node no longer knows, but those of this `request`, as if they had run out: should the
+    work turn up, it is taken while its unit is free."""
     lost = [each for each in holdings if each.lease.request != request and each.lease.lease not in held]
     return end(moment, lost, {node.node: node})
 
@@ -228,10 +228,9 @@ def abandon(
 def end(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
-    """End active leases: their time is over, or their node has lost them or is gone. Their units are open again: that
-    is no failure of theirs, for whoever hoards leases must not be able to void work.
-    Each of the `holders` pays once for all that lapses now, unless the hub's `absence` is to blame; validators do not:
-    theirs count as attempts on the unit, so that no step waits for ever for what none of them can do."""
+    """Their units are open again: that is no failure of theirs, as hoarding leases must not void work. Each of the
+    `holders` pays once for all that lapses now, unless the hub's `absence` is to blame. Validators' leases count as
+    attempts on the unit instead: no step waits for ever for what none of them can do."""
     ours = [held for held in holdings if holders[held.lease.node].trusted]
     theirs = [held for held in holdings if not holders[held.lease.node].trusted]
     lapsed = [held.lease.node for held in theirs if absence is None or not absence.struck(held.lease)]
@@ -246,7 +245,7 @@ def _ended(holdings: Sequence[Holding], state: LeaseState, now_ms: int) -> list[
 
 
 def reopened(holdings: Sequence[Holding]) -> list[Command]:
-    """The units of ended leases, open again: but for those that became too old to train on meanwhile."""
+    """Without units that became too old to train on meanwhile."""
     return [Save(unit.reopened(), unit.state) for unit in _still_leased(holdings)]
 
 
@@ -255,8 +254,7 @@ def _still_leased(holdings: Sequence[Holding]) -> list[UnitRow]:
 
 
 def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[Command]:
-    """A worker gives active leases back. It halves the node's window, and is no failure of the unit: no number of
-    stopping workers can void it."""
+    """Halves the node's window, and is no failure of the unit: no number of stopping workers can void it."""
     if not holdings:
         return []
     paid = nodes.give_back(moment.rules, node, len(holdings), moment.now_ms)
@@ -264,7 +262,5 @@ def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[
 
 
 def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
-    """What a validator names it could not generate."""
     given = [held for held in holdings if held.lease.lease in left]
-    ended = _ended(given, LeaseState.RELEASED, moment.now_ms)
-    return ended + fail(moment, _still_leased(given), trusted=True)
+    return _ended(given, LeaseState.RELEASED, moment.now_ms) + fail(moment, _still_leased(given), trusted=True)

@@ -1,8 +1,7 @@
 """Newcomers: nodes on probation share a bounded part of the run, so that a flood of fresh keys starves nobody.
 
-ARCHITECTURE.md lists the rules and what each stops. They hold only while established nodes are here: at the start of a
-run, or when they are gone, newcomers take all. With `newcomer_share = 1` none holds. A synchronous step needs every one
-of its units: a newcomer who sits on one can still delay it, by as long as its lease lasts.
+ARCHITECTURE.md lists the rules and what each stops. They hold only while established nodes are here; with
+`newcomer_share = 1` none holds. A newcomer can still delay a synchronous step by as long as its lease lasts.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from shoal.hub.state.rows import InHand, Moment, NodeRow, SubmissionRow
 HERE_MS = 30_000
 """An established node that was heard of within this time is here; one that asked for work within it is asking."""
 FIRST_UNITS = 1
-"""In the hands of a key that has passed no audit. Counted until the group is judged, not until it is submitted: rubbish
-is submitted at once, and would bring the next unit."""
+"""Of a key that has passed no audit, counted until the group is judged: rubbish is submitted at once."""
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """What all nodes on probation have in hand; whether established nodes are here, and asking; how many other networks
-    wait whose turn it is before this node's, and how many others inside it; and how many units were `taken` from its
-    address since a group from there was accepted."""
+    """What all nodes on probation have in hand; whether established nodes are here, and asking; how many waiting
+    networks are before this node's, and how many parties inside it; how many units its address has `taken` since a
+    group from there was accepted."""
 
     in_hand: InHand = field(default_factory=InHand)
     established: bool = False
@@ -36,7 +34,7 @@ class Crowd:
 
 
 def most_in_hand(moment: Moment) -> int:
-    """How many units newcomers together may have in hand while established nodes are here: at least one, if any."""
+    """How many units newcomers together may have while established nodes are here: at least one, if any."""
     share = moment.rules.newcomer_share
     return max(int(share > 0), int(share * pacing.cap(moment.rules, moment.progress)))
 
@@ -51,9 +49,8 @@ def room_for(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
 
 
 def counted(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
-    """How many units newcomers have in hand, as far as this node is concerned: another network counts for half of the
-    share at the most, and so do the long leases of all others together. Nothing is on top of the share for addresses
-    that waste it."""
+    """How many units newcomers have in hand, for this node: another network counts for half of the share at the most,
+    and so do the long leases of all others together; not so for addresses that waste units."""
     most, networks = half(most_in_hand(moment)), crowd.in_hand.networks
     if _rounds(crowd, most):
         return sum(networks.values())
@@ -84,8 +81,7 @@ def _network_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
 
 
 def _long_elsewhere(node: NodeRow, crowd: Crowd, most: int) -> int:
-    long = crowd.in_hand.long
-    return sum(min(units, most) for network, units in long.items() if network not in ("", node.network))
+    return sum(min(units, most) for network, units in crowd.in_hand.long.items() if network not in ("", node.network))
 
 
 def _excess(node: NodeRow, crowd: Crowd, most: int) -> int:
@@ -94,12 +90,11 @@ def _excess(node: NodeRow, crowd: Crowd, most: int) -> int:
 
 
 def _rounds(crowd: Crowd, most: int) -> int:
-    """How often this node's address has taken half of what its network may have, and no group of it was accepted."""
+    """How often this node's address has taken half of its network's units without an accepted group."""
     return crowd.taken // half(most)
 
 
 def is_brief(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
-    """Whether the next lease of this node is one of those that end after `lease_s`, whatever progress it makes."""
     if not node.unproven or not node.network or moment.rules.newcomer_share >= 1:
         return False
     most, own = _all_together(moment, crowd), crowd.in_hand.long.get(node.network, 0)
@@ -117,7 +112,7 @@ def left_by_turns(moment: Moment, node: NodeRow, crowd: Crowd, free: int) -> int
 
 
 def left_inside(moment: Moment, node: NodeRow, crowd: Crowd, left: int) -> int:
-    """How many of the units that are `left` for its network are so for this node: one each for those before it."""
+    """How many of the units `left` for its network are left for this node: one each for those before it."""
     if not node.on_probation or not node.network or moment.rules.newcomer_share >= 1:
         return left
     if node.unproven:
@@ -132,9 +127,9 @@ def is_bounded(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
 def choose(
     established: Sequence[SubmissionRow], newcomers: Sequence[SubmissionRow], owed: float, count: int, share: float
 ) -> tuple[list[SubmissionRow], float]:
-    """Which `count` submissions are audited next, and how many tokens are owed to newcomers after that. Every audit of
-    an established node's group saves up tokens for newcomers, so that they get `share` of all tokens; a group of theirs
-    is next when there is enough for it. What one side leaves the other takes."""
+    """The `count` submissions that are audited next, and how many tokens are `owed` to newcomers then. An audit of an
+    established node's group saves up tokens for them, so that they get `share` of all tokens; a group of theirs is next
+    when there is enough for it. What one side leaves the other takes."""
     if not newcomers:
         return list(established[:count]), 0.0
     first, second = deque(established[:count]), deque(newcomers)

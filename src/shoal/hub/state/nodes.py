@@ -6,11 +6,9 @@
                    ▲                                                                         │
                    └────────────────── pardon by the owner ◄── banned ◄── one certain, or two statistical failures
 
-What lapses at one time halves the window once. Giving back halves too, because nobody can tell a worker that stops from
-one that takes units to keep them from others; it counts as lapsed only for a node whose window is one.
-
-A suspended node gets no leases; what it holds it may submit. A banned one gets none; those it holds are void and their
-units open again; what it had submitted before is still judged.
+What lapses at one time halves the window once. Giving back halves too, as it may be meant to keep units from others; it
+counts as lapsed only for a node whose window is one. A suspended node may submit what it holds; a banned one's leases
+are void, and what it had submitted before is still judged.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ OVER = "the suspension is over"
 
 
 def register(known: NodeRow | None, registration: Registration, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner, which
-    is the key that signed the vouch. A banned node keeps the name that it was banned under. A worker is written into
-    the ledger with its first accepted work (`joined`), trusted roles at once."""
+    """A key cannot change its role, nor its owner (the key that signed the vouch). A banned node keeps its name. A
+    worker gets into the ledger with its first accepted work (`joined`), trusted roles at once."""
     vouch = registration.vouch
     owner, document = ("", "") if vouch is None else (vouch.signed_by, vouch.model_dump_json())
     name, software = registration.name, registration.software
@@ -62,8 +59,7 @@ def register(known: NodeRow | None, registration: Registration, now_ms: int) -> 
 
 
 def joined(row: NodeRow, now_ms: int, certificate: SignedDocument | None = None) -> list[Command]:
-    """A node's first rows in the ledger: its key, for trusted roles what the root key signed for it; its owner; and
-    the sanction that it is under, if its first work is accepted only then."""
+    """A node's first rows in the ledger: its key, a trusted role's certificate, its owner, its present sanction."""
     body: dict[str, Any] = {"node": row.node, "public_key": row.public_key, "role": row.role, "name": row.name}
     if certificate is not None:
         body["certificate"] = certificate.model_dump(mode="json")
@@ -77,7 +73,7 @@ def _vouched(row: NodeRow, now_ms: int) -> list[Command]:
 
 
 def require_welcome(node: NodeRow) -> None:
-    """Raise if the node is banned. A suspended one gets nothing to do, but may submit what it has done."""
+    """A suspended node is welcome: it may submit what it has done."""
     if node.state is NodeState.BANNED:
         raise Refusal(403, "node.banned", f"this node is banned: {node.reason}")
 
@@ -112,8 +108,7 @@ def give_back(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Comm
 
 
 def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:
-    """The node's pace after a submission. Leases of one request are generated together: each took its part of the
-    time."""
+    """Leases of one request are generated together: each took its part of the time."""
     took_ms = max(1, (now_ms - lease.issued_at_ms) // max(1, lease.granted))
     pace_ms = took_ms if node.pace_ms == 0 else (node.pace_ms * (PACE_WEIGHT - 1) + took_ms) // PACE_WEIGHT
     return replace(node, lapses=0, pace_ms=max(1, pace_ms))
@@ -138,16 +133,12 @@ def reject(
 
 
 def suspension_ms(suspensions: int) -> int:
-    """How long a node is suspended that was suspended so many times before.
-
-    >>> [suspension_ms(count) // 60_000 for count in (0, 1, 2, 50)]
-    [1, 2, 4, 1440]
-    """
+    """Of a node that was suspended so many times before."""
     return min(LONGEST_MS, FIRST_MS << min(suspensions, 20))
 
 
 def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) -> list[Command]:
-    """Give the node nothing to do for a while; one that is suspended already stays so at least as long as it was."""
+    """A node that is suspended already stays so at least as long as it was."""
     if node.state is NodeState.BANNED:
         raise Refusal(409, "node.banned", f"node {node.node} is banned: a suspension would be no more than that")
     until_ms = now_ms + (suspension_ms(node.suspensions) if for_ms is None else for_ms)
@@ -158,7 +149,7 @@ def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) 
 
 
 def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
-    """Ban a node; the active leases that it holds are void, and their units open again: no failures of theirs."""
+    """The node's active leases are void, and their units open again: no failures of theirs."""
     banned = node.to(NodeState.BANNED, reason=reason, until_ms=None)
     commands: list[Command] = [Save(banned, node.state), *_recorded(banned, now_ms)]
     for held in holdings:
@@ -179,17 +170,10 @@ def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
 
 
 def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node as it is now: active again if its suspension is over. The next one follows from how many there were."""
     if node.state is not NodeState.SUSPENDED or node.until_ms is None or node.until_ms > now_ms:
         return node, []
     row = node.to(NodeState.ACTIVE, reason="", until_ms=None)
     return row, [Save(row, node.state), *_recorded(row, now_ms, reason=OVER)]
-
-
-def suspended_for(node: NodeRow, now_ms: int) -> str:
-    if node.until_ms is None:
-        return f"this node is suspended until the run's owner pardons it: {node.reason}"
-    return f"this node is suspended for {-(-(node.until_ms - now_ms) // 1000)} s more: {node.reason}"
 
 
 def _recorded(row: NodeRow, now_ms: int, **more: Any) -> list[Command]:

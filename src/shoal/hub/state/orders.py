@@ -1,16 +1,15 @@
 """What the run's owner has ordered, and what an order changes.
 
               resume
-    running ◄──────── paused     no leases, and no batch is written down: fleet and trainer rest; what is out may come
-            ────────► draining   no leases; what is out comes in and is judged; every batch that it fills is written
-             pause, drain        down and trained on. The step that cannot be filled waits: nothing is thrown away, and
-                                 no step is trained on less than it would have been.
+    running ◄──────── paused     no leases, no batches; what is out may come in
+            ────────► draining   no leases; what is out is judged, and trained on in every batch that it fills; a step
+             pause, drain        that cannot be filled waits
 
     relays        added to, and removed from, those that the hub was started with
     certificates  signed by the root key after the hub was started
     revoked       keys that are trusted for nothing
 
-The whole of it is one row (`meta.orders`), so it outlives restarts and is the same at every hub of the run.
+All of it is one row (`meta.orders`), for every hub of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ REVOKED = "its key was revoked by the run's owner"  # why a node is banned whose
 
 
 class Orders(Message):
-    """All that is in force. `seen` are the ids of the last minutes' orders with their dates."""
+    """`seen` are the ids of the last minutes' orders with their dates."""
 
     conduct: Conduct = "running"
     since_ms: int = 0
@@ -57,16 +56,12 @@ class Orders(Message):
         return f"the run's owner {what} ({since}){why}"
 
     def sources(self, configured: Iterable[str]) -> tuple[str, ...]:
-        found = [url for url in configured if url not in self.removed]
-        return tuple(dict.fromkeys([*found, *self.relays]))
+        return tuple(dict.fromkeys([*(url for url in configured if url not in self.removed), *self.relays]))
 
     def trusted(self, configured: Iterable[SignedDocument]) -> tuple[SignedDocument, ...]:
-        """The certificates in force. An admin's is not among them: it comes with each order."""
-        found = {
-            str(signed.document.get("public_key")): signed
-            for signed in (*configured, *self.certificates)
-            if signed.document.get("role") != "admin"
-        }
+        """The certificates in force, without admins': these come with each order."""
+        known = [each for each in (*configured, *self.certificates) if each.document.get("role") != "admin"]
+        found = {str(each.document.get("public_key")): each for each in known}
         return tuple(signed for key, signed in found.items() if key not in self.revoked)
 
 
@@ -88,26 +83,21 @@ def require_fresh(action: AdminAction, now_ms: int) -> None:
         raise Refusal(401, "admin.skew", sentence)
 
 
-def require_pardonable(orders: Orders, public_key: str) -> None:
-    """A revocation is for good: for some keys only the root may do it, so nobody else may undo it."""
-    if public_key in orders.revoked:
+def require_allowed(orders: Orders, verb: AdminVerb, role: str, public_key: str) -> None:
+    """Revocations are for good: some only the root may order, so nobody else may undo one. For a banned trusted node
+    the run would wait, or end, with nothing said: its key is revoked instead."""
+    if verb is AdminVerb.PARDON and public_key in orders.revoked:
         raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, and that is for good: make a new one")
-
-
-def require_worker(role: str, public_key: str) -> None:
-    """The run would wait for a banned trusted node, or end, with nothing said. Its key is what it is trusted by, so
-    that is what is taken from it."""
-    if role == "trainer":
+    if verb is not AdminVerb.PARDON and role == "trainer":
         raise Refusal(409, "admin.role", "a trainer cannot be banned or suspended: pause the run, or end it")
-    if role != "worker":
+    if verb is not AdminVerb.PARDON and role != "worker":
         raise Refusal(409, "admin.role", f"a {role} cannot be banned or suspended: shoal admin revoke RUN {public_key}")
 
 
 def apply_order(
     orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int
 ) -> tuple[Orders, bool, str]:
-    """What is in force after the order, whether that changed anything, and in words. Sanctions are left to the
-    caller."""
+    """The orders in force after this one, whether that is a change, and in words. Sanctions are the caller's."""
     kept = tuple((known, at_ms) for known, at_ms in orders.seen if now_ms - at_ms <= REMEMBERED_MS)
     noted = orders.model_copy(update={"seen": (*kept, (action.id, now_ms))})
     verb, changes = action.verb, dict[str, Any]()
@@ -156,8 +146,8 @@ def _certify(orders: Orders, action: AdminAction, estate: Estate) -> tuple[dict[
         if certificate.run != estate.run:
             raise Refusal(422, "admin.certificate", f"a certificate is for run {certificate.run[:80]}")
         if certificate.role == "trainer":
-            sentence = "a run has one trainer key, which signs every policy: it cannot be added to"
-            raise Refusal(409, "admin.trainer", sentence)
+            one = "a run has one trainer key, which signs every policy: it cannot be added to"
+            raise Refusal(409, "admin.trainer", one)
         if key in orders.revoked:
             raise Refusal(409, "admin.revoked", f"key {key[:16]}… was revoked: make a new one")
         if not any(each.document.get("public_key") == key for each in known):

@@ -3,9 +3,9 @@
     policy v ─► may serve steps v … v + max_staleness ─► those without a batch yet × groups_per_step = cap
     alive = open + leased + submitted + accepted and not in a batch, never above the cap
 
-A lost unit (equal rewards, or too many attempts) leaves room for another one, its refill. Once a step has lost more
-than `refill_cap × groups_per_step`, every further loss lowers the cap instead, and by as much what the step waits
-for. Counting it this way, and not by who came first, keeps staleness 0 deterministic.
+A lost unit (equal rewards, or too many attempts) leaves room for its refill. Once a step has lost more than
+`refill_cap × groups_per_step`, every further loss lowers the cap instead, and what the step waits for. Counting, not
+who came first, decides: that keeps staleness 0 deterministic.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from shoal.hub.state.rows import Moment, Progress, Rules
 from shoal.protocol import PolicyRef
 
 LAST_BATCHES = 5  # the time between so many batches tells how long a step takes
-OVERDUE_PART = 4
-"""Of a step that takes longer than the last ones, nobody knows when it ends: a quarter of a step is left."""
+OVERDUE_PART = 4  # nobody knows when an overdue step ends: a quarter of a step is left
 SURE = 0.75  # the part of the time left that is counted on: paces vary, and what is submitted has to be judged as well
 
 
@@ -27,19 +26,17 @@ def is_finished(rules: Rules, progress: Progress) -> bool:
 
 
 def overdraw(rules: Rules, progress: Progress) -> int:
-    """Losses of the next step beyond what is refilled."""
     return max(0, progress.dropped + progress.failed - rules.refill_cap * rules.groups_per_step)
 
 
 def steps_served(rules: Rules, progress: Progress) -> int:
-    """How many steps without a batch the newest policy may be trained on in."""
     if progress.policy is None:
         return 0
     return max(0, min(progress.policy.version + rules.max_staleness, rules.steps - 1) + 1 - progress.next_step)
 
 
 def serves(rules: Rules, progress: Progress, policy: PolicyRef) -> bool:
-    """Whether groups by `policy`, which need not be the newest one, may be trained on in a step without a batch."""
+    """Whether groups by `policy`, perhaps not the newest, may be trained on in a step without a batch."""
     newest = progress.policy
     if newest is None or policy.incarnation != newest.incarnation or policy.version > newest.version:
         return False
@@ -56,7 +53,6 @@ def room(rules: Rules, progress: Progress) -> int:
 
 
 def wanted_groups(rules: Rules, progress: Progress) -> int:
-    """How many groups the next batch waits for: fewer than usual once its refills are used up."""
     return max(0, rules.groups_per_step - overdraw(rules, progress))
 
 
@@ -71,11 +67,7 @@ class Tempo:
 
 
 def tempo(written_at_ms: Sequence[int]) -> Tempo | None:
-    """The tempo by when the last batches were written, oldest first; unknown until there are two.
-
-    >>> tempo([10_000, 14_000, 16_000])
-    Tempo(step_ms=3000, written_at_ms=16000)
-    """
+    """By when the last batches were written, oldest first; unknown until there are two."""
     if len(written_at_ms) < 2:
         return None
     first, last = written_at_ms[0], written_at_ms[-1]
@@ -83,7 +75,7 @@ def tempo(written_at_ms: Sequence[int]) -> Tempo | None:
 
 
 def lease_size(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, count: int) -> int:
-    """How many of `count` units a node gets that takes `pace_ms` for one and holds `held` already."""
+    """How many of `count` units a node gets that takes `pace_ms` for one and `held` some already."""
     if pace_ms <= 0:
         return count
     left_ms = moment.rules.lease_hard_ms
@@ -91,5 +83,4 @@ def lease_size(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, coun
         due_ms = pace.step_ms - (moment.now_ms - pace.written_at_ms)
         further = max(1, steps_served(moment.rules, moment.progress)) - 1
         left_ms = min(left_ms, max(due_ms, pace.step_ms // OVERDUE_PART) + further * pace.step_ms)
-    doable = round(SURE * left_ms) // pace_ms - held
-    return min(count, max(doable, int(held == 0)))
+    return min(count, max(round(SURE * left_ms) // pace_ms - held, int(held == 0)))

@@ -1,22 +1,21 @@
-"""Reputation: how deeply a node's next submission is audited, and what audits do to its record.
+"""How deeply a node's next submission is audited, and what audits do to its record.
 
     full audit passed ─► streak + 1, passed + 1; its tally joins the record
     light audit passed ─► nothing: it proved nothing
     rejected ─► streak 0; by a strike also passed 0: on probation again; by a statistical one also an empty record
     unsure ─► its tally joins the record; its doubt grows; the streak is cut to 10: the next ones are audited fully
 
-Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
-accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`).
-From `DOUBTED` on a node has one lease at a time. Honest work gets there once in 60,000 groups at a rate of 0.5 %, in
-1,600 at 5 %; who is always unsure is there after seven at most. Only full audits raise the streak, so that a sleeper
-needs about 2,000 honest submissions to be audited at 5 %.
+Doubt is a cumulative sum, never below 0: + 1 for an unsure group that is not our machinery's fault, - k for one that a
+full audit accepted; k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`). From
+`DOUBTED` on a node has one lease at a time. Honest work gets there once in 60,000 groups at a rate of 0.5 %, in 1,600
+at 5 %; a node that is always unsure after seven at most. Only full audits raise the streak, so that a sleeper needs
+about 2,000 honest submissions to be audited at 5 %.
 
-Kinds: when machines of one kind (`engine/device/number format`) fail a statistical check together, it is the kind that
-differs (driver, library, policy), not its owners that cheat: what the check says of that kind is unsure, with an alarm.
-That takes at least `MANY` independent nodes of the kind, this one among them, that failed this very check within
-`WITHIN_MS`, and more of them than pass their audits. A node with `PROBATION_AUDITS` accepted groups counts by itself;
-all others of one network once together. It protects no cheat: unsure work is neither trained on nor paid, and certain
-failures ban as ever. So do better rewards than the seeds' branches: no driver knows the reward.
+Kinds: if machines of one kind (`engine/device/number format`) fail a statistical check together, the kind differs
+(driver, library, policy): what the check says of it is unsure, with an alarm. That takes at least `MANY` independent
+nodes of the kind that failed this check within `WITHIN_MS`, and more of them than pass audits. A node with
+`PROBATION_AUDITS` accepted groups counts by itself; all others of one network once together. It protects no cheat:
+unsure work is neither trained on nor paid, certain failures ban, and so does `STEERED`: no driver knows the reward.
 
 Gains: what follows when the evidence says that tolerance was used to buy reward (`protocol.verdict`).
 
@@ -24,8 +23,8 @@ Gains: what follows when the evidence says that tolerance was used to buy reward
     its owner's does ──────────► groups of all nodes of that owner with tokens that pass by tolerance are unsure
     that of newer nodes does ──► the same for nodes on probation, and an alarm: nobody gains by changing keys
 
-Owners and newer nodes are trusted again once the evidence has fallen to 10³: unsure groups are looked at, too. What a
-node is struck for is taken out of the others' evidence, so that one cheater does not shut out all newcomers.
+They are trusted again once the evidence has fallen to 10³. What a node is struck for is taken out of the others'
+evidence, so that one cheater does not shut out all newcomers.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ from shoal.protocol import ENOUGH, FORGOTTEN, Depth, GainEvidence, Message, Outc
 
 ALWAYS_UNTIL, LEAST = 10, 0.05
 FORGIVEN_AFTER = 1_000
-"""Full audits passed since a statistical strike after which it is forgotten, and how often the node was suspended.
-Honest work fails such a check once in 10,000 audits or so: without this every honest node would be banned in the long
-run."""
+"""Full audits after which a statistical strike is forgotten, and how often the node was suspended. Honest work fails
+such a check once in 10,000 audits or so: without this every honest node would be banned in the long run."""
 DOUBTED, MOST_DOUBT, LEAST_FORGIVEN, MOST_FORGIVEN = 3.5, 4.5, 1 / 64, 1 / 2
 MANY, WITHIN_MS = 3, 3_600_000
 STEERED = "sampling.steered"
@@ -50,8 +48,7 @@ NEWER = "gains/newer"
 
 
 def full_audit_probability(rules: Rules, node: NodeRow) -> float:
-    """How likely it is that the next submission of `node` is audited fully. 0 for a validator's own groups: its
-    computing needs no proof."""
+    """Of the next submission of `node`; 0 for a validator's own groups: its computing needs no proof."""
     if node.trusted:
         return 0.0
     if rules.audit == "all" or node.on_probation or node.streak <= ALWAYS_UNTIL:
@@ -78,13 +75,13 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
 
 
 def unmeasured(node: NodeRow) -> NodeRow:
-    """A kind that nobody measured makes nobody more than a newcomer: by limits of its number format alone nothing is a
+    """A node of a kind that nobody measured is a newcomer: by limits of its number format alone nothing is a
     statistical failure, so everything is audited fully."""
     return node if node.on_probation else replace(node, passed=PROBATION_AUDITS - 1, streak=0)
 
 
 def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
-    """The node after an unsure audit; `own_fault` if it was not our own machinery that failed."""
+    """`own_fault` if it was not our own machinery that failed."""
     record = recent(node.record.plus(verdict.tally))  # so that accidents are not for the asking
     after = replace(node, unsure=node.unsure + 1, record=record)
     if not own_fault:
@@ -98,7 +95,7 @@ def _forgiven(verdict: Verdict) -> float:
 
 
 def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: int = 0) -> NodeRow:
-    """What led to a statistical strike never counts again: the next one rests on a record of its own."""
+    """After a statistical strike the record is empty: the next one rests on a record of its own."""
     if severity is None:
         return replace(node, rejected=node.rejected + 1, soft=node.soft + 1)
     node = replace(node, rejected=node.rejected + 1, streak=0, passed=0)
@@ -108,18 +105,18 @@ def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: in
 
 
 def recent(record: Tally) -> Tally:
-    """The record without channels that are no higher than honest work's: they begin anew. So honest work is not saved
-    up to be spent later, and the evidence is always of one stretch of work."""
+    """Channels that are no higher than honest work's begin anew: honest work is not saved up to be spent later, and the
+    evidence is always of one stretch of work."""
     above = {name: sums for name, sums in record.channels.items() if sums.seen > sums.expected}
     return record.model_copy(update={"channels": above})
 
 
 def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict: Verdict) -> RaiseAlarm | None:
-    """The alarm if this statistical rejection is that of a whole kind; None if the verdict counts as it is. `kin` are
-    the workers of the same kind that failed this check, or passed audits, within `WITHIN_MS`."""
-    if verdict.outcome != Outcome.REJECTED or verdict.severity is not Severity.STATISTICAL or node.trusted:
+    """The alarm if this statistical rejection is that of a whole kind. `kin` are the workers of the same kind that
+    failed this check, or passed audits, within `WITHIN_MS`."""
+    if verdict.outcome != Outcome.REJECTED or verdict.severity is not Severity.STATISTICAL:
         return None
-    if verdict.reason == STEERED:
+    if node.trusted or verdict.reason == STEERED:
         return None
     since_ms = moment.now_ms - WITHIN_MS
     failing, passing = [node], list[NodeRow]()
@@ -135,13 +132,6 @@ def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict:
     return alarm(moment, f"kind.{verdict.reason}.{node.kind}", message)
 
 
-def failed_with_kind(node: NodeRow, verdict: Verdict, now_ms: int) -> NodeRow:
-    """No strike; but the record was counted by limits that are in doubt now: kept, it would fail the node under better
-    ones, too."""
-    after = unsure(node, verdict, own_fault=True)
-    return replace(after, record=Tally(), failed_check=verdict.reason, failed_at_ms=now_ms)
-
-
 def independent(nodes: Iterable[NodeRow]) -> int:
     rows = list(nodes)
     proven = sum(row.accepted >= PROBATION_AUDITS for row in rows)
@@ -149,7 +139,7 @@ def independent(nodes: Iterable[NodeRow]) -> int:
 
 
 class Suspicion(Message):
-    """The evidence of several nodes together, and whether it has sufficed and is not forgotten yet."""
+    """The evidence of several nodes, and whether it has sufficed and is not forgotten yet."""
 
     evidence: GainEvidence = GainEvidence()
     distrusted: bool = False

@@ -25,62 +25,27 @@ from shoal.protocol import Depth, GainEvidence, NodeState, PolicyRef, Role, Tall
 
 AuditPolicy = Literal["all", "reputation"]
 
-PROBATION_AUDITS = 8
-"""Full audits that a node must have passed before it counts as established, and again after a strike."""
+PROBATION_AUDITS = 8  # full audits that a node must have passed to be established, and again after a strike
 
 
-class UnitState(StrEnum):
-    OPEN = "open"
-    LEASED = "leased"
-    SUBMITTED = "submitted"
-    ACCEPTED = "accepted"
-    DROPPED = "dropped"  # equal rewards: nothing to learn from
-    TRAINED = "trained"
-    VOID = "void"
-
-
-class LeaseState(StrEnum):
-    ACTIVE = "active"
-    SUBMITTED = "submitted"
-    EXPIRED = "expired"
-    RELEASED = "released"
-    VOID = "void"
-
-
-class SubmissionState(StrEnum):
-    RECEIVED = "received"
-    AUDITING = "auditing"
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
-    UNSURE = "unsure"
-    PULLED = "pulled"
-
-
-class EvaluationState(StrEnum):
-    OPEN = "open"
-    CLAIMED = "claimed"
-    DONE = "done"
-    VOID = "void"
-
-
-class Pool(StrEnum):
-    NORMAL = "normal"
-    EASY = "easy"
-    HARD = "hard"
-    RETIRED = "retired"
-
+# Each value is its name in lower case.
+UnitState = StrEnum("UnitState", "OPEN LEASED SUBMITTED ACCEPTED DROPPED TRAINED VOID")  # dropped: equal rewards
+LeaseState = StrEnum("LeaseState", "ACTIVE SUBMITTED EXPIRED RELEASED VOID")
+SubmissionState = StrEnum("SubmissionState", "RECEIVED AUDITING ACCEPTED REJECTED UNSURE PULLED")
+EvaluationState = StrEnum("EvaluationState", "OPEN CLAIMED DONE VOID")
+Pool = StrEnum("Pool", "NORMAL EASY HARD RETIRED")
 
 UNDECIDED_UNITS = frozenset({UnitState.OPEN, UnitState.LEASED, UnitState.SUBMITTED})
 UNDECIDED_SUBMISSIONS = frozenset({SubmissionState.RECEIVED, SubmissionState.AUDITING})
 
 
 class IllegalMove(ShoalError):
-    """A defect of the hub itself: it tried a move that its tables forbid. Nothing was written."""
+    """A defect of the hub itself."""
 
 
 @dataclass(frozen=True)
 class Movable:
-    """A row with a state. The tables have no entry for states that are final."""
+    """A row with a state; final states have no `MOVES`."""
 
     MOVES: ClassVar[Mapping[Any, set[Any]]]
 
@@ -93,8 +58,6 @@ class Movable:
 
 
 class ByPolicy:
-    """A row that belongs to one policy."""
-
     incarnation: int
     version: int
     digest: str
@@ -106,9 +69,6 @@ class ByPolicy:
 
 @dataclass(frozen=True)
 class PoolRules:
-    """When a task counts as easy, hard or solved, and how many of the easy and the hard ones that are drawn are taken
-    (`environments.settings.PoolSettings`)."""
-
     retire_after: int = 2
     easy: float = 0.9
     hard: float = 0.05
@@ -118,7 +78,7 @@ class PoolRules:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Which versions validators measure (one in `every`, and the last), and on how many of the held-out tasks."""
+    """Validators measure one version in `every`, and the last, on so many of the held-out tasks."""
 
     every: int
     tasks: int
@@ -126,8 +86,6 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Rules:
-    """The settings that decide: those of the run, and the hub's own."""
-
     steps: int
     groups_per_step: int
     group_size: int
@@ -149,8 +107,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands. `policy` is the newest one; `next_step` the first step without a batch; `dropped` and
-    `failed` count the units that were lost since the batch before it (equal rewards, too many attempts)."""
+    """`policy` is the newest one; `next_step` the first step without a batch; `dropped` (equal rewards) and `failed`
+    (too many attempts) count the units lost since the batch before it."""
 
     policy: PolicyRef | None = None
     next_step: int = 0
@@ -162,8 +120,6 @@ class Progress:
 
 @dataclass(frozen=True)
 class Moment:
-    """What every decision looks at."""
-
     rules: Rules
     progress: Progress
     now_ms: int
@@ -171,9 +127,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class UnitRow(Movable):
-    """One group of one task. `task` never changes. `failures` counts attempts that nobody could judge (`units`);
-    `attempt` numbers its leases. `incarnation`, `version`, `submission` belong to the submission that fills it; `step`
-    is the batch it is in; `lost_step` the step during which it was dropped or failed."""
+    """`task` never changes. `failures` counts attempts that nobody could judge (`units`); `attempt` numbers its leases.
+    `incarnation`, `version`, `submission` are of the submission that fills it; `step` is its batch; during `lost_step`
+    it was dropped or failed."""
 
     MOVES: ClassVar[Mapping[Any, set[Any]]] = {
         UnitState.OPEN: {UnitState.LEASED, UnitState.SUBMITTED, UnitState.VOID},
@@ -199,15 +155,15 @@ class UnitRow(Movable):
         return self.state in UNDECIDED_UNITS or (self.state == UnitState.ACCEPTED and self.step is None)
 
     def reopened(self) -> UnitRow:
-        """Free for another lease: same task, same seeds, nothing of the failed attempt is kept."""
+        """Same task, same seeds, nothing of the failed attempt."""
         return self.to(UnitState.OPEN, incarnation=None, version=None, submission=None)
 
 
 @dataclass(frozen=True)
 class LeaseRow(Movable, ByPolicy):
-    """A unit given to a node. `document` is the signed lease as JSON: an audit carries it unchanged. `deadline_ms` is
-    extended while `progress` (tokens) grows, up to the hard one. `granted` is how many leases its request got: they
-    are generated together and share their time. A `brief` one ends after `lease_s`, whatever progress is made."""
+    """`document` is the signed lease as JSON: an audit carries it unchanged. `deadline_ms` is extended while `progress`
+    (tokens) grows, up to the hard one. `granted` is how many leases its request got: they are generated together and
+    share their time. A `brief` one ends after `lease_s`, whatever its progress."""
 
     MOVES: ClassVar[Mapping[Any, set[Any]]] = {
         LeaseState.ACTIVE: set(LeaseState) - {LeaseState.ACTIVE},
@@ -235,8 +191,8 @@ class LeaseRow(Movable, ByPolicy):
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A part of what a node on probation showed of a lease at work. `tokens` has how many of each rollout are there
-    with it; `body` is the packed `ShownProgress` of what it added."""
+    """A part of what a node on probation showed of a lease. `tokens`: how many of each rollout are there with it;
+    `body`: the packed `ShownProgress` that it added."""
 
     lease: str
     part: int
@@ -246,9 +202,9 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class SubmissionRow(Movable, ByPolicy):
-    """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON. `depth` is how it is to be
-    audited and, once it is decided, how it was. While its credit is pending, `matures_at_ms` says until when. `tokens`
-    is how many a prefill of it has, prompts included. `pass_rate` is how much of its task the group solved, 0 to 1."""
+    """Named by the hash of its bytes; `receipt` is the signed promise as JSON. `depth` is how it is to be audited and,
+    once decided, how it was. Until `matures_at_ms` its credit is pending. `tokens` are those of a prefill, prompts
+    included. `pass_rate` is how much of its task the group solved, 0 to 1."""
 
     MOVES: ClassVar[Mapping[Any, set[Any]]] = {
         SubmissionState.RECEIVED: set(SubmissionState) - {SubmissionState.RECEIVED, SubmissionState.PULLED},
@@ -282,14 +238,14 @@ class SubmissionRow(Movable, ByPolicy):
 
 @dataclass(frozen=True)
 class NodeRow(Movable):
-    """A registered key and its record. `certain` and `statistical` are strikes by severity; `streak` counts full audits
-    passed since the last rejection, `passed` since the last strike; `record` sums what passed audits saw recently.
-    `pending` is credit that a failed audit would still take; `owner` vouched for it by the signed `vouch` (JSON).
-    `window`: leases it may hold (0: a newcomer's); `lapsed`: how many it let lapse, `lapses` of these in a row;
-    `pace_ms`: what a group takes it. `until_ms` ends the present suspension, of which there were `suspensions`.
-    `soft`: rejections without a strike since the last accepted group. `network` is where it last asked from (/24 or
-    /48; empty: the hub's own machine), told to nobody; `kind` what it last asked to generate with. `failed_check` is
-    the statistical check that it failed last, at `failed_at_ms`. `doubt` and `gains`: see `reputation`."""
+    """`certain` and `statistical` are strikes by severity; `streak` counts full audits passed since the last rejection,
+    `passed` since the last strike; `record` sums what passed audits saw recently. `pending` is credit that a failed
+    audit would still take; `owner` vouched for it by the signed `vouch` (JSON). `window`: leases it may hold (0: a
+    newcomer's); `lapsed`: how many it let lapse, `lapses` of these in a row; `pace_ms`: what a group takes it.
+    `until_ms` ends the present one of its `suspensions`. `soft`: rejections without a strike since the last accepted
+    group. `network` is where it last asked from (/24 or /48; empty: the hub's own machine), told to nobody; `kind` what
+    it last asked to generate with. `failed_check` is the statistical check that it failed last, at `failed_at_ms`.
+    `doubt` and `gains`: see `reputation`."""
 
     MOVES: ClassVar[Mapping[Any, set[Any]]] = {
         NodeState.ACTIVE: {NodeState.SUSPENDED, NodeState.BANNED},
@@ -333,18 +289,18 @@ class NodeRow(Movable):
 
     @property
     def on_chain(self) -> bool:
-        """Whether the ledger has rows about it. Keys cost nothing, rows of the ledger are kept for ever: so a worker
-        gets there with its first accepted group."""
+        """Whether the ledger has rows about it. Keys cost nothing, rows are kept for ever: a worker gets there with its
+        first accepted group."""
         return self.role != "worker" or self.accepted > 0
 
     @property
     def trusted(self) -> bool:
-        """Whether the root key certified it: a validator that generates a unit is believed, and earns nothing."""
+        """A validator that generates a unit is believed, and earns nothing."""
         return self.role != "worker"
 
     @property
     def unproven(self) -> bool:
-        """Whether this worker has passed no full audit, or none since a strike."""
+        """Passed no full audit, or none since a strike."""
         return self.role == "worker" and self.passed == 0
 
     @property
@@ -358,8 +314,8 @@ class NodeRow(Movable):
 
 @dataclass(frozen=True)
 class InHand:
-    """Units in the hands of nodes on probation, leased, or submitted and not judged yet: of one of them (`own`), by
-    network, and those of unproven nodes by network; `long` are leases of theirs that are not `brief`."""
+    """Units of nodes on probation, leased or not judged yet: one node's `own`, by network, and of unproven nodes by
+    network; `long` are leases of theirs that are not `brief`."""
 
     own: int = 0
     networks: Mapping[str, int] = field(default_factory=dict)
@@ -381,7 +337,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """How a task did recently: groups seen, recent pass rate, groups in a row that solved it wholly, and its pool."""
+    """Groups seen, recent pass rate, groups in a row that solved it wholly, and its pool."""
 
     task: str
     groups: int = 0
@@ -393,8 +349,8 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class EvaluationRow(Movable, ByPolicy):
-    """A slice of the evaluation of one version: the held-out tasks from `first` on, `tasks` of them. `tries` counts
-    what went wrong with it; once it is done it has `scores` and `document`, the signed report as JSON."""
+    """A slice of the evaluation of one version: `tasks` held-out tasks from `first` on. `tries` counts what went wrong;
+    once it is done it has `scores` and `document`, the signed report as JSON."""
 
     MOVES: ClassVar[Mapping[Any, set[Any]]] = {
         EvaluationState.OPEN: {EvaluationState.CLAIMED, EvaluationState.DONE, EvaluationState.VOID},

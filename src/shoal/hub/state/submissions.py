@@ -2,13 +2,12 @@
 
     submission   new (201), the same again (200), another body (409), late or void (410), not yours (403)
 
-A submission after its deadline is still taken while its unit is free. It is refused once the unit has gone to somebody
-else, is finished, or would be too stale to train on.
+A late submission is taken while its unit is free and not too stale to train on.
 
 A part of shown progress that does not begin where the hub's copy ends is left out, and the reply says where to begin:
-so messages may be lost, come twice or out of order. A lease is looked at when it shows its first chunk and then after
-each doubling, one rollout each time, drawn by a secret in proportion to what was shown of it: about `2 / group_size` of
-the cost of an audit of the group, and whoever made up a part of the tokens is found with that probability or more.
+messages may be lost, come twice or out of order. A lease is looked at when it shows its first chunk and after each
+doubling, one rollout each time, drawn by a secret in proportion to what was shown of it: about `2 / group_size` of the
+cost of an audit of the group, and a made-up part of the tokens is found with its own share as probability, or more.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.hub.state import nodes, pacing, rows
+from shoal.hub.state import nodes, pacing, rows, units
 from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseState, Moment, NodeRow, Rules, ShownRow, SubmissionRow, UnitState
-from shoal.hub.state.units import is_entrusted
 from shoal.protocol import Depth, ProofParameters, ShownChunks, ShownPrefix, shown_digest
 
 CREATED, SAME_AGAIN = 201, 200
@@ -31,7 +29,7 @@ LEAST_PROOF_BYTES = 4
 
 @dataclass(frozen=True)
 class Arrival:
-    """Bytes for a lease. `depth` is drawn from what is committed here, written with it, and so never drawn again."""
+    """Bytes for a lease. `depth` is drawn from what is committed here and written with it: never drawn again."""
 
     node: str
     lease: str
@@ -52,8 +50,7 @@ def check_owner(holding: Holding | None, node: str, lease: str) -> Holding:
 def receive(
     moment: Moment, node: NodeRow, holding: Holding, existing: SubmissionRow | None, arrival: Arrival
 ) -> tuple[int, SubmissionRow]:
-    """A new submission, which has no receipt yet, or the same again, or why not. `existing` is what was submitted
-    before."""
+    """A new submission, which has no receipt yet, or the `existing` one again."""
     if existing is not None:
         if existing.submission != arrival.submission:
             raise Refusal(409, "submission.other_body", f"lease {arrival.lease} was already answered with another body")
@@ -67,7 +64,7 @@ def receive(
         late = f"lease {lease.lease} ran out"
         if unit.state != UnitState.OPEN:
             raise Refusal(410, LATE, f"{late} and unit {unit.unit} is {unit.state.value} meanwhile")
-        if is_entrusted(unit) and not node.trusted:
+        if units.is_entrusted(unit) and not node.trusted:
             raise Refusal(410, LATE, f"{late}, and a validator generates unit {unit.unit} now")
         if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
             raise Refusal(410, LATE, f"{late}, and policy {lease.policy.label} is too old to train on now")
@@ -97,7 +94,7 @@ def new_row(lease: rows.LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRo
 def take_shown(
     rules: Rules, proof: ProofParameters, lease: str, last: ShownRow | None, chunks: Sequence[ShownChunks]
 ) -> tuple[tuple[int, ...], ShownRow | None, list[ShownChunks]]:
-    """How many tokens of each rollout are there now, the next part without its body (None if nothing is new), and what
+    """How many tokens of each rollout are there now, the next part without its body (None: nothing new), and what
     belongs into it."""
     have = list(last.tokens if last is not None else [0] * rules.group_size)
     new: list[ShownChunks] = []
@@ -114,7 +111,7 @@ def take_shown(
 
 
 def _form_problem(rules: Rules, proof: ProofParameters, each: ShownChunks) -> str:
-    """What cannot be meant. How large a proof is depends on the model, so that is only bounded here."""
+    """The size of a proof depends on the model, so that is only bounded here."""
     count = len(each.tokens) // 4
     chunks = -(-count // proof.rows)
     if each.rollout >= rules.group_size:
@@ -133,7 +130,7 @@ def _malformed(each: ShownChunks, why: str) -> Refusal:
 
 
 def next_shown_rollout(tokens: Sequence[int], fraction: float) -> int:
-    """The rollout that a draw in [0, 1) picks, each in proportion to its shown tokens.
+    """The rollout that a draw in [0, 1) picks, in proportion to shown tokens.
 
     >>> [next_shown_rollout((32, 0, 96), fraction) for fraction in (0.0, 0.24, 0.25, 0.99)]
     [0, 0, 2, 2]

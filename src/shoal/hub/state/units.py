@@ -1,11 +1,10 @@
-"""What becomes of a unit that could not be judged, and what the run's owner is told about it.
+"""What becomes of a unit that could not be judged.
 
     unsure, by a worker ─► open again: same task, same seeds
     unsure twice ────────► open for validators only: one of them generates the unit (`leases.entrust`)
     our own attempt came to nothing, `TRUSTED_TRIES` times ─► void, with an alarm
 
-So no worker can void a unit or keep a step from it, however many keys it has: rejections and late leases never count,
-and what counts only hands the unit to a machine that is trusted.
+So no worker can void a unit or keep a step from it, with any number of keys: rejections and late leases never count.
 """
 
 from __future__ import annotations
@@ -29,20 +28,11 @@ UNJUDGED = {
     "If such machines are honest, measure one (`shoal doctor --calibrate`) and open its kind (`shoal admin calibrate`)",
     "second.missing": "failed a statistical check that a validator could not confirm in the worker's own number format",
 }
-"""Reasons of unsure audits that their owner can mend. An accident of rounding is none."""
+"""Reasons of unsure audits that the owner can mend."""
 
 NOT_THE_NODES = frozenset(UNJUDGED) - {"machinery.kind", "second.missing"}
-"""Those of them that say nothing about the node."""
-
 TRUSTED_AFTER = 2  # unsure attempts of workers after which a validator generates the unit
-TRUSTED_TRIES = 4
-"""Attempts of validators (not scored, not generated, not submitted before the deadline) after which it is given up."""
-
-
-def no_units() -> dict[str, int]:
-    """Counts of units by state, all zero; `void_<reason>` says how many of the void ones were wasted, and why."""
-    reasons = (VOID_ATTEMPTS, VOID_STALE, VOID_INCARNATION)
-    return dict.fromkeys([*(state.value for state in UnitState), *(f"void_{reason}" for reason in reasons)], 0)
+TRUSTED_TRIES = 4  # attempts of validators (not scored, generated or submitted in time) after which it is given up
 
 
 def is_entrusted(unit: UnitRow) -> bool:
@@ -50,8 +40,8 @@ def is_entrusted(unit: UnitRow) -> bool:
 
 
 def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bool = False) -> list[Command]:
-    """Count an attempt on each of `units` that came to nothing; `reason` is that of the verdict, if there was one. They
-    are open again with the same task and seeds; void after too many attempts of our own (`trusted`), only then."""
+    """Count a failed attempt on each unit; `reason` is the verdict's. They are open again with the same task and seeds;
+    void only after too many attempts of our own (`trusted`)."""
     progress, step = moment.progress, moment.progress.next_step
     commands: list[Command] = []
     if reason in UNJUDGED:  # no unit is named: the same words are kept once a step

@@ -1,9 +1,8 @@
-"""Where the hub keeps things: rows in a database, the one that its settings name or a file; submissions as files.
+"""Rows in a database, submissions as files.
 
-A decision is one write transaction: rows are read, the pure core decides, its commands are applied, all or nothing.
-What it read stays true until its commit: in SQLite, because writers exclude each other from their first statement on;
-in PostgreSQL, because what a writer reads of single rows it locks, and what concerns all rows (the newest policy, the
-next step) only an `exclusive` one changes.
+A decision is one write transaction, and what it read stays true until its commit: in SQLite, because writers exclude
+each other; in PostgreSQL, because a writer locks the single rows that it reads, and only an `exclusive` one changes
+what concerns all rows (the newest policy, the next step).
 
     decision ─► Record ─► ledger_outbox ─ one poster, in order ─► ledger (the chain)
 """
@@ -31,8 +30,7 @@ log = logging.getLogger("shoal.hub")
 
 
 def open_storage(database: str, folder: Path, create: bool = True) -> Storage:
-    """The storage of the run whose hub has this `folder`; `database` is the setting `hub.database`. Without `create` a
-    shared database that holds no run is refused."""
+    """`database` is the setting `hub.database`. Without `create` a shared database that holds no run is refused."""
     if not database:
         return SqliteStorage(folder / DATABASE_FILE)
     from shoal.hub.storage.postgres import PostgresStorage  # with its driver: only who has such a database needs it
@@ -40,7 +38,7 @@ def open_storage(database: str, folder: Path, create: bool = True) -> Storage:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return PostgresStorage(database, create)
-        except StaleRow as error:  # another hub that starts, a restore: it ends by itself
+        except StaleRow as error:  # another hub that starts, or a restore
             if attempt == ATTEMPTS:
                 raise
             log.info("the database is busy, trying again: %s", error)

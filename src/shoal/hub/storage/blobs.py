@@ -2,8 +2,8 @@
 
     put ─► on return the bytes survive a crash ─► only then the row, and only then the receipt
 
-A crash between bytes and row leaves bytes that nobody refers to; the same put again finds them there. What is stored
-is never changed: its name is the hash of its content, which is checked when it is read.
+A crash between bytes and row leaves bytes that nobody refers to; the same put again finds them there. The name is the
+hash of the content, which is checked when it is read.
 """
 
 from __future__ import annotations
@@ -17,26 +17,21 @@ from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 
-LEFT_OVER_S = 3600.0
-"""A hidden file that is younger may be one that another hub, which shares this folder, is just writing."""
+LEFT_OVER_S = 3600.0  # another hub that shares this folder may be writing a younger hidden file
 
 
 class Blobs(Protocol):
-    """A store of immutable bytes by hash."""
-
     def put(self, body: bytes) -> str:
-        """Store `body` and return its name. On return it survives a crash of the machine."""
+        """The name of `body`. On return it survives a crash of the machine."""
 
     def get(self, name: str) -> bytes:
-        """The bytes of that name. Raises `ResourceError` if the store lost or changed them."""
+        """Raises `ResourceError` if the store lost or changed it."""
 
     def has(self, name: str) -> bool:
-        """Whether something is stored under that name; `get` says whether it is whole."""
+        """Whether there is something; `get` says whether it is whole."""
 
 
 class BlobFolder:
-    """Implements `Blobs` in a folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = ensure_folder(folder)
         before_s = SystemClock().now_ms() / 1000 - LEFT_OVER_S
@@ -72,9 +67,9 @@ def checked(body: bytes, name: str, where: str) -> bytes:
 
 
 def open_blobs(storage: str, endpoint: str, folder: Path) -> Blobs:
-    """What `hub.storage` names: a bucket, or (empty) the folder of the run."""
+    """`storage` is the setting `hub.storage`: a bucket; empty: the run's folder."""
     if not storage:
         return BlobFolder(folder)
-    from shoal.hub.storage.s3 import S3Blobs  # whoever keeps a folder does not wait for it to load
+    from shoal.hub.storage.s3 import S3Blobs  # hubs with a folder do not wait for it to load
 
     return S3Blobs(storage, endpoint)

@@ -27,20 +27,19 @@ from shoal.runtime.files import make_private, resource_error
 ROWS_AT_A_TIME = 500
 BLOBS_AT_A_TIME, BLOBS_HELD = 8, 64
 INCOMING, RESTORED = "incoming", "restored"
-"""A setting of a database into which a restore copied, and a file of the hub's folder that the restore made at its end;
-both hold the hash of the backup. The hub of that folder takes the setting away; until then all others are refused."""
-BLOB_STORE = "blob_store"
-"""Names a blob that lies where this database's blobs are: a hub that does not find it there looks at another place."""
+"""A setting of a database into which a restore copied, and a file that the restore made in its folder at its end; both
+hold the hash of the backup. The hub of that folder removes the setting; until then all others are refused."""
+BLOB_STORE = "blob_store"  # names a blob among this database's blobs: a hub that does not find it looks elsewhere
 OWN_SETTINGS = (INCOMING, BLOB_STORE, "schema_version")  # of the database, not of the run: never copied
 COPIED: dict[Table, ColumnElement[bool]] = {table: true() for table in tables.metadata.sorted_tables}
 COPIED[tables.meta] = tables.meta.c.key.not_in(OWN_SETTINGS)
 del COPIED[tables.leaders]
-"""Which rows of which tables, those that others refer to first. Who leads there says nothing here."""
+"""Which rows of which tables, those that others refer to first."""
 
 
 def copy_rows(source: Storage, target: Storage, mark: str = "") -> None:
-    """Put every row of `source` into `target`, and compare; all or nothing. A target that holds a run is refused,
-    unless it has this `mark`: then an earlier call was followed by a crash."""
+    """All or nothing. A target that holds a run is refused, unless it has this `mark`: then an earlier call ended with
+    a crash."""
     with source.read() as reader, target.write(exclusive=True) as writer:
         there, here = unhurried(connection_of(reader)), unhurried(connection_of(writer))
         known = writer.setting("run")
@@ -53,7 +52,7 @@ def copy_rows(source: Storage, target: Storage, mark: str = "") -> None:
             while page := list(islice(rows, ROWS_AT_A_TIME)):
                 here.execute(insert(table), page)
         last = here.execute(select(func.max(tables.ledger_outbox.c.id))).scalar()
-        if last and here.dialect.name == "postgresql":  # it counts by itself: no row may get an older one's number
+        if last and here.dialect.name == "postgresql":  # it counts by itself: no number may come again
             here.execute(text("SELECT setval(pg_get_serial_sequence('ledger_outbox', 'id'), :last)"), {"last": last})
         wanted, found = extents(reader), extents(writer)
         differing = [name for name in wanted if wanted[name] != found[name]]
@@ -64,19 +63,18 @@ def copy_rows(source: Storage, target: Storage, mark: str = "") -> None:
 
 
 def extents(reader: Reader) -> dict[str, int]:
-    """For each table a sum over its rows, in whatever order they come: databases sort text differently."""
+    """For each table a sum over its rows, in any order: databases sort text differently."""
     connection = unhurried(connection_of(reader))
-    return {table.name: sum(map(_digest, _rows(connection, table))) for table in COPIED}
 
+    def digest(row: dict[str, Any]) -> int:
+        return int.from_bytes(hashlib.sha256(repr(tuple(row.values())).encode()).digest())
 
-def _digest(row: dict[str, Any]) -> int:
-    return int.from_bytes(hashlib.sha256(repr(tuple(row.values())).encode()).digest())
+    return {table.name: sum(map(digest, _rows(connection, table))) for table in COPIED}
 
 
 def _rows(connection: Connection, table: Table) -> Iterator[dict[str, Any]]:
     query = select(table).where(COPIED[table]).order_by(*table.primary_key.columns)
-    result = connection.execute(query, execution_options={"yield_per": ROWS_AT_A_TIME})
-    return (dict(row) for row in result.mappings())
+    return map(dict, connection.execute(query, execution_options={"yield_per": ROWS_AT_A_TIME}).mappings())
 
 
 def connection_of(reader: Reader) -> Connection:
@@ -90,7 +88,7 @@ def side_by_side(act: Callable[[str], bytes], names: Sequence[str]) -> Iterator[
 
 
 def snapshot(database: str, folder: Path, target: Path) -> None:
-    """One consistent view of a run's database, live or not, as a single file at `target` (which must not exist)."""
+    """A run's database, live or not, as a single file at `target` (which must not exist)."""
     if database:
         with closing(open_storage(database, folder, create=False)) as storage, closing(SqliteStorage(target)) as copy:
             copy_rows(storage, copy)

@@ -4,10 +4,9 @@
     writer B ─ body ─┼─ one transaction, one savepoint each ─► COMMIT (one fsync) ─► all three return
     writer C ─ body ─┘  one at a time: each sees what those before it did
 
-Nobody returns before what it wrote is as safe as it asked for, and readers see nothing before the commit. A body that
-fails is undone alone. A commit that fails fails all of its writers: none was promised anything. Whoever is the last in
-the queue commits; so a writer that comes alone commits at once, and under load a commit carries as many as queued
-during the one before it. An fsync takes milliseconds and a decision one: without this the disk sets the pace.
+No writer returns before its data is as safe as it asked for. A body that fails is undone alone; a commit that fails
+fails all of its writers. The last writer in the queue commits: alone at once; under load a commit carries as many as
+queued during the one before it. An fsync takes milliseconds, a decision one: without this the disk sets the pace.
 """
 
 from __future__ import annotations
@@ -26,25 +25,20 @@ LOOK_S = 0.1
 
 
 class Busy(Exception):
-    """Nobody else was done within the time given."""
+    """The writer before was not done in time."""
 
 
 class _Group:
     def __init__(self, connection: Connection, durable: bool) -> None:
         self.connection, self.driver, self.durable = connection, driver_of(connection), durable
         self.driver.execute("BEGIN IMMEDIATE")
-        self.size = 0
+        self.size, self.ended = 0, threading.Event()
         self.error: BaseException | None = None
-        self.ended = threading.Event() if durable else None  # nobody waits for the others
-
-    def end(self) -> None:
-        if self.ended is not None:
-            self.ended.set()
 
 
 class GroupCommit:
-    """The one writer at a time of an SQLite file. `durable` and `relaxed` are engines whose commits are and are not on
-    disk when they return. `on_loss` is called when writers that had done their part are undone with others."""
+    """The commits of `durable` are on disk when they return, those of `relaxed` are not. `on_loss` is called when
+    writers that had done their part are undone with others."""
 
     def __init__(
         self, durable: Engine, relaxed: Engine, patience_s: float, on_loss: Callable[[], None] = lambda: None
@@ -58,7 +52,7 @@ class GroupCommit:
 
     @contextmanager
     def write(self, durable: bool) -> Iterator[Connection]:
-        """A connection inside the group's transaction; on return it is committed, if it is to be durable."""
+        """A connection inside the group's transaction; on return a `durable` one is committed."""
         self._enter()
         try:
             if self._group is not None and durable and not self._group.durable:
@@ -85,7 +79,6 @@ class GroupCommit:
 
     @contextmanager
     def look(self) -> Iterator[Connection]:
-        """The relaxed connection between two groups: what is read in no transaction."""
         self._enter()
         try:
             if self._group is not None:
@@ -120,7 +113,7 @@ class GroupCommit:
                 self._queued -= 1
 
     def _undo(self, group: _Group, error: BaseException) -> None:
-        """Undo one body alone. Where the disk failed, SQLite has undone everything already: then all have failed."""
+        """Undo one body alone. Where the disk failed, SQLite has undone everything: then all have failed."""
         try:
             group.driver.execute("ROLLBACK TO body")
             group.driver.execute("RELEASE body")
@@ -144,7 +137,7 @@ class GroupCommit:
             self._drop_connection(group)
             raise
         finally:
-            group.end()
+            group.ended.set()
 
     def _fail(self, group: _Group, error: BaseException) -> None:
         self._group = None
@@ -153,17 +146,17 @@ class GroupCommit:
             group.driver.rollback()
         except sqlite3.Error:
             self._drop_connection(group)
-        group.end()
+        group.ended.set()
 
     def _drop_connection(self, group: _Group) -> None:
-        """How far a failed commit or rollback came is anybody's guess; closing the connection undoes the rest."""
+        """Nobody knows how far a failed commit or rollback came; closing the connection undoes the rest."""
         self._connections.pop(group.durable, None)
         group.connection.invalidate()
         group.connection.close()
 
     def _await(self, group: _Group) -> None:
-        """Return when the group is committed. Should its last writer have given up in the queue, commit it here."""
-        while group.ended is not None and not group.ended.wait(LOOK_S):
+        """Until the group is committed. If its last writer has given up in the queue, commit it here."""
+        while not group.ended.wait(LOOK_S):
             if self._lock.acquire(blocking=False):
                 try:
                     self._end_unless_more_come(group)

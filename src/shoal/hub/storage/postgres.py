@@ -8,8 +8,7 @@
     frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
 
 Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the
-frontier. Whoever waits for each other all the same is told so by the database (a deadlock), is a `StaleRow` and tries
-again. No wait is without end: see `LIMITS`.
+frontier. A deadlock all the same is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
 """
 
 from __future__ import annotations
@@ -32,17 +31,13 @@ from shoal.hub.storage.writer import StaleRow, Storage, Writer, is_overtaken
 
 log = logging.getLogger("shoal.hub")
 
-CONNECTIONS = 24
-"""Of one hub. A server lets a hundred in unless told otherwise: room for four hubs, and for whoever looks after it."""
-DURABLE = {"synchronous_commit": "on"}
-"""Whatever the server, the database or the role say otherwise: a receipt is a promise."""
+CONNECTIONS = 24  # of one hub; a server lets a hundred in unless told otherwise: room for four hubs
+DURABLE = {"synchronous_commit": "on"}  # whatever the server, the database or the role say: a receipt is a promise
 LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
 NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
 RUN, FRONTIER = 1, 2
-_SPACE = 0x73686F61
-"""Advisory locks are numbers that a whole database shares; ours are in a space of their own (it spells "shoa")."""
-_AGAIN = frozenset({"40001", "40P01", "55P03"})
-"""What may go well the next time: serialization failure, deadlock, a lock that was not to be had in time."""
+_SPACE = 0x73686F61  # "shoa": advisory locks are numbers that a whole database shares
+_AGAIN = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock timeout
 
 _RELAXED = text("SET LOCAL synchronous_commit TO off")
 _SHARED = text(f"SELECT pg_advisory_xact_lock_shared({_SPACE}, {RUN})")
@@ -50,21 +45,13 @@ _EXCLUSIVE = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {RUN})")
 _AT_FRONTIER = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {FRONTIER})")
 _CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _NOW = text(f"SELECT {_CLOCK}")
-_LEAD = text(
-    f"""
-    INSERT INTO leaders AS held (name, holder, until_ms)
-    VALUES (:name, :holder, {_CLOCK} + :for_ms)
+_LEAD = text(f"""INSERT INTO leaders AS held (name, holder, until_ms) VALUES (:name, :holder, {_CLOCK} + :for_ms)
     ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, until_ms = excluded.until_ms
-    WHERE held.holder = excluded.holder OR held.until_ms < excluded.until_ms - :for_ms
-    RETURNING name
-    """
-)
+    WHERE held.holder = excluded.holder OR held.until_ms < excluded.until_ms - :for_ms RETURNING name""")
 _RESIGN = text("DELETE FROM leaders WHERE name = :name AND holder = :holder")
 
 
 class PostgresStorage(Storage):
-    """On a server; `url` is postgresql://user:password@host/database."""
-
     def __init__(self, url: str, create: bool = True) -> None:
         place = parsed(url)
         self._where = f"the database {place.set(query={}).render_as_string(hide_password=True).replace('+psycopg', '')}"
@@ -115,29 +102,25 @@ class PostgresStorage(Storage):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """What the database says, in our words. The transaction is undone by then."""
         try:
             yield
         except PoolTimeout as error:
             raise ResourceError(f"{self._where} is too slow: all connections are in use") from error
         except DBAPIError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: DBAPIError) -> ShoalError | Refusal:
-        said = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
-        if isinstance(error, DataError):  # a character or a number that it cannot hold: whoever sent it is told
-            return Refusal(422, "request.value", f"the database cannot hold a value of this request: {said}")
-        overtaken = isinstance(error, IntegrityError) and is_overtaken(error)
-        if overtaken or getattr(error.orig, "sqlstate", None) in _AGAIN:
-            return StaleRow(f"somebody else was at the same rows: {said}")
-        return ResourceError(
-            f"cannot use {self._where}: {said}; is the server running, and may this user change this database?"
-        )
+            said = (str(error.orig).strip() or type(error.orig).__name__).splitlines()[0]
+            if isinstance(error, DataError):  # a character or a number that it cannot hold: the sender is told
+                sentence = f"the database cannot hold a value of this request: {said}"
+                raise Refusal(422, "request.value", sentence) from error
+            overtaken = isinstance(error, IntegrityError) and is_overtaken(error)
+            if overtaken or getattr(error.orig, "sqlstate", None) in _AGAIN:
+                raise StaleRow(f"somebody else was at the same rows: {said}") from error
+            advice = "is the server running, and may this user change this database?"
+            raise ResourceError(f"cannot use {self._where}: {said}; {advice}") from error
 
 
 class PostgresWriter(Writer):
-    """What it reads of single rows stays as it is until the end. The run's lock is taken with the first thing that it
-    does, unless that concerns nobody else: a nonce and a sign of life come with every request."""
+    """Single rows that it reads stay locked until the end. Its first statement takes the run's lock, unless that
+    concerns nobody else: a nonce and a sign of life come with every request."""
 
     def __init__(self, connection: Connection) -> None:
         self._is_locked = False

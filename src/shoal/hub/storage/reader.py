@@ -1,7 +1,7 @@
-"""Reading rows on one connection, inside one transaction: one consistent view.
+"""Reading rows inside one transaction: one consistent view.
 
-The statements are text that both databases understand, with their values by name. SQLite's driver is called directly:
-SQLAlchemy would cost ten times what SQLite needs for most of them, and the hub would do little else.
+The statements are text that both databases understand. SQLite's driver is called directly: SQLAlchemy would cost ten
+times what SQLite needs for most of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
 
-from shoal.hub.state import rows
+from shoal.hub.state import rows, units
 from shoal.hub.state.rows import EvaluationState, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.units import TRUSTED_AFTER, no_units
 from shoal.hub.storage import tables as table
 from shoal.hub.storage.tables import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
@@ -26,8 +25,7 @@ from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
 R = TypeVar("R")
 Rank: TypeAlias = Literal["trusted", "sanctioned", "credit", "seen"]
 
-LEASES_TOLD = 200
-"""The newest leases of a unit: one that nobody could do, or that was passed around, may have thousands."""
+LEASES_TOLD = 200  # newest leases of a unit, which may have thousands
 NAMES_PER_QUERY = 500  # databases limit how many parameters a statement may have
 
 
@@ -73,6 +71,8 @@ class NodeGroup:
 
 
 class Reader:
+    """In this order: the run, nodes, units and tasks, leases, submissions, evaluations, the ledger."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         if connection.dialect.name == "sqlite":
@@ -85,8 +85,8 @@ class Reader:
         return found
 
     def _lock(self, *_tables: str, skip: bool = False) -> str:  # noqa: ARG002
-        """The end of a query after which nobody else changes these tables' rows of its answer before the transaction
-        ends. Nothing to do where writers exclude each other. `skip` leaves out what others have locked."""
+        """The end of a query that locks its rows of these tables; nothing where writers exclude each other. `skip`
+        leaves out what others have locked."""
         return ""
 
     def _find(self, mapped: table.Mapped[R], where: str, **values: Any) -> list[R]:
@@ -98,7 +98,6 @@ class Reader:
         return found[0] if found else None
 
     def _pick(self, where: str, skip: bool = True, **values: Any) -> list[rows.SubmissionRow]:
-        """Submissions to decide about."""
         return self._find(table.SUBMISSIONS, f"{where} {self._lock('submissions', skip=skip)}", **values)
 
     def _held(self, where: str, lock: bool = False, **values: Any) -> list[rows.Holding]:
@@ -115,8 +114,6 @@ class Reader:
 
     def _tallied(self, sql: str) -> dict[str, int]:
         return {str(row[0]): int(row[1]) for row in self._rows(sql)}
-
-    # The run
 
     def setting(self, key: str) -> str | None:
         found = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
@@ -146,19 +143,15 @@ class Reader:
         return [row[0] for row in self._rows(query, most=limit)]
 
     def alarm_counts(self) -> Counter[tuple[str, ...]]:
-        """All alarms, by the first word of their code."""
-        counts: Counter[tuple[str, ...]] = Counter()
+        counts = Counter[tuple[str, ...]]()
         for code, count in self._tallied("SELECT code, count(*) FROM alarms GROUP BY code").items():
             counts[(code.partition(".")[0],)] += count
         return counts
 
     def written_ms(self) -> int:
-        """The newest time that is written down anywhere that matters: in the ledger, its outbox, or of a node."""
         last = self.ledger_last()
         query = "SELECT (SELECT max(last_seen_ms) FROM presence), (SELECT max(at_ms) FROM ledger_outbox)"
         return max(last.at_ms if last else 0, *(int(time_ms or 0) for time_ms in self._rows(query)[0]))
-
-    # Nodes
 
     def node(self, node: str) -> rows.NodeRow | None:
         return self._one(table.NODES, f"WHERE node = :node{self._lock('nodes')}", node=node)
@@ -173,7 +166,6 @@ class Reader:
         return self._find(table.NODES, "WHERE node > :node ORDER BY node LIMIT :most", node=node, most=limit)
 
     def nodes_ranked(self, by: Rank, limit: int) -> list[rows.NodeRow]:
-        """Those of a trusted role, those under a sanction, those with most credit, or any: last seen first."""
         which, first = _RANKED[by]
         where = f"{_SEEN} WHERE {which} ORDER BY {first} DESC, nodes.node LIMIT :most"
         return self._find(table.NODES, where, most=limit)
@@ -182,7 +174,6 @@ class Reader:
         return self._tallied("SELECT role || '.' || state, count(*) FROM nodes GROUP BY role, state")
 
     def fleet(self, since_ms: int) -> list[NodeGroup]:
-        """All nodes, summed up by role, state and whether they were heard of since then; in that order."""
         query = f"""SELECT role, state, CASE WHEN presence.last_seen_ms >= :since_ms THEN 1 ELSE 0 END AS here,
             count(*), sum(credit), sum(pending), sum(lapsed) FROM nodes {_SEEN}
             GROUP BY role, state, here ORDER BY role, state, here"""
@@ -190,21 +181,18 @@ class Reader:
         return [NodeGroup(row[0], row[1], bool(row[2]), *map(int, row[3:])) for row in found]
 
     def kin(self, kind: str, check: str, since_ms: int) -> list[rows.NodeRow]:
-        """Workers of one kind that were heard of since then, and have failed this statistical check since then, or
-        have passed an audit."""
+        """Workers of one kind heard of since then that have failed this check since then, or passed an audit."""
         where = f"""{_SEEN} WHERE kind = :kind AND role = 'worker' AND presence.last_seen_ms >= :since_ms
             AND (passed > 0 OR (failed_check = :failed AND failed_at_ms >= :since_ms)) ORDER BY nodes.node"""
         return self._find(table.NODES, where, kind=kind, failed=check, since_ms=since_ms)
 
     def is_established_here(self, since_ms: int) -> bool:
-        """Whether an active worker that is past probation was heard of since then."""
         query = f"""SELECT 1 FROM nodes JOIN presence ON presence.node = nodes.node
             WHERE passed >= {rows.PROBATION_AUDITS} AND role = 'worker' AND state = '{NodeState.ACTIVE}'
             AND presence.last_seen_ms >= :since_ms LIMIT 1"""
         return bool(self._rows(query, since_ms=since_ms))
 
     def newcomers_in_hand(self, node: str) -> rows.InHand:
-        """What nodes on probation have in hand, and this one of them; networks without anything may be left out."""
         # joined from what is in hand: that is little, fresh keys may be many
         query = f"""SELECT nodes.network, count(*), sum(CASE WHEN passed = 0 THEN 1 ELSE 0 END),
             sum(CASE WHEN passed = 0 AND NOT hands.brief THEN 1 ELSE 0 END),
@@ -221,11 +209,9 @@ class Reader:
         return {row.node: row for row in self._named(table.PRESENCE, nodes)}
 
     def waiting_presences(self, since_ms: int, limit: int) -> list[Presence]:
-        """Nodes heard of since then that say they wait, the longest wait first."""
+        """The longest wait first."""
         where = "WHERE last_seen_ms >= :since_ms AND waiting_for <> '' ORDER BY waiting_since_ms, node LIMIT :most"
         return self._find(table.PRESENCE, where, since_ms=since_ms, most=limit)
-
-    # Units and tasks
 
     def unit(self, unit: int) -> rows.UnitRow | None:
         return self._one(table.UNITS, f"WHERE unit = :unit{self._lock('units')}", unit=unit)
@@ -234,27 +220,23 @@ class Reader:
         return {row.unit: row for row in self._named(table.UNITS, units)}
 
     def open_units(self, limit: int, entrusted: bool = False) -> list[rows.UnitRow]:
-        """The lowest-numbered open units that workers may have, or those that are `entrusted` to validators."""
-        side = f"failures {'>=' if entrusted else '<'} {TRUSTED_AFTER}"
+        side = f"failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
         query = f"WHERE state = '{UnitState.OPEN}' AND {side} ORDER BY unit LIMIT :most"
         return self._find(table.UNITS, f"{query}{self._lock('units', skip=True)}", most=limit)
 
     def alive_units(self) -> list[rows.UnitRow]:
-        """Units that are undecided, or accepted and in no batch, by number."""
         return self._find(table.UNITS, f"WHERE {_ALIVE} ORDER BY unit")
 
     def alive_counts(self) -> dict[UnitState, int]:
-        """How many units are alive, by state; accepted ones are those in no batch."""
         found = self._tallied(f"SELECT state, count(*) FROM units WHERE {_ALIVE} GROUP BY state")
         return {UnitState(state): count for state, count in found.items()}
 
     def batched_units(self) -> list[rows.UnitRow]:
-        """Units in a batch that are not marked trained yet."""
         return self._find(table.UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
 
     def unit_counts(self) -> dict[str, int]:
-        """Units by state, and `void_<reason>` for the void ones."""
-        counts = no_units()
+        lost = (f"void_{reason}" for reason in (units.VOID_ATTEMPTS, units.VOID_STALE, units.VOID_INCARNATION))
+        counts = dict.fromkeys([*(state.value for state in UnitState), *lost], 0)
         for state, reason, count in self._rows("SELECT state, reason, count(*) FROM units GROUP BY state, reason"):
             counts[state] += count
             if state == UnitState.VOID:
@@ -262,20 +244,18 @@ class Reader:
         return counts
 
     def task_rows(self, tasks: Sequence[str]) -> dict[str, rows.TaskRow]:
-        """Without those of which no group was ever in a batch or dropped."""
+        """Without tasks of which no group was ever in a batch or dropped."""
         return {row.task: row for row in self._named(table.TASKS, tasks)}
 
     def pool_counts(self) -> dict[str, int]:
         return self._tallied("SELECT pool, count(*) FROM tasks GROUP BY pool")
-
-    # Leases
 
     def holding(self, lease: str) -> rows.Holding | None:
         found = self._held("leases.lease = :lease", lock=True, lease=lease)
         return found[0] if found else None
 
     def holdings(self, node: str | None = None) -> list[rows.Holding]:
-        """Active leases with their units, oldest first; of one node, or of all."""
+        """Active leases, oldest first; of one node, or of all."""
         order = "ORDER BY leases.issued_at_ms, leases.unit"
         if node is None:
             return self._held(f"{_ACTIVE} {order}")
@@ -291,7 +271,7 @@ class Reader:
         return self._held(f"{_ACTIVE} AND leases.deadline_ms <= :now_ms ORDER BY leases.unit", now_ms=now_ms)
 
     def silent_holdings(self, since_ms: int) -> list[rows.Holding]:
-        """Active leases that were issued before `since_ms` to nodes not heard of since then, by unit."""
+        """Active leases that were issued before `since_ms` to nodes not heard of since then."""
         heard = "SELECT 1 FROM presence WHERE presence.node = held.node AND presence.last_seen_ms >= :since_ms"
         gone = f"SELECT held.node FROM leases AS held WHERE held.state = '{LeaseState.ACTIVE}' AND NOT EXISTS ({heard})"
         which = f"{_ACTIVE} AND leases.issued_at_ms < :since_ms AND leases.node IN ({gone})"
@@ -302,7 +282,6 @@ class Reader:
         return self._find(table.LEASES, where, node=node, request=request)
 
     def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
-        """The newest leases of a unit, in order of attempt."""
         where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_TOLD}"
         return self._find(table.LEASES, where, unit=unit)[::-1]
 
@@ -317,11 +296,9 @@ class Reader:
         return self._one(table.SHOWN, "WHERE lease = :lease ORDER BY part DESC LIMIT 1", lease=lease)
 
     def showing(self) -> list[rows.LeaseRow]:
-        """Active leases of which something was shown, by their deadline."""
+        """Active leases with shown progress, by deadline."""
         shown = "SELECT shown.lease FROM shown WHERE shown.part = 0"
         return self._find(table.LEASES, f"WHERE {_ACTIVE} AND leases.lease IN ({shown}) ORDER BY deadline_ms")
-
-    # Submissions
 
     def submission(self, submission: str) -> rows.SubmissionRow | None:
         lock = self._lock("submissions")
@@ -334,17 +311,15 @@ class Reader:
         return {row.submission: row for row in self._named(table.SUBMISSIONS, names)}
 
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[rows.SubmissionRow]:
-        """Submissions in one of these states, lowest unit first."""
         return self._pick(f"WHERE {_any_of(states)} ORDER BY submissions.unit LIMIT :most", most=limit)
 
     def waiting_audits(self, on_probation: bool, limit: int) -> list[rows.SubmissionRow]:
-        """Received submissions of nodes that are, or are not, on probation, lowest unit first."""
         received = f"submissions.state = '{SubmissionState.RECEIVED}' AND {'' if on_probation else 'NOT '}{NEWCOMER}"
         joined = "JOIN nodes ON nodes.node = submissions.node"
         return self._pick(f"{joined} WHERE {received} ORDER BY submissions.unit LIMIT :most", most=limit)
 
     def light_audits(self, node: str) -> list[rows.SubmissionRow]:
-        """What a node submitted that waits for a light audit or is in one, by unit."""
+        """Waiting for a light audit, or in one."""
         which = f"node = :node AND {UNJUDGED} AND depth = 'light'"
         return self._pick(f"WHERE {which} ORDER BY unit", skip=False, node=node)
 
@@ -358,7 +333,6 @@ class Reader:
         return self._pick(f"WHERE {_AUDITING} AND validator = :validator ORDER BY unit", validator=validator)
 
     def untrained(self, node: str) -> list[rows.Filled]:
-        """A node's accepted groups that are in no batch, by unit."""
         query = f"""SELECT {table.UNITS.columns}, {table.SUBMISSIONS.columns} FROM units
             JOIN submissions ON units.submission = submissions.submission
             WHERE submissions.node = :node AND submissions.state = '{SubmissionState.ACCEPTED}' AND {_UNBATCHED}
@@ -375,13 +349,13 @@ class Reader:
         return self._find(table.SUBMISSIONS, f"WHERE {_NEWEST} LIMIT :most", most=limit)
 
     def refused_submissions(self, among: int) -> list[rows.SubmissionRow]:
-        """Those of the newest `among` decisions that are no acceptances, newest first."""
+        """Those of the newest `among` decisions that are no acceptances."""
         newest = f"SELECT submissions.submission FROM submissions WHERE {_NEWEST} LIMIT :most"
         where = f"submission IN ({newest}) AND state <> '{SubmissionState.ACCEPTED}' AND {_NEWEST}"
         return self._find(table.SUBMISSIONS, f"WHERE {where}", most=among)
 
     def dropped_submissions(self, step: int) -> list[rows.SubmissionRow]:
-        """What fills the units that were dropped (equal rewards) while `step` was the next one, by unit."""
+        """Submissions of the units that were dropped while `step` was the next one."""
         joined = "JOIN units ON units.submission = submissions.submission"
         dropped = f"units.lost_step = :step AND units.state = '{UnitState.DROPPED}'"
         return self._find(table.SUBMISSIONS, f"{joined} WHERE {dropped} ORDER BY units.unit", step=step)
@@ -390,7 +364,6 @@ class Reader:
         return self._find(table.SUBMISSIONS, "WHERE unit = :unit ORDER BY received_at_ms, submission", unit=unit)
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[rows.SubmissionRow]:
-        """What a node submitted, newest first; `refused`: only what was rejected, unsure or pulled."""
         ends = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)
         which = f"node = :node AND {_any_of(ends)}" if refused else "node = :node"
         order = "ORDER BY received_at_ms DESC, unit DESC LIMIT :most"
@@ -403,26 +376,22 @@ class Reader:
     def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
         return {row.submission: row.document for row in self._named(table.VERDICTS, submissions)}
 
-    # Evaluations
-
     def evaluation(self, incarnation: int, version: int, first: int) -> rows.EvaluationRow | None:
         where = f"WHERE {table.EVALUATIONS.is_named}{self._lock('evaluations')}"
         return self._one(table.EVALUATIONS, where, incarnation=incarnation, version=version, first=first)
 
     def evaluations_under_way(self) -> list[rows.EvaluationRow]:
-        """All slices of the versions of which one is open or claimed, in order."""
+        """All slices of versions that have an open or claimed one."""
         under_way = f"state = '{EvaluationState.OPEN}' OR state = '{EvaluationState.CLAIMED}'"
         versions = f"SELECT incarnation, version FROM evaluations WHERE {under_way}"
         where = f"WHERE (incarnation, version) IN ({versions}) ORDER BY incarnation, version, first"
         return self._find(table.EVALUATIONS, f"{where}{self._lock('evaluations', skip=True)}")
 
     def evaluations_since(self, version: int, versions: int) -> list[rows.EvaluationRow]:
-        """All slices from that version on, in order; those of the newest `versions` at most, and of these all."""
+        """All slices of the newest `versions` from that version on."""
         newest = "SELECT DISTINCT version FROM evaluations WHERE version >= :since ORDER BY version DESC LIMIT :most"
         where = f"WHERE version IN (SELECT version FROM ({newest}) AS newest) ORDER BY incarnation, version, first"
         return self._find(table.EVALUATIONS, where, since=version, most=versions)
-
-    # The ledger
 
     def ledger_last(self) -> LedgerEntry | None:
         found = self._entries('FROM ledger ORDER BY ledger."index" DESC LIMIT 1')
@@ -433,14 +402,13 @@ class Reader:
         return self._entries(f"FROM ledger {where}", after=index, most=limit)
 
     def ledger_about(self, subject: str, but: Sequence[str], limit: int) -> list[LedgerEntry]:
-        """The newest entries about a subject that are of no kind in `but`, oldest first."""
+        """The newest entries of no kind in `but`, oldest first."""
         listed, values = among(but)
         where = f"""FROM ledger JOIN ledger_subjects AS about ON about."index" = ledger."index"
             WHERE about.subject = :subject AND ledger.kind NOT IN {listed} ORDER BY ledger."index" DESC LIMIT :most"""
         return self._entries(where, subject=subject, most=limit, **values)[::-1]
 
     def ledger_of_kind(self, kind: str, subjects: Sequence[str]) -> list[LedgerEntry]:
-        """All entries of a kind about any of these subjects, oldest first."""
         listed, values = among(subjects)
         about = f'SELECT about."index" FROM ledger_subjects AS about WHERE about.subject IN {listed}'
         where = f'FROM ledger WHERE ledger."index" IN ({about}) AND ledger.kind = :kind ORDER BY ledger."index"'
@@ -463,7 +431,7 @@ def driver_of(connection: Connection) -> Any:
 
 
 def among(values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-    """The right side of IN, and its values by name; of none, what nothing is in."""
+    """The right side of IN, and its values by name."""
     named = {f"among_{place}": value for place, value in enumerate(values)}
     listed = ", ".join(f":{name}" for name in named)
     return f"({listed})" if named else "('')", named

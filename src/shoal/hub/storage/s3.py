@@ -1,8 +1,7 @@
-"""Submissions in a bucket of Amazon's, or of any server that speaks S3: `s3://bucket/prefix/blobs/<SHA-256>`.
+"""Submissions in an S3 bucket: `s3://bucket/prefix/blobs/<SHA-256>`.
 
-A put has reached the store's disks when it is answered. The key to the bucket comes from the environment
-(`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`), never from the recipe, which many read; machines that are lent a key
-otherwise (a role of an instance) work, too.
+A put has reached the store's disks when it is answered. The key comes from the environment (`AWS_ACCESS_KEY_ID`,
+`AWS_SECRET_ACCESS_KEY`), never from the recipe, which many read; an instance's role works, too.
 """
 
 from __future__ import annotations
@@ -22,13 +21,10 @@ from shoal.hub.storage.blobs import checked
 from shoal.protocol import submission_digest
 
 DEFAULT_REGION = "us-east-1"
-CONNECT_S, ATTEMPT_S, TRY_FOR_S, RETRIES = 5, 30, 20, 4
+CONNECT, ATTEMPT, TRY_FOR_S, RETRIES = "5s", "30s", 20, 4
 
 
 class S3Blobs:
-    """Implements `blobs.Blobs` in a bucket. With an endpoint of its own it is addressed by path, as such servers expect
-    it."""
-
     def __init__(self, url: str, endpoint: str = "", environment: Mapping[str, str] = os.environ) -> None:
         parts, server, endpoint = urlsplit(url), urlsplit(endpoint), endpoint.rstrip("/")
         if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
@@ -43,18 +39,12 @@ class S3Blobs:
                 if value := environment.get(f"AWS_{name.upper()}"):
                     given[name] = value
         self._store = S3Store(
-            parts.netloc,
+            parts.netloc, checksum_algorithm="SHA256",
+            virtual_hosted_style_request=not endpoint,  # other servers expect the bucket in the path
             region=environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or DEFAULT_REGION,
-            virtual_hosted_style_request=not endpoint,
-            checksum_algorithm="SHA256",
-            client_options={
-                "allow_http": server.scheme == "http",
-                "connect_timeout": f"{CONNECT_S}s",
-                "timeout": f"{ATTEMPT_S}s",
-            },
-            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=TRY_FOR_S)},
-            **given,
-        )
+            client_options={"allow_http": server.scheme == "http", "connect_timeout": CONNECT, "timeout": ATTEMPT},
+            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=TRY_FOR_S)}, **given,
+        )  # fmt: skip
 
     def put(self, body: bytes) -> str:
         name = submission_digest(body)
@@ -84,8 +74,7 @@ class S3Blobs:
         return f"{self._prefix}/blobs/{name}".lstrip("/")
 
     def _explained(self, verb: str, error: Exception) -> ResourceError:
-        """What the store said, on one line and short: some put their whole history into it."""
-        said = " ".join(str(error).split("Debug source:")[0].split())[:300]
+        said = " ".join(str(error).split("Debug source:")[0].split())[:300]  # some stores send their whole history
         return ResourceError(
             f"cannot {verb} a submission in {self._where}: {said}; check that the bucket is there, the server "
             "answers, and the key (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION) may read and write in it"

@@ -4,9 +4,8 @@ nodes ◄── leases ──► units ◄── submissions ◄── verdicts 
 policies    batches    ledger ◄── ledger_outbox    ledger_subjects    tasks    evaluations
 leaders    nonces    presence    reports    alarms    meta
 
-States are text, times whole milliseconds, documents JSON. A table that holds one kind of row has that dataclass's
-fields as columns, in their order: a new field is a new column. There are no migrations before the first release: a
-database of another schema is refused.
+States are text, times whole milliseconds, documents JSON. A table of one kind of row has that dataclass's fields as
+columns, in their order. There are no migrations before the first release: another schema is refused.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ metadata = sa.MetaData()
 
 @dataclass(frozen=True)
 class Presence:
-    """When a node was last heard of, and what it said."""
-
     node: str
     last_seen_ms: int = 0
     doing: str = ""
@@ -49,7 +46,7 @@ class Presence:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What a decision recorded for the ledger and is not in the chain yet; numbered in the order of recording."""
+    """A row for the ledger that is not in the chain yet; numbered in the order of recording."""
 
     id: int
     kind: str
@@ -67,132 +64,93 @@ def field_types(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 def _table(
-    name: str,
-    kind: type | Mapping[str, type],
-    keys: tuple[str, ...],
-    *rules: sa.UniqueConstraint | sa.Index,
-    refer: Mapping[str, str] = types.MappingProxyType({}),
-    unique: tuple[str, ...] = (),
-    **options: Any,
-) -> sa.Table:
+    name: str, kind: type | Mapping[str, type], keys: tuple[str, ...], *rules: sa.UniqueConstraint | sa.Index,
+    refer: Mapping[str, str] = types.MappingProxyType({}), unique: tuple[str, ...] = (), **options: Any,
+) -> sa.Table:  # fmt: skip
     """A table of a dataclass, or of columns by name; `refer` are columns that name rows of other tables."""
     columns = field_types(kind) if isinstance(kind, type) else {name: (sort, False) for name, sort in kind.items()}
-    made: list[sa.Column[Any]] = [
-        sa.Column(
-            column,
-            _TYPES.get(sort, sa.Text),
-            *([sa.ForeignKey(refer[column])] if column in refer else []),
-            primary_key=column in keys,
-            nullable=optional,
-            unique=column in unique or None,
-            autoincrement=bool(options),
-        )
-        for column, (sort, optional) in columns.items()
-    ]
+    made: list[sa.Column[Any]] = []
+    for column, (sort, optional) in columns.items():
+        rest: dict[str, Any] = {"primary_key": column in keys, "nullable": optional, "unique": column in unique or None}
+        foreign = [sa.ForeignKey(refer[column])] if column in refer else []
+        made.append(sa.Column(column, _TYPES.get(sort, sa.Text), *foreign, **rest, autoincrement=bool(options)))
     return sa.Table(name, metadata, *made, *rules, **options)
 
 
+# fmt: off
 meta = _table("meta", {"key": str, "value": str}, ("key",))
-# Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
+# Whether an established node is here is asked with every lease; fresh keys may be many.
 # A node id is derived from the key, so two rows with one key would be two accounts of one identity.
 nodes = _table("nodes", NodeRow, ("node",), sa.Index("nodes_by_passed", "passed"), unique=("public_key",))
-units = _table(
-    "units",
-    UnitRow,
-    # One row per number: a unit's task and seeds follow from it, so two rows would train one group twice.
-    # `step` is a single column, not a list: a unit cannot be in two batches.
-    ("unit",),
-    sa.Index("units_by_state", "state", "step"),
-    sa.Index("units_by_lost_step", "lost_step"),
-    # A submission fills one unit; unique, so that no copy of a group can be trained under another number.
-    unique=("submission",),
-)
+# One row per number: a unit's task and seeds follow from it, so two rows would train one group twice.
+# `step` is a single column, not a list: a unit cannot be in two batches.
+# A submission fills one unit; unique, so that no copy of a group can be trained under another number.
+units = _table("units", UnitRow, ("unit",), sa.Index("units_by_state", "state", "step"),
+               sa.Index("units_by_lost_step", "lost_step"), unique=("submission",))
 leases = _table(
-    "leases",
-    LeaseRow,
-    ("lease",),
+    "leases", LeaseRow, ("lease",),
     # One lease per attempt: two nodes that race for a unit cannot both get it.
     sa.UniqueConstraint("unit", "attempt", name="one_lease_per_attempt"),
     # The same request gets the same leases: a retry cannot take a unit twice.
     sa.UniqueConstraint("node", "request", "unit", name="one_lease_per_request_and_unit"),
     sa.Index("leases_by_state", "state", "deadline_ms"),
-    # What a node holds is asked with each of its heartbeats. The state comes first, so that who holds anything can be
-    # told from the index alone.
-    sa.Index("leases_by_node", "state", "node"),
-    refer={"unit": "units.unit", "node": "nodes.node"},
+    # Asked with each heartbeat. The state comes first: the index alone tells which nodes hold anything.
+    sa.Index("leases_by_node", "state", "node"), refer={"unit": "units.unit", "node": "nodes.node"},
 )
-# One row per part: of two that race for the same place, one is refused and says it again.
+# One row per part: of two that race for the same place, one is refused and comes again.
 shown = _table("shown", ShownRow, ("lease", "part"), refer={"lease": "leases.lease"})
+# One submission per lease: another body for it is a 409, whoever wins the race.
+# `matures_at_ms` is a single column, not a list of what is due: credit matures once or is void, never both.
 submissions = _table(
-    "submissions",
-    SubmissionRow,
-    ("submission",),
-    sa.Index("submissions_by_state", "state", "unit"),
-    # A single column, not a list of what is due: credit matures once or is void, never both.
-    sa.Index("submissions_by_maturity", "matures_at_ms"),
-    sa.Index("submissions_by_node", "node", "state"),
-    sa.Index("submissions_by_decision", "decided_at_ms"),
+    "submissions", SubmissionRow, ("submission",), sa.Index("submissions_by_state", "state", "unit"),
+    sa.Index("submissions_by_maturity", "matures_at_ms"), sa.Index("submissions_by_node", "node", "state"),
+    sa.Index("submissions_by_decision", "decided_at_ms"), unique=("lease",),
     refer={"lease": "leases.lease", "unit": "units.unit", "node": "nodes.node"},
-    # One submission per lease: another body for it is a 409, whoever wins the race.
-    unique=("lease",),
 )
 # One verdict per submission: the first stands, credit is given once.
 verdicts = _table("verdicts", AddVerdict, ("submission",), refer={"submission": "submissions.submission"})
 # One digest per (incarnation, version): weights that differ are another incarnation.
-policies = _table(
-    "policies", {"incarnation": int, "version": int, "digest": str, "announced_at_ms": int}, ("incarnation", "version")
-)
+policies = _table("policies", {"incarnation": int, "version": int, "digest": str, "announced_at_ms": int},
+                  ("incarnation", "version"))
 # One batch per step: once written it never changes.
 batches = _table("batches", {"step": int, "document": str}, ("step",))
-# Only whoever writes a batch changes these, so that the draw of a unit is the same in whatever order verdicts come.
+# Only with a batch these change, so that the draw of a unit does not depend on the order of verdicts.
 tasks = _table("tasks", TaskRow, ("task",), sa.Index("tasks_by_pool", "pool"))
 # One row per slice of a version's evaluation: two validators that race for it cannot both count.
-evaluations = _table(
-    "evaluations", EvaluationRow, ("incarnation", "version", "first"), sa.Index("evaluations_by_state", "state")
-)
+evaluations = _table("evaluations", EvaluationRow, ("incarnation", "version", "first"),
+                     sa.Index("evaluations_by_state", "state"))
 # The chain has one row per index: two writers cannot both append to the same head.
-ledger = _table(
-    "ledger",
-    {"index": int, "kind": str, "body": str, "at_ms": int, "previous": str, "hash": str},
-    ("index",),
-    unique=("previous", "hash"),
-)
+ledger = _table("ledger", {"index": int, "kind": str, "body": str, "at_ms": int, "previous": str, "hash": str},
+                ("index",), unique=("previous", "hash"))
 # Which entries are about a unit or a node: found without reading the chain. It proves nothing; the chain does.
 ledger_subjects = _table("ledger_subjects", {"subject": str, "index": int}, ("subject", "index"))
-# What decisions record waits here, written in their own transactions; one poster moves it into the chain, so that
-# accepting work never waits for the chain's last row. A number is never used again: the order is that of writing.
+# Decisions record here, in their own transactions; one poster moves it into the chain, so that accepting work never
+# waits for the chain's last row. A number is never used again: the order is that of writing.
 ledger_outbox = _table("ledger_outbox", Outgoing, ("id",), sqlite_autoincrement=True)
 # One leader for each kind of background work, by the database's clock: hubs that share a database have no other.
 leaders = _table("leaders", {"name": str, "holder": str, "until_ms": int}, ("name",))
 # A nonce is taken once per node: the same signed request cannot be replayed.
-nonces = _table(
-    "nonces",
-    {"node": str, "nonce": str, "expires_at_ms": int},
-    ("node", "nonce"),
-    sa.Index("nonces_by_expiry", "expires_at_ms"),
-)
+nonces = _table("nonces", {"node": str, "nonce": str, "expires_at_ms": int}, ("node", "nonce"),
+                sa.Index("nonces_by_expiry", "expires_at_ms"))
 presence = _table("presence", Presence, ("node",))
 # One report per step: a resumed trainer that repeats a step replaces what it said about it.
 reports = _table("reports", {"step": int, "metrics": str, "at_ms": int}, ("step",))
 # One alarm per step and kind: a bad step is reported once, not once per group.
 alarms = _table("alarms", RaiseAlarm, ("step", "code"))
+# fmt: on
 
 
 class Mapped(Generic[R]):
-    """A table whose columns are the fields of `kind`. `columns` lists them for a SELECT, `is_named` finds a row by its
-    keys. An update leaves alone what a row is named by and refers to, and finds only a row that is still in the state
-    `:was`. What is neither a number nor text is kept as text."""
+    """A table of a dataclass. `columns` lists them for a SELECT, `is_named` finds a row by its keys. An update leaves
+    keys and references alone, and finds only a row that is still in the state `:was`."""
 
     def __init__(self, table: sa.Table, kind: type[R]) -> None:
         self._kind, self.name = kind, table.name
         self._names = tuple(column.name for column in table.columns)
         self.keys = [column.name for column in table.primary_key.columns]
-        self._parse: list[tuple[str, Callable[[Any], Any]]] = []
-        self._dump: list[tuple[str, Callable[[Any], Any]]] = []
-        for name, (sort, _) in field_types(kind).items():
-            parse, dump = _conversions(sort)
-            self._parse += [(name, parse)] if parse else []
-            self._dump += [(name, dump)] if dump else []
+        found = [(name, _conversions(sort)) for name, (sort, _) in field_types(kind).items()]
+        self._parse = [(name, parse) for name, (parse, _) in found if parse]
+        self._dump = [(name, dump) for name, (_, dump) in found if dump]
         self.columns = ", ".join(f'{table.name}."{name}"' for name in self._names)
         self.size = len(self._names)
         self.is_named = " AND ".join(f"{key} = :{key}" for key in self.keys)
@@ -241,22 +199,14 @@ def _conversions(sort: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any]
     return None, None
 
 
-NODES = Mapped(nodes, NodeRow)
-UNITS = Mapped(units, UnitRow)
-LEASES = Mapped(leases, LeaseRow)
-SHOWN = Mapped(shown, ShownRow)
-SUBMISSIONS = Mapped(submissions, SubmissionRow)
-VERDICTS = Mapped(verdicts, AddVerdict)
-TASKS = Mapped(tasks, TaskRow)
-EVALUATIONS = Mapped(evaluations, EvaluationRow)
-PRESENCE = Mapped(presence, Presence)
-ALARMS = Mapped(alarms, RaiseAlarm)
-OUTBOX = Mapped(ledger_outbox, Outgoing)
+NODES, UNITS, LEASES = Mapped(nodes, NodeRow), Mapped(units, UnitRow), Mapped(leases, LeaseRow)
+SUBMISSIONS, VERDICTS = Mapped(submissions, SubmissionRow), Mapped(verdicts, AddVerdict)
+SHOWN, TASKS, EVALUATIONS = Mapped(shown, ShownRow), Mapped(tasks, TaskRow), Mapped(evaluations, EvaluationRow)
+PRESENCE, ALARMS, OUTBOX = Mapped(presence, Presence), Mapped(alarms, RaiseAlarm), Mapped(ledger_outbox, Outgoing)
 
 
 def prepare(connection: sa.Connection, where: str, create: bool = True) -> None:
-    """Make sure that the database has this version's schema; `where` names it in messages. Without `create` an empty
-    database is refused."""
+    """Make sure that the database has this version's schema. Without `create` an empty database is refused."""
     if not sa.inspect(connection).has_table(meta.name):
         if not create:
             raise ConfigError(f"there is no run in {where}; has its hub been started?")

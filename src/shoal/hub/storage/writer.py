@@ -35,8 +35,7 @@ _PUT_REPORT = f"""{insert(tables.reports)}
     ON CONFLICT (step) DO UPDATE SET metrics = excluded.metrics, at_ms = excluded.at_ms"""
 _OVERTAKEN = frozenset(
     {"23505", "23503", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_FOREIGNKEY"}
-)
-"""A row that is there already, or one that is not there: by PostgreSQL's codes and by SQLite's names."""
+)  # a row that is there already, or one that is not there: by PostgreSQL's codes and by SQLite's names
 
 
 class StaleRow(ShoalError):
@@ -45,7 +44,7 @@ class StaleRow(ShoalError):
 
 class Writer(Reader):
     def apply(self, wanted: Iterable[Command]) -> None:
-        """Do what the decision asked for, in order. A row that is not in the state it `was` in is an error."""
+        """In order. A row that is not in the state it `was` in is an error."""
         for command in wanted:
             try:
                 self._apply(command)
@@ -81,11 +80,10 @@ class Writer(Reader):
                 self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
-        """Let nobody else decide about these nodes until the end. Whoever touches several locks them first, at once."""
+        """Nobody else decides about these nodes until the end. A decision about several locks them first, at once."""
 
     def frontier(self) -> rows.Progress:
-        """Let nobody else make units until the end. To be called last: after that, no row that somebody else may hold
-        is waited for."""
+        """Nobody else makes units until the end. To be called last: after that, no lock is waited for."""
         return self.progress()
 
     def post(self, entries: Sequence[LedgerEntry], up_to: int) -> None:
@@ -103,7 +101,7 @@ class Writer(Reader):
         self._execute(_HEARD + _SAID, PRESENCE.write(presence))
 
     def touch_presence(self, node: str, now_ms: int) -> None:
-        """The node was heard of. That time never goes back, though two hubs' clocks may be a little apart."""
+        """That time never goes back, though two hubs' clocks may be a little apart."""
         self._execute(_HEARD, PRESENCE.write(Presence(node, last_seen_ms=now_ms)))
 
     def put_report(self, report: StepReport, at_ms: int) -> None:
@@ -114,49 +112,45 @@ class Writer(Reader):
         return bool(self._execute(_INSERT_NONCE, values).rowcount == 1)
 
     def forget_nonces(self, before_ms: int, limit: int) -> int:
-        """Drop up to `limit` nonces that expired before then; how many."""
         expired = "SELECT node, nonce FROM nonces WHERE expires_at_ms < :before_ms LIMIT :most"
         values = {"before_ms": before_ms, "most": limit}
         return int(self._execute(f"DELETE FROM nonces WHERE (node, nonce) IN ({expired})", values).rowcount)
 
     def forget_shown(self, before_ms: int) -> int:
-        """Drop what was shown of leases that ended before then and have no submission that is to be judged yet."""
+        """Of leases that ended before then and have no submission that is to be judged yet."""
         undecided = f"SELECT submissions.lease FROM submissions WHERE {UNJUDGED}"
         ended = f"SELECT lease FROM leases WHERE ended_at_ms < :before_ms AND lease NOT IN ({undecided})"
         return int(self._execute(f"DELETE FROM shown WHERE lease IN ({ended})", {"before_ms": before_ms}).rowcount)
 
 
 def is_overtaken(error: BaseException) -> bool:
-    """Whether somebody else was first, so that deciding anew may help. What a column never takes is a defect."""
     said = getattr(error, "orig", error)  # SQLAlchemy wraps what PostgreSQL's driver says
     return not _OVERTAKEN.isdisjoint((getattr(said, "sqlstate", None), getattr(said, "sqlite_errorname", None)))
 
 
 class Storage(Protocol):
-    """A database; unless it says otherwise, one that no other hub works on. `durable=False` is for what may be lost
-    with the machine (not with the process): no fsync."""
+    """By default a database that no other hub works on. `durable=False` is for what may be lost with the machine (not
+    with the process): no fsync."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other hubs may work on it at the same time: then changes come without notice."""
+        """Whether other hubs may work on it: then changes come without notice."""
         return False
 
     def read(self) -> AbstractContextManager[Reader]: ...
 
     def write(self, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Writer]:
-        """One transaction. `exclusive`: nobody writes beside it, at no hub. Where the database is a file, that is
-        always so."""
+        """`exclusive`: no hub writes beside it. In a file that is always so."""
 
     def now_ms(self) -> int | None:
-        """The database's own time, the one that all its hubs go by; None where one machine's clock will do."""
+        """The database's clock, for all its hubs; None where one machine's will do."""
         return None
 
     def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002
-        """Whether `holder` is the one that does background work `name` for the next `for_s` seconds."""
+        """Whether `holder` does background work `name` for the next `for_s` seconds."""
         return True
 
     def resign(self, name: str, holder: str) -> None:  # noqa: ARG002
-        """Leave the lead to others now, if `holder` has it."""
         return
 
     def close(self) -> None: ...
