@@ -58,7 +58,7 @@ class Given:
         object.__setattr__(self, "environment", scorable(self.source))
 
     def plan(self, positions: int | None) -> SamplingPlan:
-        """The plan, with what was left open taken from the recipe, or from what the model has room for."""
+        """What was left open is taken from the recipe, or from what the model has room for."""
         recipe = self.source.recipe
         split = self.split or ("all" if self.source.whole else "held_out")
         if split not in PARTS:
@@ -76,7 +76,7 @@ class Given:
     def opened(
         self, look: Callable[[job.Chosen, ModelSource], Leaks], allow_leaks: bool = False
     ) -> tuple[job.EvaluationJob, Leaks]:
-        """Model and tasks, opened, without the tasks that leaked; refused if there are some and that is not allowed."""
+        """Model and tasks, without the tasks that leaked; refused if there are some and `allow_leaks` is not set."""
         with model_source(self.model) as model:
             positions = read_config(read_files(model_folder(model.where))).get("max_position_embeddings")
             plan = self.plan(positions if isinstance(positions, int) and positions > 0 else None)
@@ -93,8 +93,8 @@ def worked(
     what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any],
     kept: str = "what is done is kept in {}, and the same command continues",
 ) -> Any:  # fmt: skip
-    """The result of `work(processes, stop, report)`, which keeps what it does in the folder. If it is told to stop, the
-    command ends. A reward function, or a program under test, may do anything: processes beside this one score."""
+    """The result of `work(processes, stop, report)`, which keeps what it does in the folder; told to stop, the command
+    ends. A reward function, or a program under test, may do anything: processes beside this one score."""
     stop = stop_on_signals()
 
     def processes() -> ScoringPool:
@@ -137,7 +137,6 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
 
 
 def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
-    """Score kept completions by the environment as it is now, and say the new numbers."""
     if not out.is_dir():
         raise UserError(f"--rescore {out}: there is no such folder")
     if env is not None:
@@ -177,18 +176,13 @@ def look_for_leaks(trained_on: str | None, chosen: job.Chosen, model: ModelSourc
 def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
     heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
-    echo(
-        f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']}), {heat}, "
-        f"at most {plan['max_new_tokens']} tokens"
-    )
-    for line in table_lines(summary):
-        echo(line)
-    if summary["unscored"]["samples"]:
-        echo(f"  {RESCORE.format(out)}")
-    if leaks.known:
-        echo(f"  left out: {leaks.sentence}")
+    subject = f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']})"
+    lines = [f"{subject}, {heat}, at most {plan['max_new_tokens']} tokens", *table_lines(summary)]
+    lines += [f"  {RESCORE.format(out)}"] if summary["unscored"]["samples"] else []
+    lines += [f"  left out: {leaks.sentence}"] if leaks.known else []
     if plan["split"] == "train":
-        echo("  these are training tasks: the numbers say nothing about unseen ones")
+        lines.append("  these are training tasks: the numbers say nothing about unseen ones")
+    echo("\n".join(lines))
 
 
 def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
@@ -209,12 +203,10 @@ def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, 
 
 
 def work_of(out: Path) -> Path:
-    """Where the measurement is kept until the result is written."""
     return out.with_name(f"{out.name}.work")
 
 
 def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: str | None) -> None:
-    """Measure, or continue to; write what stays; say how many that are."""
     source, data = given.source, filtering.data_of(given.environment)
     if data is not None and data.options.held_out is not None and given.split != "train":
         raise ConfigError("the held-out tasks are in a file of their own: filter that file, or give --split train")
@@ -236,8 +228,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     rates = filtering.rates_by_row(environment, plan.split, journal.records())
     echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
     summary = summary_of(plan, journal.records())
-    for line in (*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)):
-        echo(line)
+    echo("\n".join([*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)]))
     kept = None if everything else band
     if table is None:
         rows = filtering.task_rows(environment, plan.split, rates, kept, name)

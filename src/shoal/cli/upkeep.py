@@ -14,6 +14,15 @@ from shoal.runtime.files import home
 from shoal.runtime.text import visible, visible_json
 
 PIPED_WIDTH = 200
+PLACES = (
+    "Where rows and submissions go, instead of the folder: hub.database, hub.storage, hub.storage_endpoint; may be "
+    "repeated."
+)
+URLS = "Also check the connection to this run's hubs."
+FOLDER = "The folder to be written to. (default: with a URL ~/.shoal, as join; or this)"
+SELFTEST = "Run the validator's checks on this machine's own work."
+CALIBRATE = "Measure honest work of this machine, and write a profile."
+AGAINST = "What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"
 
 
 def status(
@@ -84,15 +93,7 @@ def backup(
 def restore(
     file: Annotated[Path, Argument(metavar="FILE", help="A backup.")],
     folder: Annotated[Path, Argument(metavar="FOLDER", help="The run folder to make.")],
-    overrides: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="hub.KEY=VALUE",
-            help="Where rows and submissions go, instead of the folder: hub.database, hub.storage, "
-            "hub.storage_endpoint; may be repeated.",
-        ),
-    ] = None,
+    overrides: Annotated[list[str] | None, Option("--set", metavar="hub.KEY=VALUE", help=PLACES)] = None,
 ) -> None:
     """Make a run's folder of a backup, on another database or store if you name one; the run continues from there."""
     from shoal.run.backup import restore_run
@@ -108,25 +109,14 @@ def restore(
 
 
 def doctor(
-    urls: Annotated[
-        list[str] | None, Argument(metavar="URL", help="Also check the connection to this run's hubs.")
-    ] = None,
-    folder: Annotated[
-        Path | None, Option(help="The folder to be written to. (default: with a URL ~/.shoal, as join; or this)")
-    ] = None,
-    selftest: Annotated[
-        bool, Option("--selftest", help="Run the validator's checks on this machine's own work.")
-    ] = False,
-    calibrate: Annotated[
-        bool, Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
-    ] = False,
+    urls: Annotated[list[str] | None, Argument(metavar="URL", help=URLS)] = None,
+    folder: Annotated[Path | None, Option(help=FOLDER)] = None,
+    selftest: Annotated[bool, Option("--selftest", help=SELFTEST)] = False,
+    calibrate: Annotated[bool, Option("--calibrate", help=CALIBRATE)] = False,
     model: Annotated[str, Option(help="Model folder to try, if there is no URL.")] = "tiny",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    against: Annotated[
-        list[str] | None,
-        Option(help="What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"),
-    ] = None,
+    against: Annotated[list[str] | None, Option(help=AGAINST)] = None,
     profile: Annotated[list[Path] | None, Option(help="A profile file to be judged by; repeatable.")] = None,
     sequences: Annotated[int, Option(min=32, help="Completions to measure.")] = 256,
     tokens: Annotated[int, Option(min=1, help="Longest completion to measure.")] = 128,

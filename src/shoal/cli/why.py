@@ -1,8 +1,6 @@
-"""`shoal why`: what happened to a unit or to a node, and by which rule; told by the hub, with the proofs behind it.
+"""`shoal why`: what happened to a unit or to a node, and by which rule, as the hub tells it.
 
-shoal why 17            a unit: its leases, submissions, checks with their numbers, what it earned or cost
-shoal why NODE          a node: how it stands, what was refused and why, its sanctions with the verdicts behind them
-shoal why NODE --json   all of it with the signed documents: what one hands over to appeal
+With --json also the signed documents behind it: what one needs to appeal.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,10 +55,8 @@ def why(
             alone = f"start it alone with {shoal_command()} hub --dir {place}, then ask again"
             raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
     if as_json and (story := unit or node):
-        echo(visible_json(story.model_dump_json(indent=2)))
-        return
-    for line in (*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())):
-        echo(visible(line))
+        return echo(visible_json(story.model_dump_json(indent=2)))
+    return echo("\n".join(map(visible, [*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())])))
 
 
 def unit_lines(story: UnitStory) -> Iterator[str]:
@@ -100,19 +97,17 @@ def submission_lines(submission: SubmissionStory) -> Iterator[str]:
 
 
 def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """The rewards, the mean of each of their parts, and which of those nobody else can compute again."""
     rewards: list[dict[str, Any]] = verdict.get("rewards") or []
     if not rewards:
         return
     more = f" and {len(rewards) - MAX_REWARDS} more" if len(rewards) > MAX_REWARDS else ""
     shown = " ".join(f"{float(each['value']):.4g}" for each in rewards[:MAX_REWARDS])
     yield f"rewards: {shown}{more}"
-    means = []
-    for name in dict.fromkeys(name for each in rewards for name in each.get("parts") or {}):
-        mean = sum(float((each.get("parts") or {}).get(name, 0.0)) for each in rewards) / len(rewards)
-        means.append(f"{name} {mean:.4g}")
-    if means:
-        yield printable(f"parts, in the mean: {', '.join(means)}")
+    parts: list[dict[str, Any]] = [each.get("parts") or {} for each in rewards]
+    sums = {name: sum(float(each.get(name, 0.0)) for each in parts) for name in dict.fromkeys(chain(*parts))}
+    if sums:
+        means = ", ".join(f"{name} {total / len(rewards):.4g}" for name, total in sums.items())
+        yield printable(f"parts, in the mean: {means}")
     if verdict.get("unreproducible"):
         yield printable(f"nobody else can compute again: {', '.join(verdict['unreproducible'])}")
 
@@ -120,10 +115,10 @@ def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
 def check_line(check: dict[str, Any]) -> str:
     """`sampling.seed failed: outside=812 limit=14 …: token 3 of sample 0 …`."""
     evidence: dict[str, Any] = check.get("evidence") or {}
-    numbers = {name: f"{each:.4g}" if isinstance(each, float) else str(each) for name, each in evidence.items()}
-    shown = " ".join(f"{name}={number}" for name, number in list(numbers.items())[:MAX_EVIDENCE])
-    more = f" and {len(evidence) - MAX_EVIDENCE} more numbers" if len(evidence) > MAX_EVIDENCE else ""
-    parts = (f"{check.get('check')} {'held' if check.get('passed') else 'failed'}", shown + more, check.get("message"))
+    numbers = [f"{name}={each:.4g}" if isinstance(each, float) else f"{name}={each}" for name, each in evidence.items()]
+    more = f" and {len(numbers) - MAX_EVIDENCE} more numbers" if len(numbers) > MAX_EVIDENCE else ""
+    said = f"{check.get('check')} {'held' if check.get('passed') else 'failed'}"
+    parts = (said, " ".join(numbers[:MAX_EVIDENCE]) + more, check.get("message"))
     return ": ".join(printable(str(part)) for part in parts if part)
 
 
@@ -154,13 +149,11 @@ def node_lines(story: NodeStory) -> Iterator[str]:
 
 
 def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], Iterable[str]]]:
-    """What happened to a node, with when it did: submissions refused, leases lost, ledger rows. A rejection is told
-    with the sanction that followed from it."""
+    """What happened to a node, with its time. A rejection is told with the sanction that followed from it."""
     from shoal.protocol.status import behind
 
     for refused in story.refused[:MAX_EVENTS]:
-        lines = [f"refused: unit {refused.unit}, lease {refused.lease}"]
-        lines += [f"  {line}" for line in submission_lines(refused)]
+        lines = [f"refused: unit {refused.unit}, lease {refused.lease}", *map("  {}".format, submission_lines(refused))]
         yield (refused.decided_at_ms or refused.received_at_ms, -1), lines
     for lease in [lease for lease in story.leases if lease.state in ("expired", "void")][:MAX_EVENTS]:
         yield (lease.ended_at_ms or lease.deadline_ms, -1), [lease_line(lease)]
@@ -174,7 +167,6 @@ def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], Iterable[str]]]
 
 
 def entry_line(entry: LedgerEntry) -> str:
-    """A row of the ledger; of an order of the run's owner, that it is one."""
     said = {key: value for key, value in entry.body.items() if key in SHOWN and value not in ("", None)}
     if entry.kind == "sanction":
         until = entry.body.get("until_ms")
