@@ -134,10 +134,7 @@ class PlainDisplay:
         if silent:
             more = f", for {duration(scene.silent_s)} now"
         else:
-            left_s, waits = (
-                scene.history.left_s(scene.elapsed_s),
-                progress.waits_line(status, least_s=LONG_WAIT_S, most=1),
-            )
+            left_s, waits = scene.history.left_s(scene.elapsed_s), progress.waits_line(status, LONG_WAIT_S, 1)
             more = f"  {scene.history.tokens_per_s():,.0f} tokens/s"
             more += f"  {stopwatch(left_s)} left" if left_s and not status.finished else ""
             more += f"  ({waits})" if waits else ""
@@ -270,11 +267,7 @@ def _processes(scene: Scene, width: int) -> Iterator[Text]:
     found = [("trouble", sentence) for name, sentence in wrong if name not in banned]
     if status is not None:
         waits = progress.waits_line(status, LONG_WAIT_S, 1) if scene.processes else progress.waits_line(status)
-        found = [
-            *found[:MAX_NOTICES],
-            *progress.notices(status)[:MAX_NOTICES],
-            *([("waiting", waits)] if waits else []),
-        ]
+        found = found[:MAX_NOTICES] + progress.notices(status)[:MAX_NOTICES] + ([("waiting", waits)] if waits else [])
     for label, sentence in found:  # which one must be able to read to their end: over two lines if need be
         style = {"waiting": "", "trouble": "yellow", "owner": "bold yellow"}.get(label, "bold red")
         for line in textwrap.wrap(printable(sentence), max(10, width - LABEL_WIDTH), max_lines=2, placeholder=" …"):

@@ -1,11 +1,8 @@
-"""Keys of people and machines: made, shown, carried elsewhere, vouched for; and the signed orders of a run's owner.
+"""Keys of people and machines, and the signed orders of a run's owner.
 
-    owner.key (kept at home) ── vouch ──► node.key of machine 1, 2, 3 …    credit adds up under the owner
-    keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
-    keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
-
-Rotating a key:  a new key beside the old ─► the root certifies it ─► the hub trusts both ─► the new one takes the
-place of the old (keys/NAME.old.key) ─► the process is restarted ─► the old key is revoked
+owner.key (kept at home) ── vouch ──► node.key of machine 1, 2, 3 …    credit adds up under the owner
+keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
+keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
 """
 
 from __future__ import annotations
@@ -32,18 +29,19 @@ from shoal.runtime.files import write_atomically
 from shoal.runtime.text import shoal_command
 
 PASSPHRASE = "SHOAL_PASSPHRASE"
-NODE_HEX = 32
-PUBLIC_KEY_HEX = 64
+NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024
+WAIT_S = 10.0
+NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before any
+LEAST_PREFIX = 4
+ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
 
 def key_path(where: Path) -> Path:
-    """The key file that is meant: the file itself, or the node.key of a worker's folder."""
     return where / "node.key" if where.is_dir() else where
 
 
 def new_key(where: Path) -> list[str]:
-    """Make a key, unless there is one; the lines say who it is."""
     path = key_path(where)
     if path.exists():
         return [f"there is a key at {path} already", *describe(protocol.load_key(path))]
@@ -57,7 +55,7 @@ def describe(key: protocol.SigningKey) -> list[str]:
 
 
 def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
-    """Seal a key with a passphrase: the text, or what to say once it is in a file that did not exist."""
+    """The key as sealed text; or what to say once that is in the file `out`."""
     from shoal.protocol.sealing import seal
 
     key = protocol.load_key(key_path(where))
@@ -85,11 +83,9 @@ def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]
 
 
 def read_passphrase(file: Path | None, twice: bool) -> str:
-    """From the file, from SHOAL_PASSPHRASE, or asked for at the terminal."""
     if file is not None:
         return _text(file).rstrip("\r\n")
-    given = os.environ.get(PASSPHRASE, "")
-    if given:
+    if given := os.environ.get(PASSPHRASE, ""):
         return given
     if not sys.stdin.isatty():
         raise UserError(f"there is no terminal to ask for the passphrase: give --passphrase-file, or set {PASSPHRASE}")
@@ -112,14 +108,12 @@ def node_of(text: str) -> str:
 
 
 def vouch_for(node: str, owner: protocol.SigningKey) -> protocol.SignedDocument:
-    """The owner's word that a node is theirs."""
-    return protocol.sign_document(
-        protocol.Vouch(owner=owner.public_key, node=node, issued_at_ms=SystemClock().now_ms()), owner
-    )
+    vouch = protocol.Vouch(owner=owner.public_key, node=node, issued_at_ms=SystemClock().now_ms())
+    return protocol.sign_document(vouch, owner)
 
 
 def vouch_of(key: protocol.SigningKey, owner: Path | None, vouch: Path | None) -> protocol.SignedDocument | None:
-    """What a worker brings along of its owner: signed here, or read from a file; or nothing."""
+    """What a worker shows of its owner: signed here, or read from a file; or nothing."""
     if owner is not None and vouch is not None:
         raise UserError("--owner and --vouch say the same thing: give one of them")
     if owner is not None:
@@ -143,12 +137,6 @@ def _text(path: Path) -> str:
             return file.read(MAX_FILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-WAIT_S = 10.0
-NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before any
-LEAST_PREFIX = 4
-ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
 
 @dataclass(frozen=True)
@@ -188,9 +176,8 @@ class Order:
                 reason=self.reason, for_s=self.for_s, certificates=self.certificates,
                 issued_at_ms=SystemClock().now_ms(),
             )  # fmt: skip
-            return client.admin(
-                protocol.AdminRequest(action=protocol.sign_document(action, key), certificate=certificate)
-            ).message
+            signed = protocol.sign_document(action, key)
+            return client.admin(protocol.AdminRequest(action=signed, certificate=certificate)).message
 
 
 def _client(run: str) -> HubClient:
@@ -199,7 +186,7 @@ def _client(run: str) -> HubClient:
 
 def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:
     """The id of a node: given whole, by its start, or by its name. `kinds` is what there is none of, for errors."""
-    if len(what) == 32 and set(what) <= set("0123456789abcdef"):
+    if len(what) == NODE_HEX and set(what) <= set("0123456789abcdef"):
         return what
     found, after = [], ""
     while (page := client.nodes(after, 1000).nodes) and page[-1].node > after:
@@ -211,9 +198,7 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
     if found:
         several = ", ".join(view.node[:12] for view in found[:4])
         raise UserError(f"{len(found)} nodes are called {what!r} ({several}, …): give the start of an id")
-    raise UserError(
-        f"there is no {kinds} {what!r} in this run; a node is named by its id, the start of it, or its name"
-    )
+    raise UserError(f"there is no {kinds} {what!r} in this run; a node is named by its id, its start, or its name")
 
 
 def calibrate(order: Order) -> str:
@@ -231,9 +216,6 @@ def calibrate(order: Order) -> str:
         signed = protocol.sign_document(made, root)
         client.publish_calibration(signed)
     return f"the run takes work of {profile.key} by calibration {protocol.document_hash(signed)}"
-
-
-# ── whom the run trusts ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def add_validator(path: Path, public_key: str | None, out: Path | None, reason: str) -> Iterator[str]:
@@ -261,7 +243,8 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
 
 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
-    """Another key for a process: trusted by the hub before anything is replaced."""
+    """Another key for a process: the hub trusts it before the old one (keys/NAME.old.key) is replaced; that one is
+    revoked after the process was restarted."""
     folder = RunFolder.open(path)
     roles: dict[str, protocol.Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":

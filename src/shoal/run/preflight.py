@@ -1,6 +1,6 @@
-"""Before anything is made or started: can the model, the environment and the engines of a recipe be had, and fit they?
+"""Before anything is started: are the model, the environment and the engines of a recipe here, and do they fit?
 
-What is wrong with them is said here in one line, not in six log files a minute later. Needs no torch.
+What is wrong is said here in one line, not in six log files a minute later. Needs no torch.
 """
 
 from __future__ import annotations
@@ -34,19 +34,16 @@ from shoal.validator.settings import measurable_kinds, profile_keys
 
 log = logging.getLogger(__name__)
 
-PROMPTS_TRIED = 1000
-SECONDS_TRIED = 4.0
-MOST_UNUSABLE = 0.5
-"""The part of a data set's first rows that may be unusable for this model."""
-KINDS_TRIED = 16
-TRIAL_S = 30.0
+PROMPTS_TRIED, KINDS_TRIED = 1000, 16
+SECONDS_TRIED, TRIAL_S = 4.0, 30.0
+MOST_UNUSABLE = 0.5  # of a data set's first rows
 TRIAL_COMPLETIONS = ("", "```python\npass\n```", "\\boxed{1}")
 Say = Callable[[str], None]
 
 
 def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
-    """Raise a `UserError` for the first thing that would end the run; returns the environment, built. In a dry run
-    `say` is told which tasks were looked at; a model or a sandbox that is not here keeps it from nothing else."""
+    """Raise a `UserError` for the first thing that would end the run; returns the environment. In a dry run `say` gets
+    the tasks that were looked at, and a model or a sandbox that is not here stops no other check."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
     files = None if say is not None and not has_model(recipe) else _check_model(recipe)
@@ -67,9 +64,8 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
         log.warning(
             "the model's chat template begins every answer with %s, and environment.prompt.thinking does not say so: a "
             "completion that never closes it is graded as an answer. Set it to %r to make such completions worth 0",
-            OPENING,
-            f"{OPENING}\n",
-        )
+            OPENING, f"{OPENING}\n",
+        )  # fmt: skip
     tasks = _check_tasks(environment, asking, say or log.debug)
     try:
         require_scoring(environment)
@@ -87,8 +83,7 @@ def has_model(recipe: Recipe) -> bool:
 
 
 def _check_model(recipe: Recipe) -> dict[str, bytes]:
-    """The files that describe the model, which can be read and fit each other. A token without an embedding would end
-    a process in the middle of a step, with an index error."""
+    """The files that describe the model. A token without an embedding would end a process in the middle of a step."""
     folder = model_folder(recipe.model.path)
     files = read_files(folder)
     tokenizer, embedded = TextTokenizer(files), read_config(files).get("vocab_size")
@@ -111,8 +106,7 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Names, number formats and profiles: a worker that nobody can judge, or a validator that cannot judge its workers,
-    would be found out when the first unit is asked for, or never."""
+    """Names, number formats and profiles: a worker that no validator can judge would get no unit."""
     for section, settings in (("worker", recipe.worker), ("validator", recipe.validator)):
         if settings.engine not in ENGINES:
             known = ", ".join(sorted(ENGINES))
@@ -134,7 +128,7 @@ def check_engines(recipe: Recipe) -> None:
 
 
 def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
-    """What a worker may turn out to be, before torch has said whether there is a GPU.
+    """Before torch has said whether there is a GPU.
 
     >>> sorted(possible_kinds("torch", "auto", "float32"))
     ['torch/cpu/float32', 'torch/cuda/float32']
@@ -145,17 +139,12 @@ def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
 
 
 def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
-    """What is wrong with starting it all here: a GPU that is asked for and cannot be there, seen without torch; metrics
-    that are to go where nothing is installed for it."""
     from shoal.trainer.record import require_trackers
 
     require_trackers(recipe.trainer.tracking)
-    asked = {
-        "trainer.device": recipe.trainer.device,
-        "validator.device": recipe.validator.device,
-        "worker.device": recipe.worker.device if recipe.worker.count else "auto",
-    }
-    wanted = [name for name, device in asked.items() if device == "cuda"]
+    asked: dict[str, str] = {"trainer": recipe.trainer.device, "validator": recipe.validator.device}
+    asked |= {"worker": recipe.worker.device} if recipe.worker.count else {}
+    wanted = [f"{name}.device" for name, device in asked.items() if device == "cuda"]
     if wanted and not any((devices / name).exists() for name in GPU_FILES):
         raise ConfigError(
             f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it: set it to "cpu" or '
@@ -165,8 +154,8 @@ def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
 
 def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log.debug) -> list[Task]:
     """Ask some tasks of each split (without a model: read them); returns one of each kind. A row of data that cannot be
-    asked is passed over when it is drawn, so that only many of them are a mistake; in an environment that makes its
-    tasks, one is."""
+    asked is skipped when it is drawn, so only many of them are a mistake; in an environment that makes its tasks, one
+    is."""
     trials, clock, inner = dict[str, Task](), SystemClock(), inner_of(environment)
     for data in [part.environment for part in inner.parts] if isinstance(inner, MixedEnvironment) else [inner]:
         if isinstance(data, DatasetEnvironment):
@@ -202,8 +191,8 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
-    """Score completions that say nothing: scoring that cannot do that would fail on every group, one log line each. A
-    reward of one's own may hang: it is tried where it can be ended."""
+    """Scoring that fails on these would fail on every group. A user's own reward may hang: it is tried where it can be
+    ended."""
     from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
     is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
@@ -216,12 +205,8 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
                 raise EnvironmentSetupError(f"the reward function does not work: {result}")
 
 
-# ── what there is to say before a run starts ─
-
-
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
-    """What whoever starts a run should know: what was not checked, held-out scores that will be of few tasks (a score
-    alone looks like any other), validators that would hold every step up."""
+    """What was not checked, held-out scores of few tasks, too few validators."""
     if not has_model(recipe):
         yield (
             f"there is no model folder {recipe.model.path}: what needs it was not checked (weights, tokenizer, chat "
@@ -232,8 +217,7 @@ def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
     elif recipe.trainer.evaluate_every and tasks < wanted:
         yield f"held out: only {count_of(tasks, 'task')}; trainer.evaluate_tasks is {wanted}: scores will be rough"
-    run = recipe.run
-    tokens = run.groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
+    tokens = (run := recipe.run).groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
     needed = validators_needed(run_size(recipe, announced_size(recipe)), tokens, run.steps, recipe.trainer.processes)
     if needed > recipe.validator.count:
         yield (

@@ -1,4 +1,4 @@
-"""What `shoal eval`, `shoal filter` and `shoal data` are given, found: a model, tasks, a run's or a recipe's."""
+"""What `shoal eval`, `shoal filter` and `shoal data` are given: a model, tasks, a run's or a recipe's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from shoal.trainer.folder import MARK, refuse_foreign
 
 
 def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
-    """Write the export to `out`: of the newest checkpoint, the best, or that of a version. What can be refused is
-    refused before torch is loaded, which takes a while."""
+    """Write the newest checkpoint, the best, or that of a version to `out`. What can be refused is refused before torch
+    is loaded, which takes a while."""
     if best and version is not None:
         raise ConfigError("--best and --version name two checkpoints; give one of them")
     folder = RunFolder.open(directory)
@@ -63,8 +63,8 @@ class ModelSource:
 
 @contextmanager
 def model_source(text: str) -> Iterator[ModelSource]:
-    """A built-in name, a Hugging Face folder, or a run's folder: that is its newest policy, called as the folder is.
-    Not by `run.name`: all runs of recipes/tiny.toml have that of the built-in model."""
+    """A built-in name, a Hugging Face folder, or a run's folder: its newest policy, called as the folder is (all runs
+    of one recipe have the same `run.name`)."""
     path = Path(text).expanduser()
     if text in BUILTIN or not (path / "recipe.toml").is_file():
         yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
@@ -90,8 +90,8 @@ def _is_newest(run: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks by their settings; the recipe that they came with, and the run, if they came with one. `whole` marks a file
-    of its own, whose tasks are all meant, however an environment would divide them for training."""
+    """Tasks by their settings; the recipe and the run that they came with, if any. `whole` marks a file whose tasks are
+    all meant, however an environment would divide them for training."""
 
     settings: EnvironmentSettings
     recipe: Recipe | None = None
@@ -113,7 +113,7 @@ class TaskSource:
 
 
 def scorable(source: TaskSource) -> Environment:
-    """The environment, if this machine can score its tasks: who cannot is told before a model is loaded."""
+    """The environment, if this machine can score its tasks."""
     environment = build(source.settings)
     require_scoring(environment)
     return environment
@@ -151,19 +151,15 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
 def _of_file(name: str, file: Path, overrides: Sequence[str]) -> TaskSource:
     if not file.exists():
         raise EnvironmentSetupError(f"there is no data at {file}")
-    options = f'\noptions = {{ format = "{name}" }}' if name in FORMATS else ""
-    environment = "dataset" if name in FORMATS else name
-    section = f"name = {json.dumps(environment)}\ndata = {_quoted(file)}{options}"
-    return TaskSource(_settings(section, overrides), whole=True)
+    named = f'name = "dataset"\noptions = {{ format = "{name}" }}' if name in FORMATS else f"name = {json.dumps(name)}"
+    return TaskSource(_settings(f"{named}\ndata = {_quoted(file)}", overrides), whole=True)
 
 
 def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
     for override in overrides:
         if not override.strip().startswith("environment."):
-            raise ConfigError(
-                f"--set {override}: only settings of [environment] matter here, by their whole name, as in "
-                "--set environment.options.bad_rows=skip"
-            )
+            said = f"--set {override}: only settings of [environment] matter here, by their whole name"
+            raise ConfigError(f"{said}, as in --set environment.options.bad_rows=skip")
     return parse_config(f"[environment]\n{section}\n", Recipe, "--env", overrides).environment
 
 

@@ -32,8 +32,8 @@ POLICY_PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """What is tried: a policy (of a run, or of a model folder), this machine as a worker, and who judges it; of a
-    calibration also how much is measured, and where the profile goes."""
+    """A policy (of a run, or of a model folder), this machine as a worker, and who judges it; of a calibration also how
+    much is measured, and where the profile goes."""
 
     url: str | None
     model: str
@@ -48,7 +48,7 @@ class TrialOptions:
 
     @property
     def machines(self) -> tuple[Machine, list[Machine]]:
-        """The worker, and the validators that judge it; where "auto" was asked for, what that is here."""
+        """The worker, and the validators that judge it; "auto" is resolved."""
         asked = Machine(self.device, self.dtype), *map(Machine.parse, self.against or ("cpu/float32",))
         worker, *judges = (Machine(*resolved("torch", each.device, each.dtype)) for each in asked)
         return worker, judges
@@ -114,18 +114,14 @@ def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple
         raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
     worker, validators = options.machines
     files, tensors = _policy_of_folder(options.model, worker.dtype)
-    tokenizer = TextTokenizer(files)
+    tokenizer, environment = TextTokenizer(files), build_environment(EnvironmentSettings(name="sort"))
     is_builtin = options.model in BUILTIN  # the built-in model knows its own task only
-    environment = build_environment(EnvironmentSettings(name="sort"))
     plan = Plan(
         prompts=prompts_of(files, environment, options.tokens) if is_builtin else openings(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        sequences=options.sequences,
-        tokens=options.tokens,
-        temperature=options.temperature,
-        model=options.model.rstrip("/").rpartition("/")[2],
+        eos_token_id=tokenizer.eos_token_id, sequences=options.sequences, tokens=options.tokens,
+        temperature=options.temperature, model=options.model.rstrip("/").rpartition("/")[2],
         date=datetime.now(UTC).date().isoformat(),
-    )
+    )  # fmt: skip
     engines = []
     for machine in (worker, *validators):
         engines.append(build("torch", files, machine.device, machine.dtype))
@@ -146,15 +142,14 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
         yield f"  log-probabilities: off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})"
         share, bits = measured.choices[name]
         yield f"  choice: {share:.2%} of tokens have a neighbour that passes unseen: {bits:.3f} bits a token"
-        failures = sorted(set(measured.failures[name]))
-        why = f": {', '.join(failures)}" if failures else ""
-        yield f"  {len(measured.failures[name])} of {measured.groups} honest groups fail{why}"
+        failures = measured.failures[name]
+        why = f": {', '.join(sorted(set(failures)))}" if failures else ""
+        yield f"  {len(failures)} of {measured.groups} honest groups fail{why}"
     yield "what this profile catches, by the number of tokens looked at:"
     for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in measured.catches):
         mine = [catch for catch in measured.catches if (catch.cheat, catch.validator) == cheat]
         shares = "  ".join(f"{catch.tokens}: {catch.by_either:.0%}" for catch in mine)
         yield f"  {cheat[0]:<18} seen by {cheat[1]:<14}  {shares}"
-    for problem in measured.problems:
-        yield f"refused: {problem}"
+    yield from (f"refused: {problem}" for problem in measured.problems)
     if not measured.problems:
         yield f"written to {out}; the run's owner opens it with `shoal admin calibrate RUN {out}`"

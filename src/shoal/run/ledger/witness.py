@@ -3,8 +3,7 @@
     hub ── rows since last time ─► chain ─► state (durable) ─► signed head ─► witness/KEY.json, in one folder or several
                                      └ they do not follow: exit 5, with the proof if there is one
 
-The folders are those that relays or any web server serve. Neither hub nor relay can change the document: readers give
-the witness's key themselves (`verify --witness KEY`).
+Relays or any web server may serve the folders: readers give the witness's key themselves (`verify --witness KEY`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from shoal.shardcast.manifest import MAX_WITNESS_BYTES
 from shoal.shardcast.tree import Tree, witness_key
 
 log = logging.getLogger("shoal.witness")
-
 LOCK_WAIT_S = 5.0
 
 
@@ -135,14 +133,13 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
 
 
 def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
-    """What a witness, named `KEY` or `KEY@URL`, signed about this run, from every source that has it, and from what was
-    `given` by --head; at least one."""
+    """What a witness, named `KEY` or `KEY@URL`, signed about this run: at every source, and in what --head has `given`.
+    At least one pin."""
     key, _, url = witness.partition("@")
     if not re.fullmatch("[0-9a-f]{64}", key):
         raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
-    found = place.witnessed(key)
-    statements = [pin.statement for pin in given if pin.statement is not None and pin.statement.signed_by == key]
-    found += [statement.model_dump_json().encode() for statement in statements]
+    found, said = place.witnessed(key), [pin.statement for pin in given if pin.statement is not None]
+    found += [statement.model_dump_json().encode() for statement in said if statement.signed_by == key]
     if url:
         try:
             found.append(download(f"{url.rstrip('/')}/{witness_key(key)}", MAX_WITNESS_BYTES))
@@ -157,9 +154,8 @@ def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()
             place.notes.append(f"what was found as signed by witness {key[:16]}… is not: {error}")
             continue
         if head.run == run:
-            pins.append(
-                Pin(protocol.LedgerHead(run=run, index=head.index, hash=head.hash), f"witness {key[:16]}…", signed)
-            )
+            seen = protocol.LedgerHead(run=run, index=head.index, hash=head.hash)
+            pins.append(Pin(seen, f"witness {key[:16]}…", signed))
     if not pins:
         raise LedgerError(
             f"nothing that witness {key[:16]}… signed was found: the run's sources do not have it. Name the address "
