@@ -30,18 +30,13 @@ from shoal.runtime.files import ensure_folder, resource_error, sync_folder, writ
 METADATA = b"shoal"
 ROWS_PER_GROUP = 1024
 PASSED = 1.0 - 1e-9
-UNUSABLE = "its row cannot be used"
-"""The `problem` of a task that no completion was drawn for because its row has no proper answer."""
-IDENTITY = "evaluation.json"
-COMPLETIONS = "completions.jsonl"
-PROGRESS = "progress.jsonl"
+UNUSABLE = "its row cannot be used"  # the `problem` of a task whose row has no proper answer
+IDENTITY, COMPLETIONS, PROGRESS = "evaluation.json", "completions.jsonl", "progress.jsonl"
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
-    """One completion. `score` is what the task itself is worth, None where scoring failed: unscored, never 0.
-
-    `parts` are the grader's; with a length budget `reward` is among them, what training would have given.
-    """
+    """One completion. `score` is what the task itself is worth, None where scoring failed: unscored, never 0. `parts`
+    are the grader's; with a length budget `reward` is among them, what training would have given."""
 
     score: float | None
     tokens: int
@@ -51,7 +46,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """One task. `part` is its label in a mixture; `problem` says why it has no samples, empty if it has."""
+    """`part` is the task's label in a mixture; `problem` says why it has no samples, empty if it has."""
 
     task: str
     index: int
@@ -108,7 +103,7 @@ class BatchFile:
             raise resource_error("read", self.path, error) from error
 
     def append(self, batch: Sequence[Any]) -> None:
-        """Keep the next batch; when this returns it survives a crash."""
+        """When this returns, the batch survives a crash."""
         try:
             with self.path.open("ab") as file:
                 file.write(msgspec.json.encode(batch) + b"\n")
@@ -119,13 +114,13 @@ class BatchFile:
         self.batches += 1
 
     def __iter__(self) -> Iterator[Any]:
-        """What was kept, a batch in memory at a time."""
+        """A batch in memory at a time."""
         with self.path.open("rb") as file:
             yield from map(msgspec.json.Decoder(self.kind).decode, file)
 
 
 class EvaluationJournal:
-    """The completions drawn so far, and the scores of as many of them, or fewer."""
+    """The completions drawn so far, and the scores of as many batches, or fewer."""
 
     def __init__(self, folder: Path, scores: str = PROGRESS) -> None:
         self.folder = folder
@@ -133,7 +128,7 @@ class EvaluationJournal:
         self.scores = BatchFile(folder / scores, list[list[tuple[float | None, dict[str, float]]]])
 
     def open(self, identity: Mapping[str, Any]) -> None:
-        """Begin, or continue, the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
+        """Begin or continue the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
         folder = ensure_folder(self.folder)
         if not is_kept(folder, identity):
             write_atomically(folder / IDENTITY, dumped(identity))
@@ -144,7 +139,7 @@ class EvaluationJournal:
         self.scores.append([[(sample.score, sample.parts) for sample in record.samples] for record in records])
 
     def records(self) -> Iterator[TaskRecord]:
-        """Every task that was scored, in order, a batch in memory at a time."""
+        """Every task that was scored, in order."""
         for drawn, scored in zip(self.completions, self.scores, strict=False):
             for record, found in zip(drawn, scored, strict=True):
                 pairs = zip(record.samples, found, strict=True)
@@ -160,7 +155,7 @@ def read_identity(folder: Path) -> Any:
 
 
 def refuse_unusable(folder: Path) -> None:
-    """Refuse a place where no results can be kept, before anything is loaded. Nothing is made there."""
+    """Refuse a place where no results can be kept. Nothing is made there."""
     place = folder.absolute()
     ensure_folder(next(path for path in (place, *place.parents) if os.path.lexists(path)))
     if place.is_dir() and not (place / IDENTITY).exists():
@@ -185,7 +180,7 @@ def dumped(value: Mapping[str, Any]) -> bytes:
 
 
 def difference(stored: Any, wanted: Mapping[str, Any], what: str = "that folder") -> str:
-    """The first value in which two identities differ, in words."""
+    """The first value in which two identities differ."""
 
     def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, inner in value.items() if isinstance(value, Mapping) else ():
@@ -204,7 +199,7 @@ def difference(stored: Any, wanted: Mapping[str, Any], what: str = "that folder"
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file: it is in its place when it is whole and on the disk, if there is one."""
+    """Where to write a file; if there is one at the end, it takes its place, whole and on the disk."""
     hidden = path.with_name(f".{path.name}.writing")
     try:
         hidden.unlink(missing_ok=True)
@@ -219,7 +214,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
-    """Stream records into a Parquet file; `about` is what they are results of. The same ones give the same bytes."""
+    """Stream records into a Parquet file; `about` is what they are results of. The same records give the same bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -249,7 +244,7 @@ def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, 
 
 @dataclass(frozen=True)
 class Results:
-    """A finished evaluation, read back: what it is of, and of each scored task (prompt digest, mean, samples)."""
+    """What a finished evaluation is of, and of each scored task (prompt digest, mean, samples)."""
 
     path: Path
     about: Mapping[str, Any]
@@ -257,7 +252,6 @@ class Results:
 
     @property
     def missing_share(self) -> float:
-        """Of the samples that were asked for, how many have no score."""
         wanted = self.about.get("chosen", {}).get("tasks", 0) * self.about.get("plan", {}).get("samples", 0)
         return (wanted - sum(samples for *_, samples in self.tasks.values())) / wanted if wanted else 0.0
 

@@ -19,8 +19,6 @@ NAME_LENGTH = 48
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model ready to be sampled."""
-
     name: str
     digest: str
     files: Mapping[str, bytes]
@@ -75,7 +73,6 @@ def plain_name(text: str) -> str:
 
 @contextmanager
 def memory_errors(action: str) -> Iterator[None]:
-    """Memory that runs out is a `ResourceError` that says what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

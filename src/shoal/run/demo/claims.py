@@ -223,7 +223,7 @@ def signed_manifest(folder: RunFolder) -> PolicyManifest:
 
 
 def rollouts_archived(folder: RunFolder, entries: Sequence[LedgerEntry]) -> int:
-    """The number of rollouts trained on: every step's file holds the units that the ledger names, each a whole group."""
+    """Rollouts trained on: every step's file must hold the units that the ledger names, each a whole group."""
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 
