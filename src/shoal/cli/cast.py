@@ -79,7 +79,6 @@ def fetch(
 
 
 def _begin(role: str) -> StopToken:
-    """A fetch says what matters itself."""
     from shoal.runtime import logs
     from shoal.runtime.stop import stop_on_signals
 

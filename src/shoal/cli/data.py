@@ -178,7 +178,6 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
 
 
 def _drawn(environment: Environment, seed: int, unit: int, count: int) -> str:
-    """The row and id of the first candidate that can be used."""
     from shoal.environments.composed import inner_of
     from shoal.environments.dataset import DatasetEnvironment
     from shoal.hub.state.draws import candidates

@@ -9,6 +9,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
+from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
 
 ENV = f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"
 SET = "Rate, clip, memory, …, or environment.KEY; repeatable."
@@ -141,8 +142,6 @@ def sft(
     best: Annotated[float | None, Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
 ) -> None:
     """Train a model on demonstrations, chosen by filters, before RL. The same command resumes."""
-    from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
-
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source

@@ -157,7 +157,6 @@ def recheck(
 
 
 def checked_lines(checked: Checked) -> list[str]:
-    """What was verified, and what could not be."""
     from shoal.ledger import Account
     from shoal.run.ledger.places import MANIFEST
 

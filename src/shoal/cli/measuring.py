@@ -38,8 +38,6 @@ DEFAULT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Given:
-    """What was asked for on the command line, of `eval` or `filter`; None: what fits."""
-
     model: str
     source: TaskSource
     samples: int
@@ -162,7 +160,6 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
 
 
 def look_for_leaks(trained_on: str | None, chosen: job.Chosen, model: ModelSource) -> Leaks:
-    """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
     if trained_on is not None:
         training = task_source(trained_on)
     elif model.run is not None and chosen.plan.split != "train":
@@ -186,8 +183,7 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
 
 
 def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
-    """Results of which much is missing are written and shown, and are no success; `rescore` and `again` are remedies.
-    Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out."""
+    """Results of which much is missing are no success. Unusable rows are no failure where bad_rows = "skip"."""
     share, unusable = summary["unscored"]["share"], summary["problems"].get(UNUSABLE, 0)
     if share > MAX_FAILURES:
         remedy = rescore if summary["unscored"]["samples"] else again

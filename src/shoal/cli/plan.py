@@ -87,7 +87,6 @@ def _planning(
 
 
 def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
-    """What describes the model: config.json is enough; or a usual shape of that many parameters."""
     from shoal.models.folder import model_folder
     from shoal.run.estimate import usual_config
 
@@ -102,7 +101,6 @@ def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
 
 
 def training_lines(found: Planning, guessed_from: float | None = None) -> Iterator[str]:
-    """The memory of the trainer's processes by its use, and what would change it if it does not fit."""
     from shoal.trainer.memory import alternatives
 
     shape, planned, recipe = found.shape, found.trainer, found.recipe
@@ -197,5 +195,4 @@ def _remedy_lines(found: Planning) -> Iterator[str]:
 
 
 def _cell(number: float) -> str:
-    """Two decimals, where there are few digits before them; nothing for nothing."""
     return f"{'-':>10}" if not number else f"{number:>10,.2f}" if number < 1000 else f"{number:>10,.0f}"

@@ -82,8 +82,6 @@ def counted(
 
 
 class CastTerminal:
-    """Where `shoal cast` says things: results on stdout, lines as they are; progress on stderr."""
-
     def __init__(self) -> None:
         self._out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         self._error = Console(stderr=True)

@@ -15,7 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, stop_on_signals
 from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ NEXT = """{path}
 next: your own reward is one Python function:
   {shoal} run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py
 the algorithm in one file: {python} examples/one_file_rl.py"""
-
-
 RUN = "The run's folder. (default: runs/NAME)"
 PREPARE = "Make the folder, then start each role yourself: shoal hub --dir RUN, …"
 REPLACED = "Where to run; an earlier demo there is replaced."
@@ -91,7 +89,6 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
 
     from shoal.cli.view import choose_display
     from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, launch, ledger_line, steps_in
-    from shoal.runtime.stop import stop_on_signals
 
     display, before = choose_display(Console()), steps_in(folder.path / METRICS)
     with display:
@@ -120,7 +117,6 @@ def demo(
     from shoal.run.folder import RunFolder
     from shoal.run.launch import launch, process_spec
     from shoal.run.preflight import check_ingredients
-    from shoal.runtime.stop import stop_on_signals
 
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
@@ -258,8 +254,7 @@ def join(
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:
-    """One role of a run folder, in this process. A rank of the trainer beyond the first needs no run folder: on another
-    machine there may be none."""
+    """A rank of the trainer beyond the first needs no run folder: on another machine there may be none."""
     from shoal.run.roles import begin
 
     supervised = SUPERVISED in os.environ

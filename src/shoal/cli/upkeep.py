@@ -11,7 +11,8 @@ from typer import Argument, Exit, Option, echo
 from shoal.cli import options
 from shoal.errors import HubUnreachable, UserError
 from shoal.runtime.files import home
-from shoal.runtime.text import visible, visible_json
+from shoal.runtime.stop import stop_on_signals
+from shoal.runtime.text import shoal_command, visible, visible_json
 
 PIPED_WIDTH = 200
 PLACES = (
@@ -76,7 +77,6 @@ def backup(
 ) -> None:
     """Write a whole run, going on or not, to one file; it holds the run's private keys."""
     from shoal.run.backup import backup_run, verify_backup
-    from shoal.runtime.text import shoal_command
 
     if verify is not None:
         return echo(f"{verify} is whole: {verify_backup(verify).line}")
@@ -99,7 +99,6 @@ def restore(
     from shoal.run.backup import restore_run
     from shoal.run.folder import RunFolder
     from shoal.run.recipe import missing_inputs
-    from shoal.runtime.text import shoal_command
 
     summary = restore_run(file, folder.absolute(), overrides or ())
     echo(f"{folder} is ready: {summary.line}")
@@ -129,13 +128,11 @@ def doctor(
     if selftest and calibrate:
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
     findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype)
-    for finding in findings:
-        echo(visible(finding.line))
+    echo("\n".join(visible(finding.line) for finding in findings))
     ok = all(finding.ok for finding in findings)
     if not (selftest or calibrate):
         raise Exit(0 if ok else 1)
     from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
-    from shoal.runtime.stop import stop_on_signals
 
     asked = TrialOptions(
         urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), sequences, tokens,
@@ -147,7 +144,6 @@ def doctor(
             ok = ok and finding.ok
     else:
         calibration, written = run_calibration(asked, lambda line: echo(line, err=True))
-        for line in calibration_report(calibration, written):
-            echo(line)
+        echo("\n".join(calibration_report(calibration, written)))
         ok = ok and not calibration.problems
     raise Exit(0 if ok else 1)

@@ -79,8 +79,7 @@ class PlainDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Lines need no tidying up."""
+    def __exit__(self, *_: object) -> None: ...
 
     def say(self, text: str) -> None:
         self._say(printable(text))
@@ -156,7 +155,6 @@ def _by_step(values: dict[int, float]) -> list[float]:
 
 
 def frame(scene: Scene, width: int) -> Group:
-    """Numbers, workers, the other processes and what is wrong, the last verdicts; every row is one line."""
     status, left_s = scene.status, scene.history.left_s(scene.elapsed_s)
     title = "shoal" if status is None else f"shoal {printable(status.run)}"
     title += f"  policy {status.policy.label}" if status is not None and status.policy else ""
@@ -253,7 +251,6 @@ def _doing(node: NodeView, scene: Scene) -> str:
 
 
 def _processes(scene: Scene, width: int) -> Iterator[Text]:
-    """What is no worker, what is wrong with any process, and what else is out of the ordinary."""
     status, nodes = scene.status, () if scene.status is None else scene.status.nodes
     doing = {printable(node.name): _doing(node, scene) for node in nodes if node.role != "worker"}
     others = {} if scene.processes else doing

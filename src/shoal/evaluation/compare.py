@@ -91,7 +91,6 @@ def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Paire
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Why two evaluations are not about the same, in words; empty if they are."""
     first, second = a.get("environment", {}), b.get("environment", {})
     if first.get("digest") != second.get("digest"):
         names = " and ".join(f"{each.get('name')} {str(each.get('digest'))[:12]}" for each in (first, second))
@@ -104,7 +103,6 @@ def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def comparison_lines(a: Results, b: Results, found: PairedComparison) -> Iterator[str]:
-    """The last line is what may be concluded."""
     numbers = found.as_json()
     for name, results, mean in (("A", a, numbers["mean_a"]), ("B", b, numbers["mean_b"])):
         model = results.about.get("model", {})

@@ -30,8 +30,6 @@ BINS, BAR = 10, 40
 
 @dataclass(frozen=True)
 class RateBand:
-    """Pass rates to keep, both ends included."""
-
     low: float
     high: float
 
@@ -101,8 +99,7 @@ def refuse_taken(columns: Iterable[str], model: str) -> None:
 
 
 def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None, model: str) -> Any:
-    """The rows within the band as one Arrow table, with the new columns; without a band all rows, measured or not.
-    Types of Parquet are kept, others are inferred."""
+    """Without a band all rows, measured or not. Types of Parquet are kept, others are inferred."""
     import pyarrow as pa
 
     found: dict[str, list[Any]] = {name: [] for name in table.columns}
@@ -139,7 +136,6 @@ def _column(values: list[Any]) -> Any:
 def task_rows(
     environment: Environment, part: Part, rates: Mapping[int, Rate], band: RateBand | None, model: str
 ) -> Any:
-    """The measured tasks within the band as rows: of an environment that makes its tasks."""
     import pyarrow as pa
 
     kept, tasks = [n for n in sorted(rates) if band is None or band.holds(rates[n].value)], tasks_of(environment, part)

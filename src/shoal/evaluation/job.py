@@ -37,7 +37,7 @@ from shoal.environments.questions import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.evaluation import records as kept
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
-from shoal.evaluation.records import EvaluationJournal, SampleRecord, TaskRecord, dumped
+from shoal.evaluation.records import EvaluationJournal, SampleRecord, TaskRecord, dumped, write_records
 from shoal.evaluation.subject import EvaluatedModel, memory_errors
 from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
@@ -54,8 +54,6 @@ Report = Callable[[int, int], None]  # told how many tasks are done, and of how 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tasks that an evaluation is of, by their numbers in a split."""
-
     environment: Environment
     plan: SamplingPlan
     numbers: Sequence[int]
@@ -156,8 +154,8 @@ class Sampler:
         return found
 
     def _record(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> SampleRecord:
-        """Not scored yet: the text that is scored (of a dialogue, the last turn), and the tokens that the model drew,
-        without the end-of-sequence token."""
+        """Not scored yet: the text that is scored (of a dialogue, the last turn), and the tokens without
+        end-of-sequence."""
         ended = ids[-1:] == [self._tokenizer.eos_token_id]
         drawn = len(ids) - sum(length for _, length in given) - ended
         last = sum(given[-1]) if given else 0
@@ -165,7 +163,6 @@ class Sampler:
 
 
 def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
-    """A sample whose scoring failed stays unscored."""
     budget, failures = budget_of(chosen.environment), list[str]()
     jobs = [Job(record.task, sample.text) for record in drawn for sample in record.samples]
     scores = iter(settled(scorer.scores, jobs))
@@ -215,7 +212,7 @@ class EvaluationJob:
 def measure(
     evaluation: EvaluationJob, scorer: Callable[[], Scorer], out: Path, stop: StopToken, report: Report
 ) -> EvaluationJournal | None:
-    """Draw and score what `out` does not have yet; None if it was told to stop before the end."""
+    """Draw and score what `out` does not have yet; None if it was told to stop."""
     journal, chosen = EvaluationJournal(out), evaluation.chosen
     journal.open(evaluation.about)
     write_atomically(out / ENVIRONMENT, evaluation.settings.model_dump_json().encode())
@@ -260,7 +257,7 @@ def evaluate(
 def _write_results(about: dict[str, Any], plan: SamplingPlan, journal: EvaluationJournal) -> dict[str, Any]:
     """The Parquet file, then the summary, then the scores go: a crash in between loses nothing."""
     with kept.whole(journal.folder / TASKS) as hidden:
-        kept.write_records(hidden, journal.records(), about)
+        write_records(hidden, journal.records(), about)
     summary = {**about, **summary_of(plan, journal.records())}
     write_atomically(journal.folder / SUMMARY, dumped(summary))
     journal.scores.path.unlink(missing_ok=True)
@@ -271,9 +268,8 @@ def rescore(
     out: Path, settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], stop: StopToken,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Score all that `out` keeps by the environment as it is now; the summary, or None if it was told to stop. Nothing
-    is replaced before all is scored. An evaluation that is not finished, or a filter, continues from there by its own
-    command."""
+    """None if it was told to stop. Nothing is replaced before all is scored. An evaluation that is not finished, or a
+    filter, is continued by its own command."""
     stored = kept.read_identity(out)
     try:
         plan, total = SamplingPlan(**stored["plan"]), stored["chosen"]["tasks"]

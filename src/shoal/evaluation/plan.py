@@ -60,8 +60,7 @@ class SamplingPlan:
         return max(1, min(self.batch_rows, BATCH_TOKENS // self.max_new_tokens))
 
     def chosen(self, available: int) -> Sequence[int]:
-        """The numbers of the tasks evaluated, ascending: all, or a choice that follows from the seed. Not the first
-        ones: a data set may be sorted by difficulty."""
+        """Ascending: all, or a choice that follows from the seed. A data set may be sorted by difficulty."""
         if self.tasks == 0 or self.tasks >= available:
             return range(available)
         seed, drawn, found = _derived("tasks", self.seed), 0, dict[int, None]()
@@ -72,7 +71,6 @@ class SamplingPlan:
 
 
 def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
-    """The tasks of a split, or of both, those held out first."""
     if part != "all":
         return environment.tasks(part)
     first, second = environment.tasks("held_out"), environment.tasks("train")
@@ -81,13 +79,11 @@ def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
 
 
 def length_target(environment: Environment, plan: SamplingPlan, number: int) -> int | None:
-    """The length that the task of this number is asked for, if there are budgets."""
     budget = budget_of(environment)
     return None if budget is None else budget.target(f"shoal/eval/{plan.seed}", number)
 
 
 def as_asked(environment: Environment, plan: SamplingPlan, number: int, task: Task) -> Task:
-    """With the length that it is asked for, which follows from the seed."""
     budget, target = budget_of(environment), length_target(environment, plan, number)
     return task if budget is None or target is None else budget.ask(task, target)
 
@@ -144,7 +140,6 @@ def train_digests(environment: Environment) -> Iterator[bytes]:
 
 
 def archived_ids(rollouts: Path) -> set[str]:
-    """The tasks in the batches of a run, by the files that its trainer keeps."""
     import pyarrow.parquet as pq
 
     found: set[str] = set()

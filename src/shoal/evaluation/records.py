@@ -46,7 +46,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """`part` is the task's label in a mixture; `problem` says why it has no samples, empty if it has."""
+    """`part` is the task's label in a mixture; `problem` says why it has no samples."""
 
     task: str
     index: int
@@ -114,7 +114,6 @@ class BatchFile:
         self.batches += 1
 
     def __iter__(self) -> Iterator[Any]:
-        """A batch in memory at a time."""
         with self.path.open("rb") as file:
             yield from map(msgspec.json.Decoder(self.kind).decode, file)
 
@@ -139,7 +138,6 @@ class EvaluationJournal:
         self.scores.append([[(sample.score, sample.parts) for sample in record.samples] for record in records])
 
     def records(self) -> Iterator[TaskRecord]:
-        """Every task that was scored, in order."""
         for drawn, scored in zip(self.completions, self.scores, strict=False):
             for record, found in zip(drawn, scored, strict=True):
                 pairs = zip(record.samples, found, strict=True)
@@ -180,8 +178,6 @@ def dumped(value: Mapping[str, Any]) -> bytes:
 
 
 def difference(stored: Any, wanted: Mapping[str, Any], what: str = "that folder") -> str:
-    """The first value in which two identities differ."""
-
     def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, inner in value.items() if isinstance(value, Mapping) else ():
             if isinstance(inner, Mapping):

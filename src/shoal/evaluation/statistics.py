@@ -39,8 +39,7 @@ def finite(value: float) -> float | None:
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """The chance that one of `k` samples passed, drawn without replacement: 1 − C(n−c, k) / C(n, k). Unbiased for `k`
-    fresh samples."""
+    """1 − C(n−c, k) / C(n, k): the chance that one of `k` samples, drawn without replacement, passed."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
@@ -68,8 +67,8 @@ def standard_error(values: Floats) -> float:
 
 
 def bootstrap_mean(values: Floats, seed: int) -> Estimate:
-    """The mean with a bootstrap interval, widened as Student's is: plain percentiles are too narrow for few tasks. With
-    very many tasks it is Student's interval."""
+    """Widened as Student's is: plain percentiles are too narrow for few tasks. With very many tasks Student's
+    interval."""
     tasks = len(values)
     if tasks < 2 or tasks > BOOTSTRAP_TASKS:
         return t_interval(values)
@@ -84,8 +83,7 @@ def bootstrap_mean(values: Floats, seed: int) -> Estimate:
 
 def mean_estimate(values: Floats, seed: int) -> Estimate:
     """Wilson's interval where all values are 0 or 1, else the bootstrap's. Equal values have no spread to resample:
-    from 0 to 1 nothing spreads more than trials that pass or fail, so Wilson's is wide enough; beyond, none is
-    known."""
+    from 0 to 1 Wilson's is wide enough, beyond none is known."""
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
     if len(values) > 1 and bool((values == values[0]).all()):

@@ -33,10 +33,9 @@ class EngineChoice:
 
 
 def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int) -> EvaluatedModel:
-    """Load the model of a folder, or of a built-in name, into an engine that decodes at most `rows` at a time."""
+    """An engine that decodes at most `rows` at a time."""
     check_engine(machine.engine, machine.device, machine.dtype)
-    folder = model_folder(where)
-    files = read_files(folder)
+    files = read_files(folder := model_folder(where))
     check_weights(folder)
     with memory_errors("load the model"):
         if machine.engine == "torch":
@@ -52,7 +51,6 @@ def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int)
 
 
 def model_digest(folder: Path) -> str:
-    """A hash over the weights and the files that describe the model: hex, 256 bits."""
     from blake3 import blake3
 
     whole = blake3(b"shoal/model/v1\n")

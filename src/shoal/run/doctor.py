@@ -21,8 +21,7 @@ from shoal.client import ClientOptions, HubClient, TrustedRun
 from shoal.client.known_hubs import known_root
 from shoal.client.trust import one_run
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
-from shoal.protocol import RunInfo, SigningKey
-from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.protocol import MAX_SKEW_MS, RunInfo, SigningKey
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.limits import MachineLimits
@@ -43,7 +42,7 @@ OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_time
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `stops`: the exit code of a worker that cannot work because of it, else 0."""
+    """`stops`: the exit code of a worker that cannot work because of it, else 0."""
 
     name: str
     ok: bool
@@ -87,7 +86,7 @@ def _memory() -> Finding:
 
 
 def _device() -> Finding:
-    """What a worker would compute on, by what drivers leave in /dev: torch would take seconds to say."""
+    """By what drivers leave in /dev: torch would take seconds to say."""
     gpus = [name for name in GPU_FILES if (DEVICES / name).exists()]
     if not gpus:
         return Finding("device", True, "cpu (no GPU, or no driver for it)")
@@ -136,7 +135,6 @@ def _route(urls: Sequence[str], device: str, dtype: str) -> Iterator[Finding]:
 
 
 def _compute(info: RunInfo, device: str, dtype: str) -> Finding:
-    """What `shoal join` would compute in for the run, by the same functions."""
     from shoal.engines import choose
     from shoal.engines.memory import free_bytes
     from shoal.worker.settings import refuse_too_large
@@ -160,7 +158,7 @@ def _hub(client: HubClient) -> Finding:
 
 
 def _clock(client: HubClient) -> Finding:
-    """Do the clocks agree? A client corrects its requests by the hub's clock, so this stops nobody."""
+    """A client corrects its requests by the hub's clock, so this stops nobody."""
     try:
         skew_ms = SystemClock().now_ms() - client.status().now_ms
     except ShoalError as error:

@@ -70,7 +70,6 @@ class Planning:
 
     @property
     def payload(self) -> int:
-        """Bytes of a whole version, as it is published."""
         adapters = 0 if self.recipe.trainer.lora is None else 4 * self.shape.trained
         return self.shape.weights * WIDTHS[self.recipe.trainer.publish_dtype] + adapters
 
@@ -80,17 +79,14 @@ class Planning:
         return self.delta if self.delta < self.payload else 0.0
 
     @property
-    def _changed(self) -> float:
-        """The share of a bfloat16 payload that a step changes: more at higher rates, and by more optimizer steps."""
-        rate, updates = float(self.recipe.trainer.learning_rate), float(self.recipe.trainer.minibatches)
-        return min(1.0, self.speeds.delta_share * pow(rate / 1e-6, 0.86) * pow(updates, 0.83))
-
-    @property
     def delta(self) -> float:
-        """What most versions travel as: in float32 nearly every value changes, a step twice as long in one more bit."""
-        trainer, share = self.recipe.trainer, self._changed
+        """What most versions travel as. A step changes more of a bfloat16 payload at higher rates, and by more
+        optimizer steps; in float32 nearly every value changes, a step twice as long in one more bit."""
+        trainer = self.recipe.trainer
         if trainer.lora is not None:
             return 4.0 * self.shape.trained
+        rate, updates = float(trainer.learning_rate), float(trainer.minibatches)
+        share = min(1.0, self.speeds.delta_share * pow(rate / 1e-6, 0.86) * pow(updates, 0.83))
         if trainer.publish_dtype == "float32":
             share = max(share, self.speeds.float32_delta_share + log2(trainer.learning_rate / 1e-6) / 32)
         return self.payload * (share if share <= DELTA_PAYS else 1.0)
@@ -106,8 +102,7 @@ class Planning:
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 
     def disk(self) -> Iterator[tuple[str, float, float, str]]:
-        """Folder, bytes at most while it is used and when the run has ended, and what they are. An origin keeps the
-        versions that leases may name, back to a whole one."""
+        """Folder, bytes at most while it is used and when the run has ended, and what they are."""
         run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
         yield self._checkpoints()
         yield "trainer: export", payload, payload, "the last version"
@@ -187,7 +182,6 @@ class Planning:
         return sizing.policies_loaded(self.chosen.keep_versions, each, int(self.room("validator")))
 
     def links(self) -> Iterator[tuple[str, float, float]]:
-        """Link, bytes of a version as a delta, and as a whole one."""
         copies = self.speeds.workers_per_relay + 1
         yield "origin to each relay", self.delta, self.payload
         yield f"out of a relay ({copies:g} copies)", copies * self.delta, copies * self.payload
@@ -199,7 +193,6 @@ class Planning:
 
     @property
     def _rows(self) -> int:
-        """The sequences of a worker's batch that fit together."""
         run, weights = self.recipe.run, self.shape.weights * WIDTHS[self.worker_dtype]
         row = max(1, self.shape.cached_bytes * run.max_new_tokens)
         fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / row)
@@ -215,23 +208,19 @@ class Planning:
     def _sequences(self) -> int:
         return self.recipe.run.group_size * self.recipe.worker.units_per_lease
 
-    def _batch_s(self, sequences: int) -> float:
-        """What a worker takes for so many. A finished place is taken at once; the last ones take as many tokens as
-        the longest of them (lengths have an exponential tail). For each token half of its sequence is read."""
-        longest = min(self.recipe.run.max_new_tokens, self._length * (1 + log(self._rows)))
-        steps = longest + self._length * (sequences / self._rows - 1)
-        cached = sequences * self._length**2 / 2 * self.shape.cached_bytes
-        return self.speeds.batch_s + steps * self._token_s + cached / 1e9 / self.speeds.cache_gb_s
-
     @property
     def worker_tokens_s(self) -> float:
-        drawn = self._sequences
-        return self.speeds.worker_tokens_s or drawn * self._length / self._batch_s(drawn)
+        """A finished place in a batch is taken at once; the last ones take as many tokens as the longest of them
+        (lengths have an exponential tail). For each token half of its sequence is read."""
+        longest = min(self.recipe.run.max_new_tokens, self._length * (1 + log(self._rows)))
+        steps = longest + self._length * (self._sequences / self._rows - 1)
+        cached = self._sequences * self._length**2 / 2 * self.shape.cached_bytes
+        batch_s = self.speeds.batch_s + steps * self._token_s + cached / 1e9 / self.speeds.cache_gb_s
+        return self.speeds.worker_tokens_s or self._sequences * self._length / batch_s
 
     @property
     def audit_tokens_s(self) -> float:
-        """Prefill and checks, what each group takes besides, and branches: those of a claim are decoded together, with
-        the overhead of two for each token."""
+        """The branches of a claim are decoded together, with the overhead of two for each token."""
         run, speeds = self.recipe.run, self.speeds
         claim = min(self.chosen.max_audits, run.groups_per_step)
         tokens = claim * run.group_size * self._length
@@ -277,7 +266,6 @@ class Planning:
 
     @property
     def _transfer_s(self) -> float:
-        """A version to everybody behind a relay; the next one has to wait for it."""
         return (self.speeds.workers_per_relay + 1) * self.delta / self.speeds.link_bytes_s
 
     @property
@@ -297,7 +285,6 @@ class Planning:
         return machines_needed(self.tokens / self.audit_tokens_s, self._wanted_s, self.recipe.run.steps)
 
     def stages(self) -> Iterator[tuple[str, float, str]]:
-        """Name, seconds of a step, and what they are of."""
         speeds, gb, every = self.speeds, self.payload / 1e9, self.chosen.checkpoint_every
         for name, machine, count, tokens_s in (
             ("generate", "worker", self.workers, self.worker_tokens_s),
@@ -353,8 +340,7 @@ def run_size(recipe: Recipe, model: ModelSize) -> RunSize:
 
 
 def usual_config(parameters: float) -> dict[str, object]:
-    """A config.json of about so many parameters: the usual decoder, a hundred times as wide as it is deep. Activations
-    and caches of a real model of that size may differ."""
+    """The usual decoder, a hundred times as wide as it is deep. Activations and caches of a real model may differ."""
     vocabulary = 151_936 if parameters > 3e8 else 32_000
     layers = max(2, round((parameters / (12 * 100**2)) ** (1 / 3)))
     hidden = 1024 * round(100 * layers / 1024) if layers > 10 else 128 * layers

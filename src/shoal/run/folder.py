@@ -93,7 +93,6 @@ class RunFolder:
 
     @staticmethod
     def refuse_other(path: Path, recipe: Recipe) -> None:
-        """If a run has begun in this folder, it can be resumed with this recipe."""
         stored = path / "recipe.toml"
         if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
             refuse_other_recipe(path, _stored_recipe(stored), recipe)
@@ -236,7 +235,7 @@ def _stored_recipe(path: Path) -> Recipe:
 
 
 def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
-    """The hub at a join URL or of a run's folder: its address, the wait, and its root key's fingerprint if known."""
+    """Its address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)
         return url, wait_s, known_root([url], pinned)
@@ -258,7 +257,6 @@ def find_run(where: str | None) -> str:
 
 
 def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str]) -> Recipe:
-    """The recipe that was named, or that of the folder to resume, with the overrides."""
     if source is None and directory is not None:
         if not directory.is_dir():
             raise ConfigError(f"there is no run folder {directory}; to make one: shoal run RECIPE --dir FOLDER")
@@ -269,7 +267,6 @@ def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str
 
 
 def without_passwords(recipe: Recipe) -> Recipe:
-    """The recipe as it may be shown: `hub.database` can hold a password."""
     return recipe.model_copy(update={"hub": recipe.hub.model_copy(update={"database": masked(recipe.hub.database)})})
 
 

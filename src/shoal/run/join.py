@@ -47,7 +47,7 @@ class JoinRequest:
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """Work for the run at the URLs until it ends or this process is stopped; the exit code."""
+    """The exit code, when the run has ended or this process is stopped."""
     from shoal.engines import check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
@@ -89,8 +89,8 @@ def run_standalone_relay(
     hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
     wait_s: float, settings: Mapping[str, float | None],
 ) -> None:  # fmt: skip
-    """Mirror the weights of the run at the join URL `hub`; without `upstreams`, from the sources that the hub names.
-    `settings` are those of `RelaySettings` that were given."""
+    """Without `upstreams`, from the sources that the hub names; `settings` are those of `RelaySettings` that were
+    given."""
     stop = begin("relay", None, is_verbose())
     with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()

@@ -53,8 +53,8 @@ def launch(
     folder: RunFolder, patience_s: float, stop: StopToken, display: Display, extra: Sequence[ProcessSpec] = (),
     notes: Mapping[str, str] | None = None,
 ) -> Launched:  # fmt: skip
-    """Run everything to its end; the caller enters and leaves `display`. `extra` are further processes; `notes` are
-    remarks on workers by name. No process is left when this returns or raises."""
+    """The caller enters and leaves `display`; `notes` are remarks on workers. No process is left when this returns or
+    raises."""
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
         logs.setup("run", folder.path / "logs" / "run.log", stderr=False)  # the display says it in the terminal
         if RunFolder.open(folder.path).recipe != folder.recipe:
@@ -101,7 +101,7 @@ def remove_caches(folder: RunFolder) -> None:
 
 
 def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec:
-    """How a role is supervised: the trainer's end is the run's; the run continues without a worker or a relay."""
+    """The trainer's end is the run's; the run continues without a worker or a relay."""
     role = name.partition("-")[0]
     when_done: dict[str, Literal["restart", "rest", "end"]] = {"trainer": "end", "validator": "rest", "worker": "rest"}
     return ProcessSpec(
@@ -178,7 +178,6 @@ def steps_in(metrics_file: Path) -> int:
 
 
 def when_stopped(path: Path) -> tuple[bool, str]:
-    """Whether a run whose hub does not answer is finished, and how it stands, by its folder."""
     steps, metrics = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS)
     done, scores = max((int(row["step"]) for row in metrics.rows()), default=0), scores_of(metrics)
     score = f", held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}" if scores else ""

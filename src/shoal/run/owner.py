@@ -22,7 +22,6 @@ from pydantic import ValidationError
 from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
-from shoal.protocol.identity import check_public_key, store_key
 from shoal.run.folder import ADMIN, RunFolder, hub_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import write_atomically
@@ -46,7 +45,7 @@ def new_key(where: Path) -> list[str]:
     if path.exists():
         return [f"there is a key at {path} already", *describe(protocol.load_key(path))]
     key = protocol.SigningKey.generate()
-    store_key(path, key)
+    protocol.store_key(path, key)
     return [f"made {path}", *describe(key)]
 
 
@@ -69,7 +68,6 @@ def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> s
 
 
 def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
-    """Open an exported key (a file, or `-` for standard input) and write it where there is none yet."""
     from shoal.protocol.sealing import read_sealed, unseal
 
     path = key_path(to)
@@ -78,7 +76,7 @@ def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]
     text = sys.stdin.read(MAX_FILE_BYTES) if sealed == "-" else _text(Path(sealed))
     read_sealed(text)  # what is no sealed key needs no passphrase to be told so
     key = unseal(text, read_passphrase(passphrase_file, twice=False))
-    store_key(path, key)
+    protocol.store_key(path, key)
     return [f"wrote {path}", *describe(key)]
 
 
@@ -96,7 +94,6 @@ def read_passphrase(file: Path | None, twice: bool) -> str:
 
 
 def node_of(text: str) -> str:
-    """The node that is meant by a node id, a public key, a key file or a worker's folder."""
     if set(text) <= set(string.hexdigits.lower()) and len(text) in (NODE_HEX, PUBLIC_KEY_HEX):
         return text if len(text) == NODE_HEX else protocol.node_id(text)
     if Path(text).exists():
@@ -167,7 +164,6 @@ class Order:
             raise ConfigError(f"cannot read {certificate}, the certificate of {admin}: put it back") from error
 
     def send(self, needs_root: bool = False) -> str:
-        """Give the order; returns what the hub says."""
         (key, certificate), verb = self.signer(needs_root), protocol.AdminVerb(self.verb)
         with closing(_client(self.run)) as client:
             action = protocol.AdminAction(
@@ -202,7 +198,6 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
 
 
 def calibrate(order: Order) -> str:
-    """Sign the limits in a file as the owner, and put them in force for their kind of worker; returns what to say."""
     from shoal.validator.profiles import read_profile
 
     profile, (root, _) = read_profile(Path(order.target)), order.signer(needs_root=True)
@@ -243,8 +238,7 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
 
 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
-    """Another key for a process: the hub trusts it before the old one (keys/NAME.old.key) is replaced; that one is
-    revoked after the process was restarted."""
+    """The hub trusts the new key before the old one (keys/NAME.old.key) is replaced, which is revoked in the end."""
     folder = RunFolder.open(path)
     roles: dict[str, protocol.Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":
@@ -281,6 +275,6 @@ def revoke(order: Order) -> str:
 
 def _require_key(key: str) -> None:
     try:
-        check_public_key(key)
+        protocol.check_public_key(key)
     except ValueError as error:
         raise UserError(f"{error}; `shoal key new` prints public keys") from error

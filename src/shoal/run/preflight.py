@@ -191,8 +191,7 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
-    """Scoring that fails on these would fail on every group. A user's own reward may hang: it is tried where it can be
-    ended."""
+    """Scoring that fails on these would fail on every group. A user's own reward may hang: it can be ended."""
     from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
     is_own = settings.file is not None or any(part.file is not None for part in settings.mix)

@@ -78,8 +78,8 @@ class History:
         return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
 
     def left_s(self, elapsed_s: float) -> float | None:
-        """The time of the steps that are left at the pace of the last ones; None before two were seen whole. The first
-        does not count: processes were starting."""
+        """At the pace of the last steps; None before two were seen whole. The first does not count: processes were
+        starting."""
         if len(self._paces) < 3:
             return None
         (began_s, first), (ended_s, last) = self._paces[1], self._paces[-1]
@@ -89,7 +89,7 @@ class History:
 
 @dataclass(frozen=True)
 class Scene:
-    """A run at a moment, as displays show it: `status` is the hub's last answer, `notes` are remarks on workers."""
+    """`status` is the hub's last answer, `notes` are remarks on workers."""
 
     status: RunStatus | None
     processes: Sequence[ProcessView]
@@ -247,7 +247,6 @@ def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_
 
 
 def _exited(process: ProcessView) -> str:
-    """What the supervisor alone can say; empty if it runs as it should."""
     name, (exit_, _, said) = process.name, process.why.partition(": ")
     said, ago = f": {printable(said)}" if said else "", f"{duration(process.since_s)} ago"
     if process.state == "restarting" and process.why:
@@ -262,7 +261,6 @@ def _exited(process: ProcessView) -> str:
 
 
 def _quiet(process: ProcessView, who: str, status: RunStatus) -> str:
-    """That the hub has not heard of a running process for long; empty if it has."""
     role, loading = process.name.partition("-")[0], process.since_s < LOADING_S
     if role not in REPORTING or process.state != "running" or status.finished or loading:
         return ""
@@ -318,7 +316,7 @@ class StatusPoller:
 
 @dataclass
 class Reporter:
-    """What `launch` calls ten times a second: takes in what is new, has it shown, and may end the run."""
+    """What `launch` calls ten times a second."""
 
     source: StatusPoller
     display: Display

@@ -143,7 +143,6 @@ def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
 
 
 def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting as (`section.key`, value), sections within sections taken apart."""
     for name, value in model:
         if isinstance(value, BaseModel):
             yield from settings_of(value, f"{prefix}{name}.")

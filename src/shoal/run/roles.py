@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def role_names(folder: RunFolder) -> list[str]:
-    """Every process of the run, in the order in which they are started: servers first."""
+    """In the order in which they are started."""
     relays, validators, workers = (
         [f"{role}-{index}" for index in range(getattr(folder.recipe, role).count)]
         for role in ("relay", "validator", "worker")
@@ -33,8 +33,7 @@ def role_names(folder: RunFolder) -> list[str]:
 
 
 def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = None) -> None:
-    """Be the process `name` (`hub`, `validator-0`) of the run until it ends or `stop` is set. A worker may have any
-    number, also one that the recipe does not start, and may `cheat`."""
+    """A worker may have any number, also one that the recipe does not start, and may `cheat`."""
     role, _, index = name.partition("-")
     if role not in _ROLES:
         raise ConfigError(f"there is no role {role!r}; there are {', '.join(_ROLES)}")
@@ -45,7 +44,6 @@ def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = 
 
 
 def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
-    """The arguments after `shoal` that make a process this role."""
     role, _, index = name.partition("-")
     command = {"origin": ["relay", "--origin"], "worker": ["join"]}.get(role, [role])
     options = [*(["--index", index] if index else []), *(["--cheat", cheat] if cheat is not None else [])]
@@ -53,8 +51,8 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
 
 
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
-    """What every role does first. Standard input is closed: nothing that a role loads can ask the person at the
-    terminal. A supervisor keeps the log file."""
+    """No role reads standard input: nothing that it loads can ask the person at the terminal. A supervisor keeps the
+    log file."""
     stop = stop_on_signals()
     follow_supervisor(stop)
     close_standard_input()

@@ -107,8 +107,7 @@ def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> 
 
 
 def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) -> int:
-    """Run it to its end. A stop is passed on to the worker, which ends in good order; a second one ends this process,
-    and with it the sandbox."""
+    """A stop is passed on to the worker; a second one ends this process, and with it the sandbox."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as info:
         process = subprocess.Popen(

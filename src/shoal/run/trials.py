@@ -32,8 +32,7 @@ POLICY_PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """A policy (of a run, or of a model folder), this machine as a worker, and who judges it; of a calibration also how
-    much is measured, and where the profile goes."""
+    """A policy (of a run, or of a model folder), this machine as a worker, and who judges it."""
 
     url: str | None
     model: str
@@ -55,12 +54,10 @@ class TrialOptions:
 
 
 def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
-    """Honest work must pass, every canary must be caught."""
     worker, validators = options.machines
     if len(validators) > 1:
         raise ConfigError("a self-test is judged by one validator: give --against once")
-    profiles = load_profiles(options.profiles)
-    proof = ProofParameters()
+    profiles, proof = load_profiles(options.profiles), ProofParameters()
     if options.url is not None:
         files, tensors, proof, known = _policy_of_run(options.url, stop)
         try:
@@ -89,7 +86,6 @@ def _policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapp
 def _policy_of_run(
     url: str, stop: StopToken
 ) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
-    """The newest policy of a run, fetched as a worker would fetch it."""
     base, pinned = split_join_url(url)
     with closing(HubClient.of_a_person(base, 10.0, known_root([base], pinned), stop)) as hub:
         trusted, status = hub.trusted_run(), hub.status()

@@ -122,7 +122,6 @@ def model_scores_as_claimed(claimed: float | None, counted: Recount) -> Claim:
 
 
 def make_room(path: Path, facts: dict[str, object]) -> None:
-    """An empty, marked folder at `path`; an earlier demo there is replaced."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
     if path.exists() and any(path.iterdir()):
@@ -191,7 +190,7 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
 
 
 def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]]:
-    """The ledger, what became of every node, and when those that are shut out were banned or suspended."""
+    """The ledger, what became of every node, and when those that are banned or suspended were."""
     with closing(FolderPlace(path)) as place:
         entries = list(place.entries())
         accounts, shut_out_at_ms = fold(entries).by_node, {}

@@ -76,8 +76,8 @@ def check_place(
 
 
 def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
-    """The pins that lie within a file, which may be older than what was seen since: that is no rollback. Whoever asks
-    for a witness gets its word on this file, or an error."""
+    """The pins within a file, which may be older than what was seen since. Whoever asks for a witness gets its word on
+    this file, or an error."""
     last = max((entry.index for entry in place.entries()), default=-1)
     for each in seen:
         if all(pin.head.index > last for pin in each):

@@ -30,7 +30,6 @@ from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
 from shoal.ledger.verification import Rows
-from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 from shoal.run.folder import RunFolder, hub_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.exchange import limited, read_body
@@ -64,8 +63,7 @@ class Place(Rows):
         """Heads that others signed for, which the entries must pass through; `run` and root key are those of row 0."""
 
     @abstractmethod
-    def signed_head(self) -> CertifiedHead | None:
-        """The hub's own head, signed, if it can be had."""
+    def signed_head(self) -> CertifiedHead | None: ...
 
     def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         """What the root key signed for this run's keys, as far as it is here."""
@@ -80,11 +78,9 @@ class Place(Rows):
         return []
 
     def missing_evidence(self) -> str:
-        """Why there is no evidence at all here; empty if there is."""
         return ""
 
-    def close(self) -> None:
-        """A file is open only while it is read."""
+    def close(self) -> None: ...
 
 
 def open_place(where: str, wait_s: float = 3.0) -> Place:
@@ -112,7 +108,7 @@ class HubPlace(Place):
     def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
         after, last, found = entries[0].index - 1, entries[-1].index, dict[int, protocol.Evidence]()
         while after < last:
-            limit = min(MAX_EVIDENCE_PER_PAGE, last - after)
+            limit = min(protocol.MAX_EVIDENCE_PER_PAGE, last - after)
             found |= {each.row: each for each in self._client.evidence(after, limit).evidence}
             after += limit
         return found
@@ -159,8 +155,7 @@ class HubPlace(Place):
         """None where a source does not have it, or does not answer: that is noted."""
         try:
             check_url(source)
-            with closing(open_http()) as http:
-                return _body(http, f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
+            return download(f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
         except (httpx.HTTPError, ProtocolError, TargetRefused) as error:
             absent = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.NOT_FOUND
             if not absent or name == HEAD:
@@ -183,19 +178,16 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.L
             after = entry.index
 
 
-def download(url: str, max_bytes: int) -> bytes:
-    with closing(open_http()) as http:
-        return _body(http, url, max_bytes, {})
-
-
-def _body(http: httpx.Client, url: str, max_bytes: int, extensions: dict[str, object]) -> bytes:
-    with limited(ASK_S), http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer:
+def download(url: str, max_bytes: int, extensions: dict[str, object] | None = None) -> bytes:
+    with (
+        closing(open_http()) as http, limited(ASK_S),
+        http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer,
+    ):  # fmt: skip
         answer.raise_for_status()
         return read_body(answer, max_bytes)
 
 
 def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
-    """The heads in manifests, if they are as the run's trainer signed them."""
     read = [(read_manifest(data, run, key), protocol.SignedDocument.model_validate_json(data)) for data in manifests]
     return [
         Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed)
@@ -256,7 +248,6 @@ class FolderPlace(Place):
         return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
 
     def kept(self, submission: str) -> tuple[protocol.SignedDocument, bytes]:
-        """The signed lease of a submission, and the bytes that were submitted."""
         row = self.reader.submission(submission)
         holding = None if row is None else self.reader.holding(row.lease)
         if holding is None:

@@ -25,8 +25,7 @@ from shoal.run.folder import RunFolder
 from shoal.run.ledger.places import FolderPlace
 from shoal.run.roles import validator_config
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader
-from shoal.shardcast.server import run_origin
+from shoal.shardcast import Downloader, run_origin
 from shoal.validator import Judge, ValidatorConfig, load_profiles
 from shoal.validator.judge import KeptSubmission, Rechecked, SecondEngines, recheck
 from shoal.validator.limits import profiles_of

@@ -37,8 +37,6 @@ LOCK_WAIT_S = 5.0
 
 
 class Seen(BaseModel):
-    """The last row that was signed for, and the head that the hub had signed for it."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
@@ -60,7 +58,6 @@ class Witness:
         self._path = self.folder / "seen.json"
 
     def look(self) -> protocol.WitnessedHead:
-        """Check that the ledger has only grown, then sign for its newest row and publish that."""
         run, seen = self.client.trusted_run(), self._seen()
         keys = Keys(run.run, run.info.root_key)
         if seen is not None and (seen.run, seen.root_key) != (keys.run, keys.root_key):
@@ -111,7 +108,6 @@ class Witness:
 
 
 def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, once: bool, stop: StopToken) -> None:
-    """Watch until told to stop; a hub that does not answer is asked again."""
     ensure_folder(folder)
     with (
         FolderLock(folder).acquire(stop, LOCK_WAIT_S),
@@ -133,8 +129,8 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
 
 
 def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
-    """What a witness, named `KEY` or `KEY@URL`, signed about this run: at every source, and in what --head has `given`.
-    At least one pin."""
+    """What a witness, `KEY` or `KEY@URL`, signed about this run, at the sources and in what --head has `given`; at
+    least one."""
     key, _, url = witness.partition("@")
     if not re.fullmatch("[0-9a-f]{64}", key):
         raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
