@@ -46,9 +46,8 @@ def check(where: WhereArgument, settings: Settings = None) -> None:
     finally:
         opening.setLevel(before)
     if not found:
-        raise UserError(
-            f"{where} trains on no data set: its environment is {source.settings.name}; give a data file or FORMAT:FILE"
-        )
+        why = f"{where} trains on no data set: its environment is {source.settings.name}"
+        raise UserError(f"{why}; give a data file or FORMAT:FILE")
     raise Exit(max(_check(data, bad_rows) for data, bad_rows in found))
 
 
@@ -109,10 +108,8 @@ def demos(
         row = {"task": task.id, "prompt": said if task.history else task.prompt, "completion": completion}
         rows.append(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     if not rows:
-        raise ConfigError(
-            f"none of the {len(tasks):,} tasks has an answer that, written as {form!r}, is right ({example}): give "
-            "another --form"
-        )
+        why = f"none of the {len(tasks):,} tasks has an answer that, written as {form!r}, is right ({example})"
+        raise ConfigError(f"{why}: give another --form")
     ensure_folder(out.absolute().parent)
     write_atomically(out, b"".join(rows))
     echo(f"wrote {out}: {len(rows):,} demonstrations of {environment.name}")

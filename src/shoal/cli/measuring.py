@@ -187,15 +187,13 @@ def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, 
     share, unusable = summary["unscored"]["share"], summary["problems"].get(UNUSABLE, 0)
     if share > MAX_FAILURES:
         remedy = rescore if summary["unscored"]["samples"] else again
-        raise ScoringFailure(
-            f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
-            f"left and may mislead; mend what the lines above name, then {remedy}"
-        )
+        why = f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}"
+        mislead = "these numbers are of what is left and may mislead"
+        raise ScoringFailure(f"{why}: {mislead}; mend what the lines above name, then {remedy}")
     if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
-        raise ScoringFailure(
-            f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}: shoal data check "
-            "lists them; to leave them out: --set environment.options.bad_rows=skip"
-        )
+        why = f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}"
+        skip = "to leave them out: --set environment.options.bad_rows=skip"
+        raise ScoringFailure(f"{why}: shoal data check lists them; {skip}")
 
 
 def work_of(out: Path) -> Path:
@@ -233,10 +231,8 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     count, inside = filtering.write_rows(out, rows, about), sum(band.holds(rate.value) for rate in rates.values())
     echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
     if count == 0:
-        raise ConfigError(
-            f"no task is within --keep {band}: nothing was written; the same command with another band needs no new "
-            "samples"
-        )
+        again = "the same command with another band needs no new samples"
+        raise ConfigError(f"no task is within --keep {band}: nothing was written; {again}")
     again = f"remove {out} and filter again"
     if summary["unscored"]["samples"]:
         again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"

@@ -93,10 +93,9 @@ def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
     if parameters is not None:
         return {"config.json": json.dumps(usual_config(parameters)).encode()}
     if not Path(recipe.model.path).is_dir() and recipe.model.path != "tiny":
-        raise ConfigError(
-            f"there is no model folder {recipe.model.path}: put the model's config.json there (no weights are needed), "
-            "or say how large it is, and the GiB of each GPU: --parameters 32e9 --memory 141"
-        )
+        config = "put the model's config.json there (no weights are needed)"
+        size = "say how large it is, and the GiB of each GPU: --parameters 32e9 --memory 141"
+        raise ConfigError(f"there is no model folder {recipe.model.path}: {config}, or {size}")
     return {"config.json": (model_folder(recipe.model.path) / "config.json").read_bytes()}
 
 

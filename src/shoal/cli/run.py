@@ -199,10 +199,8 @@ def relay(
     if directory is not None:
         return _role("origin" if origin else f"relay-{index}", directory)
     if hub_url is None:
-        raise UserError(
-            "give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; any other broadcast is "
-            "mirrored by: shoal cast relay --upstream URL#KEY"
-        )
+        other = "any other broadcast is mirrored by: shoal cast relay --upstream URL#KEY"
+        raise UserError(f"give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; {other}")
     from shoal.run.join import run_standalone_relay
 
     settings, sources = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}, tuple(upstreams or ())
@@ -236,10 +234,9 @@ def join(
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     if directory is not None:
         if urls:  # a worker belongs to a run's folder here, or to the run at a URL
-            raise UserError(
-                f"{urls[0]} and --dir name two ways to work: leave --dir out to join that run (--folder {directory} "
-                "would keep keys and weights there), or the URL to be a worker of the run in that folder"
-            )
+            join_it = f"leave --dir out to join that run (--folder {directory} would keep keys and weights there)"
+            remedy = f"{join_it}, or the URL to be a worker of the run in that folder"
+            raise UserError(f"{urls[0]} and --dir name two ways to work: {remedy}")
         if sandbox or limits != MachineLimits():
             wide = "--sandbox, --max-memory, --max-disk and --max-bandwidth"
             raise UserError(f"{wide} go with a join URL, not with --dir")

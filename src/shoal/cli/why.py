@@ -74,10 +74,8 @@ def unit_lines(story: UnitStory) -> Iterator[str]:
 def lease_line(lease: LeaseStory) -> str:
     until = f" to {moment(lease.ended_at_ms)}" if lease.ended_at_ms is not None else ""
     said = f", {lease.progress:,} tokens claimed" if lease.progress else ""
-    return (
-        f"lease {lease.lease} of unit {lease.unit} to {lease.node[:12]} under policy {lease.policy.label}, "
-        f"{moment(lease.issued_at_ms)}{until}: {lease.state}: {lease.sentence}{said}"
-    )
+    which = f"lease {lease.lease} of unit {lease.unit} to {lease.node[:12]} under policy {lease.policy.label}"
+    return f"{which}, {moment(lease.issued_at_ms)}{until}: {lease.state}: {lease.sentence}{said}"
 
 
 def submission_lines(submission: SubmissionStory) -> Iterator[str]:
@@ -126,20 +124,16 @@ def node_lines(story: NodeStory) -> Iterator[str]:
     node = story.node
     name = f" ({printable(node.name)})" if node.name else ""
     yield f"node {node.node}{name}, {node.role}: {printable(story.sentence)}"
-    yield (
-        f"trust: {'on probation' if node.on_probation else 'established'}, "
-        f"{count_of(story.passed, 'full audit')} passed since its last strike, "
-        f"{story.certain} certain and {story.statistical} statistical strikes"
-    )
+    trust = f"{'on probation' if node.on_probation else 'established'}, {count_of(story.passed, 'full audit')} passed"
+    yield f"trust: {trust} since its last strike, {story.certain} certain and {story.statistical} statistical strikes"
     until = f" until {moment(node.until_ms)}" if node.until_ms is not None else ""
     yield f"liveness: {node.liveness}, last heard of {moment(node.last_seen_ms)}"
     yield f"sanction: {node.state.value}{until}, suspended {count_of(node.suspensions, 'time')}"
     pace = f", a group takes it {story.pace_ms / 1000:.1f} s" if story.pace_ms else ""
     yield f"work: may hold {count_of(node.window, 'lease')}, let {story.lapsed} lapse{pace}"
-    yield (
-        f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
-        f"rejected, {node.unsure} unsure" + (f"; for owner {node.owner[:16]}…" if node.owner else "")
-    )
+    judged = f"{node.accepted} accepted, {node.rejected} rejected, {node.unsure} unsure"
+    owner = f"; for owner {node.owner[:16]}…" if node.owner else ""
+    yield f"earned: {node.credit:,} credit, {node.pending:,} pending; {judged}{owner}"
     if node.role == "worker" and not node.accepted:
         yield "ledger: no rows about it, because none of its work was ever accepted; the hub's database has the rest"
     for _, lines in sorted(_events(story), key=lambda event: event[0]):

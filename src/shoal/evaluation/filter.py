@@ -128,9 +128,8 @@ def _column(values: list[Any]) -> Any:
         array = pa.array(values)
         if "struct<>" not in str(array.type):
             return array
-    return pa.array(
-        [value if value is None or isinstance(value, str) else json.dumps(value) for value in values], pa.string()
-    )
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pa.array(texts, pa.string())
 
 
 def task_rows(

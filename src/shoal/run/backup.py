@@ -69,10 +69,8 @@ class Summary:
     @property
     def line(self) -> str:
         policy = "no policy yet" if self.version is None else f"policy version {self.version}"
-        return (
-            f"run {self.manifest.run}: {policy}, {len(self.submissions)} submissions, {self.ledger} ledger rows, "
-            f"{len(self.manifest.members)} files, {self.size_bytes / 1e6:.1f} MB"
-        )
+        rows = f"{len(self.submissions)} submissions, {self.ledger} ledger rows, {len(self.manifest.members)} files"
+        return f"run {self.manifest.run}: {policy}, {rows}, {self.size_bytes / 1e6:.1f} MB"
 
 
 def backup_run(directory: Path, out: Path, say: Callable[[str], None]) -> Summary:

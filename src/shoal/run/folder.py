@@ -220,10 +220,9 @@ def _free_port(host: str, wanted: Sequence[int], taken: Sequence[int]) -> int:
             continue
         if bound not in taken:
             return bound
-    raise ResourceError(
-        f"cannot listen on port {wanted[0] or '(any)'} of {host} ({why}): is it an address of this machine? Stop what "
-        "uses the port, or choose another (--set hub.port=0 takes any that is free)"
-    )
+    remedy = "Stop what uses the port, or choose another (--set hub.port=0 takes any that is free)"
+    where = f"cannot listen on port {wanted[0] or '(any)'} of {host} ({why})"
+    raise ResourceError(f"{where}: is it an address of this machine? {remedy}")
 
 
 def _stored_recipe(path: Path) -> Recipe:
@@ -286,16 +285,13 @@ def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
     """Refuse what a begun run cannot resume with: a place without its rows, or an end it is past."""
     before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
-        raise ConfigError(
-            f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer, "
-            f"never shorter; to end it earlier, stop it (resume with: shoal run --dir {path})"
-        )
+        why = f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer"
+        raise ConfigError(f"{why}, never shorter; to end it earlier, stop it (resume with: shoal run --dir {path})")
     begun = (path / "hub" / "hub.db").exists() or any((path / "origin" / "manifests").glob("*"))
     if not begun or (masked(before.database), before.storage) == (masked(now.database), now.storage):
         return  # a mistyped address of a first start can be mended, and a password may be another
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
-    raise ConfigError(
-        f"what the run in {path} holds is at hub.database {masked(before.database)!r}, hub.storage {before.storage!r}; "
-        f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
-    )
+    remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
+    here = f"hub.database {masked(before.database)!r}, hub.storage {before.storage!r}"
+    raise ConfigError(f"what the run in {path} holds is at {here}; {remedy}")

@@ -98,10 +98,8 @@ def node_of(text: str) -> str:
         return text if len(text) == NODE_HEX else protocol.node_id(text)
     if Path(text).exists():
         return protocol.load_key(key_path(Path(text))).node
-    raise UserError(
-        f"{text[:80]!r} is neither a node id ({NODE_HEX} hex digits), nor a public key ({PUBLIC_KEY_HEX}), nor a key "
-        "file: on the machine in question, see: shoal key new FOLDER"
-    )
+    known = f"a node id ({NODE_HEX} hex digits), nor a public key ({PUBLIC_KEY_HEX}), nor a key file"
+    raise UserError(f"{text[:80]!r} is neither {known}: on the machine in question, see: shoal key new FOLDER")
 
 
 def vouch_for(node: str, owner: protocol.SigningKey) -> protocol.SignedDocument:
@@ -242,10 +240,8 @@ def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
     folder = RunFolder.open(path)
     roles: dict[str, protocol.Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":
-        raise UserError(
-            "the trainer's key cannot be rotated: it signs every published policy, and whoever follows the run "
-            "believes that one key; begin a new run from the exported model instead"
-        )
+        why = "it signs every published policy, and whoever follows the run believes that one key"
+        raise UserError(f"the trainer's key cannot be rotated: {why}; begin a new run from the exported model instead")
     if name not in roles:
         raise UserError(f"this run has no {name!r}; it has {', '.join(roles)}")
     before, keys = folder.certificate(name), path / "keys"

@@ -49,10 +49,8 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
     files = None if say is not None and not has_model(recipe) else _check_model(recipe)
     length, most = recipe.environment.length, recipe.run.max_new_tokens
     if length is not None and max(length.targets) > most:
-        raise ConfigError(
-            f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}: no completion "
-            "can be that long; raise the one or lower the other"
-        )
+        why = f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}"
+        raise ConfigError(f"{why}: no completion can be that long; raise the one or lower the other")
     for judge in recipe.environment.judges:
         if judge.kind == "openai":
             check_address(judge)
@@ -93,15 +91,13 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
     if not isinstance(embedded, int):
         return files
     if tokenizer.vocabulary_size > embedded:
-        raise ModelError(
-            f"the tokenizer in {folder} knows {tokenizer.vocabulary_size} tokens, but the model has embeddings for "
-            f"{embedded}: use the tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings)"
-        )
+        why = f"the tokenizer in {folder} knows {tokenizer.vocabulary_size} tokens, but the model has embeddings for"
+        remedy = "use the tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings)"
+        raise ModelError(f"{why} {embedded}: {remedy}")
     if tokenizer.eos_token_id >= embedded:
-        raise ModelError(
-            f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded} "
-            "tokens that it has embeddings for: correct eos_token_id in generation_config.json or config.json"
-        )
+        why = f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded}"
+        remedy = "correct eos_token_id in generation_config.json or config.json"
+        raise ModelError(f"{why} tokens that it has embeddings for: {remedy}")
     return files
 
 
@@ -121,10 +117,9 @@ def check_engines(recipe: Recipe) -> None:
     if recipe.worker.count == 0 or kinds & taken:
         return
     coarse = "" if dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
-    raise ConfigError(
-        f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that: compute "
-        f"as one of {', '.join(sorted(taken))} (worker.device, worker.dtype){coarse}"
-    )
+    why = f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that"
+    remedy = f"compute as one of {', '.join(sorted(taken))} (worker.device, worker.dtype){coarse}"
+    raise ConfigError(f"{why}: {remedy}")
 
 
 def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
@@ -146,10 +141,8 @@ def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
     asked |= {"worker": recipe.worker.device} if recipe.worker.count else {}
     wanted = [f"{name}.device" for name, device in asked.items() if device == "cuda"]
     if wanted and not any((devices / name).exists() for name in GPU_FILES):
-        raise ConfigError(
-            f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it: set it to "cpu" or '
-            '"auto" (--set), or run that role where there is one'
-        )
+        why = f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it'
+        raise ConfigError(f'{why}: set it to "cpu" or "auto" (--set), or run that role where there is one')
 
 
 def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log.debug) -> list[Task]:
@@ -207,10 +200,8 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
     """What was not checked, held-out scores of few tasks, too few validators."""
     if not has_model(recipe):
-        yield (
-            f"there is no model folder {recipe.model.path}: what needs it was not checked (weights, tokenizer, chat "
-            "template, and whether prompts fit the model's context); all else was"
-        )
+        unchecked = "weights, tokenizer, chat template, and whether prompts fit the model's context"
+        yield f"there is no model folder {recipe.model.path}: what needs it was not checked ({unchecked}); all else was"
     tasks, wanted = len(environment.tasks("held_out")), recipe.trainer.evaluate_tasks
     if recipe.trainer.evaluate_every and not tasks:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
@@ -219,8 +210,7 @@ def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
     tokens = (run := recipe.run).groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
     needed = validators_needed(run_size(recipe, announced_size(recipe)), tokens, run.steps, recipe.trainer.processes)
     if needed > recipe.validator.count:
-        yield (
-            f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer "
-            f"(trainer.processes is {recipe.trainer.processes}): raise it, start others (shoal validator), or "
-            "every step waits for audits (`shoal plan` says how this is computed)"
-        )
+        why = f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer"
+        remedy = "raise it, start others (shoal validator), or every step waits for audits"
+        processes = f"(trainer.processes is {recipe.trainer.processes})"
+        yield f"{why} {processes}: {remedy} (`shoal plan` says how this is computed)"

@@ -74,10 +74,9 @@ class Recipe(BaseModel):
     @classmethod
     def _learns_from_rewards(cls, trainer: TrainerSettings) -> TrainerSettings:
         if trainer.loss == "cross_entropy":
-            raise ValueError(
-                'loss = "cross_entropy" is for demonstrations: it corrects for no staleness and bounds no step. For '
-                "imitation there is `shoal sft`, which sets it itself; for RL take another loss, or leave it out"
-            )
+            why = 'loss = "cross_entropy" is for demonstrations: it corrects for no staleness and bounds no step'
+            remedy = "`shoal sft`, which sets it itself; for RL take another loss, or leave it out"
+            raise ValueError(f"{why}. For imitation there is {remedy}")
         return trainer
 
 
@@ -136,10 +135,8 @@ def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
     if not changed:
         return
     shown, more = "; ".join(changed[:3]), f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
-    raise ConfigError(
-        f"the run in {path} was made with another recipe ({shown}{more}); choose another folder with "
-        f"--dir, or resume with: shoal run --dir {path}"
-    )
+    remedy = f"choose another folder with --dir, or resume with: shoal run --dir {path}"
+    raise ConfigError(f"the run in {path} was made with another recipe ({shown}{more}); {remedy}")
 
 
 def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -172,10 +172,8 @@ def _read_only() -> list[Path]:
     for path in (each for given in own for each in dict.fromkeys((given.absolute(), Path(os.path.realpath(given))))):
         if path.exists() and not any(path.is_relative_to(other) for other in found if not other.is_symlink()):
             if home.is_relative_to(os.path.realpath(path)):
-                raise ResourceError(
-                    f"there is no sandbox here: it would have to show {path}, and with it your home folder; "
-                    "install shoal in a virtual environment of its own"
-                )
+                why = f"there is no sandbox here: it would have to show {path}, and with it your home folder"
+                raise ResourceError(f"{why}; install shoal in a virtual environment of its own")
             found.append(path)
     return found
 

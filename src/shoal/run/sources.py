@@ -132,11 +132,10 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
         return _of_file("dataset", path, overrides)
     close = get_close_matches(name, [*ENVIRONMENTS, *FORMATS], n=1)
     what = f"format {name!r}" if colon else f"environment {spec!r}"
-    raise EnvironmentSetupError(
-        f"there is no {what}{f' (did you mean {close[0]!r}?)' if close else ''}; give one of "
-        f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data file "
-        f"(.parquet or .jsonl: convert others first), or FORMAT:FILE with {', '.join(FORMATS)}"
-    )
+    files = "a run's folder, a reward file (.py), a data file (.parquet or .jsonl: convert others first)"
+    known = f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), {files}, or FORMAT:FILE with {', '.join(FORMATS)}"
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    raise EnvironmentSetupError(f"there is no {what}{meant}; give one of {known}")
 
 
 def _of_file(name: str, file: Path, overrides: Sequence[str]) -> TaskSource:

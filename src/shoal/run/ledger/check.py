@@ -38,10 +38,9 @@ def check_place(
     remember: bool = True,
 ) -> Checked:  # fmt: skip
     if missing := place.missing_evidence() if needs_documents else "":
-        raise LedgerError(
-            f"{missing}: without the signed receipts and verdicts nobody can tell whether credit was earned. Export it "
-            "with `shoal ledger export`; --without-evidence checks the rest, which proves much less"
-        )
+        why = "without the signed receipts and verdicts nobody can tell whether credit was earned"
+        remedy = "Export it with `shoal ledger export`; --without-evidence checks the rest, which proves much less"
+        raise LedgerError(f"{missing}: {why}. {remedy}")
     checked = begun(place, needs_documents)
     given = [] if head is None else places.read_head_file(head, checked.run)
     seen = [witness_pins(place, witness, checked.run, given) for witness in witnesses]
@@ -81,10 +80,9 @@ def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin
     last = max((entry.index for entry in place.entries()), default=-1)
     for each in seen:
         if all(pin.head.index > last for pin in each):
-            raise LedgerError(
-                f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}: it cannot be compared "
-                "and may be a fork. Export the ledger again, or verify without --witness"
-            )
+            why = f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}"
+            remedy = "Export the ledger again, or verify without --witness"
+            raise LedgerError(f"{why}: it cannot be compared and may be a fork. {remedy}")
     for pin in (pin for pin in pins if pin.head.index > last):
         beyond = f"the file ends at row {last}, before row {pin.head.index} ({pin.source})"
         checked.notes.append(f"{beyond}: it cannot be compared with that head, so it may be another ledger")

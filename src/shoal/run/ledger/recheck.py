@@ -62,10 +62,8 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
                 yield f"unit {entry.body['unit']} (row {entry.index}): {found.state}: {found.sentence}"
                 if states["same"] + states["different"] == sample:
                     break
-    yield (
-        f"{sum(states.values())} accepted units were drawn (--seed {seed}): {states['same']} the same, "
-        f"{states['different']} different, {states['unknown']} could not be rechecked{reason}"
-    )
+    outcome = f"{states['same']} the same, {states['different']} different, {states['unknown']} could not be rechecked"
+    yield f"{sum(states.values())} accepted units were drawn (--seed {seed}): {outcome}{reason}"
     if states["different"]:
         raise LedgerError(f"{states['different']} verdicts are others now: they were wrong, or this machine is")
     if not states["same"]:

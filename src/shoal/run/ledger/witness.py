@@ -153,8 +153,7 @@ def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()
             seen = protocol.LedgerHead(run=run, index=head.index, hash=head.hash)
             pins.append(Pin(seen, f"witness {key[:16]}…", signed))
     if not pins:
-        raise LedgerError(
-            f"nothing that witness {key[:16]}… signed was found: the run's sources do not have it. Name the address "
-            f"that it publishes to (--witness {key[:16]}…@URL), or give its document with --head FILE"
-        )
+        short = f"{key[:16]}…"
+        remedy = f"Name the address that it publishes to (--witness {short}@URL), or give its document with --head FILE"
+        raise LedgerError(f"nothing that witness {short} signed was found: the run's sources do not have it. {remedy}")
     return pins
