@@ -208,15 +208,18 @@ class Planning:
     def _sequences(self) -> int:
         return self.recipe.run.group_size * self.recipe.worker.units_per_lease
 
+    def _batch_s(self, sequences: int) -> float:
+        """A finished place in a worker's batch is taken at once; the last ones take as many tokens as the longest of
+        them (lengths have an exponential tail). For each token half of its sequence is read."""
+        longest = min(self.recipe.run.max_new_tokens, self._length * (1 + log(self._rows)))
+        steps = longest + self._length * (sequences / self._rows - 1)
+        cached = sequences * self._length**2 / 2 * self.shape.cached_bytes
+        return self.speeds.batch_s + steps * self._token_s + cached / 1e9 / self.speeds.cache_gb_s
+
     @property
     def worker_tokens_s(self) -> float:
-        """A finished place in a batch is taken at once; the last ones take as many tokens as the longest of them
-        (lengths have an exponential tail). For each token half of its sequence is read."""
-        longest = min(self.recipe.run.max_new_tokens, self._length * (1 + log(self._rows)))
-        steps = longest + self._length * (self._sequences / self._rows - 1)
-        cached = self._sequences * self._length**2 / 2 * self.shape.cached_bytes
-        batch_s = self.speeds.batch_s + steps * self._token_s + cached / 1e9 / self.speeds.cache_gb_s
-        return self.speeds.worker_tokens_s or self._sequences * self._length / batch_s
+        drawn = self._sequences
+        return self.speeds.worker_tokens_s or drawn * self._length / self._batch_s(drawn)
 
     @property
     def audit_tokens_s(self) -> float:
