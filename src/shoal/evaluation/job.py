@@ -47,7 +47,6 @@ from shoal.runtime.files import sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
-
 ENVIRONMENT, TASKS, SUMMARY = "environment.json", "tasks.parquet", "summary.json"
 Report = Callable[[int, int], None]  # told how many tasks are done, and of how many
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-
 UPPER, POWER = 0.975, 0.8  # the upper end of a 95 % interval
 RESAMPLINGS, ELEMENTS_AT_ONCE = 10_000, 2**22
 BOOTSTRAP_TASKS = 20_000  # with more, the mean is as good as normal, and resampling takes minutes

@@ -37,7 +37,6 @@ class Endpoints(BaseModel):
     """`bind` is the address that the run's servers listen on, the URLs are how they are reached."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: str
     root_key: str
     bind: str

@@ -33,7 +33,6 @@ from shoal.trainer.folder import scores_of
 from shoal.trainer.record import standing
 
 log = logging.getLogger(__name__)
-
 METRICS = Path("trainer") / "metrics.jsonl"
 NOTHING_TRAINED = "nothing was trained on"
 LOCK_WAIT_S = 15.0  # a supervisor that was killed leaves children that need a moment to end

@@ -33,7 +33,6 @@ from shoal.runtime.text import count_of
 from shoal.validator.settings import measurable_kinds, profile_keys
 
 log = logging.getLogger(__name__)
-
 PROMPTS_TRIED, KINDS_TRIED = 1000, 16
 SECONDS_TRIED, TRIAL_S = 4.0, 30.0
 MOST_UNUSABLE = 0.5  # of a data set's first rows

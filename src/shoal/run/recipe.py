@@ -30,7 +30,6 @@ class ModelSettings(BaseModel):
     """Where training starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     path: str = Field("tiny", description="a built-in name, or a Hugging Face folder (from the recipe's folder)")
 
 
@@ -48,7 +47,6 @@ class RelaySection(BaseModel):
     """How relays mirror and serve."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
     keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
     disk_budget_gb: float | None = Field(None, gt=0, description=BUDGET)
@@ -60,7 +58,6 @@ class RelaySection(BaseModel):
 
 class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)

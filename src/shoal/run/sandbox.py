@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from shoal.run.join import JoinRequest
 
 log = logging.getLogger(__name__)
-
 SOCKETS = "/run/shoal"
 SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /nix/store /opt/rocm /sys/devices /sys/bus/pci".split()  # noqa: SIM905
 SETTINGS = (  # of /etc; not all of /etc/ssl, where a machine's private keys are too

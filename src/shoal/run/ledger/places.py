@@ -39,7 +39,6 @@ from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, MAX_WIT
 from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label, witness_key
 
 M = TypeVar("M", bound=protocol.Message)
-
 PAGE = 1000
 ASK_S = 10.0
 MAX_LINE_BYTES = 2**20
@@ -347,7 +346,6 @@ def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
 
 class KeptHead(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: str
     root_key: str
     index: int
@@ -364,7 +362,6 @@ class CertifiedHead(BaseModel):
     """Beside an exported ledger: the hub's signed head, and what the root key says of the key that signed it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     head: protocol.SignedDocument
     certificates: tuple[protocol.SignedDocument, ...]
 

@@ -38,7 +38,6 @@ LOCK_WAIT_S = 5.0
 
 class Seen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: str
     root_key: str
     last: protocol.LedgerEntry
