@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Exit, Option, Typer
 
 from shoal.cli import options
-from shoal.runtime.logs import is_verbose
-
-if TYPE_CHECKING:
-    from shoal.runtime.stop import StopToken
+from shoal.runtime import logs
+from shoal.runtime.stop import StopToken, stop_on_signals
 
 cast = Typer(
     help="Broadcast files and folders to many machines: signed, verified, resumable. No run or hub is needed.",
@@ -79,11 +77,8 @@ def fetch(
 
 
 def _begin(role: str) -> StopToken:
-    from shoal.runtime import logs
-    from shoal.runtime.stop import stop_on_signals
-
     stop = stop_on_signals()
-    logs.setup(role, None, is_verbose())
-    if role == "fetch" and not is_verbose():
+    logs.setup(role, None, logs.is_verbose())
+    if role == "fetch" and not logs.is_verbose():
         logging.getLogger("shoal").setLevel(logging.WARNING)
     return stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -146,8 +147,6 @@ def recheck(
     seed: Annotated[int | None, Option(help="Draws the same units again. (default: random)")] = None,
 ) -> None:
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
-    import secrets
-
     from shoal.run.ledger.recheck import recheck_ledger
     from shoal.run.roles import begin
 

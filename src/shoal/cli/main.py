@@ -124,7 +124,6 @@ READERS: dict[str, tuple[Callable[..., object] | Typer, ...]] = {
     "For models and data": (evaluate, compare, data, filter_tasks, sft),
     "For broadcasting files": (cast,),
 }
-"""Who reads `shoal --help`, and what is for them."""
 NAMES = {evaluate: "eval", filter_tasks: "filter"}
 EPILOGS = {run: EXAMPLES, admin: EPILOG}
 

@@ -15,7 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, stop_on_signals
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken, stop_on_signals
 from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from shoal.adversary import Cheat
     from shoal.run.folder import RunFolder
-    from shoal.runtime.stop import StopToken
 
 NEXT = """{path}
   summary.json  ledger.jsonl                 what you just saw, as files

@@ -59,8 +59,7 @@ class Cast:
     cheat: Cheat
 
 
-Accounts = Mapping[str, Account]
-"""Of all nodes, by node id: credit by the ledger, the rest by the hub's rows."""
+Accounts = Mapping[str, Account]  # of all nodes, by node id: credit by the ledger, the rest by the hub's rows
 
 
 def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
