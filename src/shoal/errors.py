@@ -33,7 +33,7 @@
     └── DeadlineExceeded              exit 1   a wait that ended
 
 Exit codes 2, 3 and 5 mean that starting again cannot help: a supervisor ends the run with the message. Code 6 means
-that it cannot help this node: a supervisor leaves it stopped, and the run goes on without it.
+that it cannot help this node: a supervisor leaves it stopped, and the run continues.
 
 A bad rollout is data (a verdict with a reason code), not an exception. A message says on one line what is wrong, where,
 and what to do.

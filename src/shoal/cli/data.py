@@ -135,8 +135,7 @@ def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironme
 
     for part in settings.mix or (settings,):
         if part.name == "dataset" and part.file is None:
-            bad_rows = str(part.options.get("bad_rows", ""))
-            if bad_rows not in BAD_ROWS:
+            if (bad_rows := str(part.options.get("bad_rows", ""))) not in BAD_ROWS:
                 raise ConfigError(f"environment.options.bad_rows is {bad_rows!r}: it is '', 'skip' or 'refuse'")
             skipping = part.model_copy(update={"options": {**part.options, "bad_rows": "skip"}})
             environment = build_ingredient(skipping)

@@ -124,8 +124,7 @@ class WarmStartRequest:
     def train(self, model: ModelSource) -> int:
         out, work, about = self.out, self.work, self.about(model)
         if (out / ABOUT).is_file():
-            stored = json.loads((out / ABOUT).read_bytes())
-            if stored != about:
+            if (stored := json.loads((out / ABOUT).read_bytes())) != about:
                 raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
             echo(f"this is done already: {out}", err=True)
             return 0

@@ -78,8 +78,7 @@ def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Paire
     if problem and not force:
         raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
     shared = sorted(a.tasks.keys() & b.tasks.keys())
-    same = [task for task in shared if a.tasks[task][0] == b.tasks[task][0]]
-    if not same:
+    if not (same := [task for task in shared if a.tasks[task][0] == b.tasks[task][0]]):
         which = "--env and --seed, which decides the lengths asked for" if shared else "--env"
         raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {which}")
     means = {task: (a.tasks[task][1], b.tasks[task][1]) for task in same}

@@ -69,8 +69,7 @@ def data_of(environment: Environment) -> DatasetEnvironment | None:
 
 
 def row_of(environment: Environment, part: Part, index: int) -> int:
-    data = data_of(environment)
-    if data is None:
+    if (data := data_of(environment)) is None:
         return index
     train, held_out = data.splits.train, data.splits.held_out
     if part == "train":

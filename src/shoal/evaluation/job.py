@@ -80,8 +80,7 @@ class Chosen:
 
 
 def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
-    available = len(tasks_of(environment, plan.split))
-    if available == 0:
+    if (available := len(tasks_of(environment, plan.split))) == 0:
         other = "train" if plan.split == "held_out" else "held_out"
         raise EnvironmentSetupError(f"environment {environment.name} has no {plan.split} tasks; try --split {other}")
     return Chosen(environment, plan, plan.chosen(available))
@@ -89,8 +88,7 @@ def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
 
 def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
     leaked = {index for index, task in chosen.tasks() if task.id in ids} if ids else set[int]()
-    left = [index for index in chosen.numbers if index not in leaked]
-    if not left:
+    if not (left := [index for index in chosen.numbers if index not in leaked]):
         name = chosen.environment.name
         raise EnvironmentSetupError(f"nothing of environment {name} is left: all of it is in the training set")
     return Chosen(chosen.environment, chosen.plan, left)

@@ -156,10 +156,9 @@ def refuse_unusable(folder: Path) -> None:
     """Refuse a place where no results can be kept. Nothing is made there."""
     place = folder.absolute()
     ensure_folder(next(path for path in (place, *place.parents) if os.path.lexists(path)))
-    if place.is_dir() and not (place / IDENTITY).exists():
-        others = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith("."))
-        if others:
-            raise ConfigError(f"{folder} holds {others[0]} and no evaluation: choose another --out")
+    entries = place.iterdir() if place.is_dir() and not (place / IDENTITY).exists() else ()
+    if others := sorted(entry.name for entry in entries if not entry.name.startswith(".")):
+        raise ConfigError(f"{folder} holds {others[0]} and no evaluation: choose another --out")
 
 
 def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
@@ -167,8 +166,7 @@ def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
     refuse_unusable(folder)
     if not (folder / IDENTITY).exists():
         return False
-    stored = read_identity(folder)
-    if stored != json.loads(dumped(identity)):
+    if (stored := read_identity(folder)) != json.loads(dumped(identity)):
         raise ConfigError(f"{folder} holds another evaluation: {difference(stored, identity)}")
     return True
 

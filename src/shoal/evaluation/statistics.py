@@ -68,8 +68,7 @@ def standard_error(values: Floats) -> float:
 def bootstrap_mean(values: Floats, seed: int) -> Estimate:
     """Widened as Student's is: plain percentiles are too narrow for few tasks. With very many tasks Student's
     interval."""
-    tasks = len(values)
-    if tasks < 2 or tasks > BOOTSTRAP_TASKS:
+    if (tasks := len(values)) < 2 or tasks > BOOTSTRAP_TASKS:
         return t_interval(values)
     tail = NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * t_quantile(UPPER, tasks - 1))
     generator, at_once, means = np.random.default_rng([tasks, seed]), max(1, ELEMENTS_AT_ONCE // tasks), []

@@ -198,8 +198,7 @@ def _summary(path: Path, manifest: Manifest, database: Path) -> Summary:
         raise ProtocolError(f"the database in {path} cannot be read: {error}") from error
     except LedgerError as error:
         raise ProtocolError(f"the ledger in {path} does not hold: {error}") from error
-    lost = [name for name in names if f"{BLOB_FOLDER}/{name}" not in manifest.members]
-    if lost:
+    if lost := [name for name in names if f"{BLOB_FOLDER}/{name}" not in manifest.members]:
         raise ProtocolError(f"the backup {path} lacks {len(lost)} submissions that its database names, e.g. {lost[0]}")
     return Summary(manifest, names, ledger, version, path.stat().st_size)
 
@@ -320,8 +319,7 @@ def read_bundle(path: Path, folder: Path, only: str = "") -> Manifest:
         raise _damaged(path, f"its manifest is missing or cannot be read ({first_problem(error)})") from error
     if manifest != manifest.hashed():
         raise _damaged(path, "its manifest does not match its own hash")
-    differing = [name for name in {**manifest.members, **seen} if manifest.members.get(name) != seen.get(name)]
-    if differing:
+    if differing := [name for name in {**manifest.members, **seen} if manifest.members.get(name) != seen.get(name)]:
         raise _damaged(path, f"{len(differing)} of its files do not match its manifest, first of all {differing[0]}")
     return manifest
 

@@ -154,8 +154,7 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
     if scores := scores_of(metrics):
         last = f" → {scores[max(scores)]:.3f}" if len(scores) > 1 else f" (version {min(scores)}, no other)"
         lines.append(f"held-out score {scores[min(scores)]:.3f}{last}")
-    rewards = [reward for row in rows if (reward := reward_of(row)) is not None]
-    if rewards:
+    if rewards := [reward for row in rows if (reward := reward_of(row)) is not None]:
         lines.append(f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}")
     if status is not None:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)

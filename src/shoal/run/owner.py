@@ -41,8 +41,7 @@ def key_path(where: Path) -> Path:
 
 
 def new_key(where: Path) -> list[str]:
-    path = key_path(where)
-    if path.exists():
+    if (path := key_path(where)).exists():
         return [f"there is a key at {path} already", *describe(protocol.load_key(path))]
     key = protocol.SigningKey.generate()
     protocol.store_key(path, key)
@@ -70,8 +69,7 @@ def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> s
 def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
     from shoal.protocol.sealing import read_sealed, unseal
 
-    path = key_path(to)
-    if path.exists():
+    if (path := key_path(to)).exists():
         raise KeyFileError(f"there is a key at {path} already: it is not overwritten; move it away first")
     text = sys.stdin.read(MAX_FILE_BYTES) if sealed == "-" else _text(Path(sealed))
     read_sealed(text)  # what is no sealed key needs no passphrase to be told so

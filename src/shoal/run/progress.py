@@ -210,8 +210,7 @@ class Watchdog:
         if self._since_s is None or mark != self._seen or halted:
             self._since_s, self._seen = now_s, mark
             return None
-        still_s = now_s - self._since_s
-        if still_s < self.patience_s:
+        if (still_s := now_s - self._since_s) < self.patience_s:
             return None
         return Ending(1, f"no progress for {duration(still_s)}: {blame(status, processes, silent_s)}")
 

@@ -179,8 +179,7 @@ def _read_only() -> list[Path]:
 
 def _own_keyring() -> None:
     """In the child: an empty session keyring of the kernel's, instead of the user's. Without keyrings there is none."""
-    number = KEYCTL.get(os.uname().machine)
-    if number is not None:
+    if (number := KEYCTL.get(os.uname().machine)) is not None:
         _LIBC.syscall(number, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
 
 

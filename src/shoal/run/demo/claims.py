@@ -79,8 +79,7 @@ def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, shut_out_
     shut_out = "banned" if account.banned else "suspended" if account.suspended_until_ms else ""
     if not shut_out:
         return Claim(name, False, f"{who} was not caught: {account.accepted} accepted, {account.rejected} rejected")
-    code = account.reason.partition(":")[0]
-    if code not in cast.cheat.reasons:
+    if account.reason.partition(":")[0] not in cast.cheat.reasons:
         expected = " or ".join(sorted(cast.cheat.reasons))
         return Claim(name, False, f"{who} was {shut_out} for {account.reason}, not for {expected}")
     after_s = (shut_out_at_ms - entries[0].at_ms) / 1000
@@ -211,8 +210,7 @@ def signed_manifest(folder: RunFolder) -> PolicyManifest:
         place, digest = (int(card["progress"]["incarnation"]), folder.recipe.run.steps), str(card["digest"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LedgerError(f"{path} cannot be read: {error}") from error
-    data = Tree(folder.path / "origin").read(manifest_key(place))
-    if data is None:
+    if (data := Tree(folder.path / "origin").read(manifest_key(place))) is None:
         raise LedgerError(f"the origin in {folder.path / 'origin'} does not have the last version")
     manifest = read_manifest(data, folder.run_id, folder.trainer_key)
     if manifest.policy.digest != digest:

@@ -257,8 +257,7 @@ class FolderPlace(Place):
 
     def calibration(self, digest: str) -> protocol.Calibration | None:
         """As a validator or the owner signed it; None if it is not kept, or is none."""
-        text = self.reader.setting(f"calibration/{digest}")
-        if text is None or protocol.document_hash(text) != digest:
+        if (text := self.reader.setting(f"calibration/{digest}")) is None or protocol.document_hash(text) != digest:
             return None
         certificates = [*self._folder.certificates, *orders_of(self.reader).certificates]
         keys = {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
@@ -432,8 +431,7 @@ def _pin(data: bytes, source: str) -> Pin | None:
 
 def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
     """Write the proof of a fork, if what is here proves it; what to add to the error."""
-    head = place.signed_head()
-    if head is None or not isinstance(error.statement, protocol.SignedDocument):
+    if (head := place.signed_head()) is None or not isinstance(error.statement, protocol.SignedDocument):
         return ""
     certificates = {str(each.document.get("public_key")): each for each in place.certificates()} | keys.certificates
     rows = (entry for entry in place.entries() if entry.index >= error.index)

@@ -71,8 +71,7 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
 
 
 def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:
-    evidence = place.evidence([entry]).get(entry.index)
-    if evidence is None or evidence.verdict is None:
+    if (evidence := place.evidence([entry]).get(entry.index)) is None or evidence.verdict is None:
         return Rechecked("different", "there is no verdict behind it")
     try:
         lease, body = place.kept(str(entry.body["submission"]))
