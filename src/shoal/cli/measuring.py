@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,8 @@ def worked(
     what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any],
     kept: str = "what is done is kept in {}, and the same command continues",
 ) -> Any:  # fmt: skip
-    """The result of `work(processes, stop, report)`, which keeps what it does in the folder; told to stop, the command
-    ends. A reward function, or a program under test, may do anything: processes beside this one score."""
+    """The result of `work(processes, folder, stop, report)`; told to stop, the command ends. A reward function, or a
+    program under test, may do anything: processes beside this one score."""
     stop = stop_on_signals()
 
     def processes() -> ScoringPool:
@@ -101,7 +102,7 @@ def worked(
         return pool
 
     with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
-        found = work(processes, stop, report)
+        found = work(processes, folder, stop, report)
     if found is None:
         echo(f"stopped; {kept.format(folder)}", err=True)
         raise Exit(TOLD_TO_STOP_CODE)
@@ -119,14 +120,10 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
     if out is None:  # a folder that follows from what is evaluated: the same command finds it again
         digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
         out = Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(source.label)}-{digest[:8]}"
-    summary, folder = job.finished(out, evaluation.about), out
-    if summary is not None:
+    if (summary := job.finished(out, evaluation.about)) is not None:
         echo(f"this evaluation is done already: {out}", err=True)
     else:
-        summary = worked(
-            "evaluating", out, source, evaluation.chosen.environment,
-            lambda processes, stop, report: job.evaluate(evaluation, processes, folder, stop, report),
-        )  # fmt: skip
+        summary = worked("evaluating", out, source, evaluation.chosen.environment, partial(job.evaluate, evaluation))
     say(summary, source.label, leaks, out)
     if all(untold):
         echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
@@ -147,11 +144,8 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
         except (OSError, ValueError) as error:
             raise UserError(f"{out / job.ENVIRONMENT} cannot be read: say with --env what the tasks are") from error
     environment = scorable(source)
-    summary = worked(
-        "scoring", out, source, environment,
-        lambda processes, stop, report: job.rescore(out, source.settings, environment, processes, stop, report),
-        "{} is as it was",
-    )  # fmt: skip
+    rescoring = partial(job.rescore, source.settings, environment)
+    summary = worked("scoring", out, source, environment, rescoring, "{} is as it was")
     say(summary, source.label, Leaks(), out)
     scored = f"{summary['scored_tasks']:,} of {summary['chosen']['tasks']:,} tasks"
     continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
@@ -215,10 +209,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
         filtering.refuse_taken(table.columns, name)
     work = work_of(out)
     environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
-    journal = worked(
-        "filtering", work, source, environment,
-        lambda processes, stop, report: job.measure(evaluation, processes, work, stop, report),
-    )  # fmt: skip
+    journal = worked("filtering", work, source, environment, partial(job.measure, evaluation))
     rates = filtering.rates_by_row(environment, plan.split, journal.records())
     echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
     summary = summary_of(plan, journal.records())

@@ -262,7 +262,7 @@ def _write_results(about: dict[str, Any], plan: SamplingPlan, journal: Evaluatio
 
 
 def rescore(
-    out: Path, settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], stop: StopToken,
+    settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], out: Path, stop: StopToken,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """None if it was told to stop. Nothing is replaced before all is scored. An evaluation that is not finished, or a

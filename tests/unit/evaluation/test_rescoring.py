@@ -46,7 +46,7 @@ def run(out: Path, given: EvaluationJob, scorer: Any = None) -> Any:
 
 def again(out: Path, settings: EnvironmentSettings, scorer: Any = None, stop: StopToken | None = None) -> Any:
     environment = build(settings)
-    return rescore(out, settings, environment, lambda: scorer or DirectScorer(environment), stop or StopToken())
+    return rescore(settings, environment, lambda: scorer or DirectScorer(environment), out, stop or StopToken())
 
 
 def content(out: Path) -> dict[str, bytes]:
