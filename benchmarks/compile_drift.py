@@ -29,7 +29,7 @@ from shoal.models.state import policy_state
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import MemorySettings, TrainerSettings
-from shoal.trainer.step import StepPlan, train_samples
+from shoal.trainer.step import StepWork, train_samples
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def main() -> None:
             compiled, eager, truth = (logprobs(model, held_out) for model in (fast.model, twin, exact))
             near, band, far = distance(compiled, eager), distance(eager, truth), distance(compiled, truth)
             points.append((step, near / band))
-        work, plan = batch(step, scale), StepPlan(step=step, temperature=1.0, recorded=False)
+        work, plan = batch(step, scale), StepWork(step=step, temperature=1.0, recorded=False)
         rows = [train_samples(learner, work, plan) for learner in (fast, slow)]
         if step % options.every == 0:
             losses = " | ".join(f"{row['loss']:.4f}" for row in rows)

@@ -38,7 +38,7 @@ from shoal.validator.case import Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.evidence import STRIKE, log_evidence, log_evidences
 from shoal.validator.profiles import CHANNELS, Profile
-from shoal.validator.specimens import Terms
+from shoal.validator.verdicts import Terms
 
 Array = npt.NDArray[Any]
 COLUMNS = {

@@ -38,8 +38,7 @@ from shoal.validator.calibrate import OPENINGS, Plan, measure
 from shoal.validator.case import replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profiles, load_profiles
-from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import POLICY, Docket, Machine, Terms, docket_of
 
 
 class Bench:

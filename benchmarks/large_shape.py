@@ -40,10 +40,10 @@ from shoal.trainer.learner import Learner, new_learner, starting_model
 from shoal.trainer.publisher import views_of
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings
-from shoal.trainer.step import StepPlan, train_samples
+from shoal.trainer.step import StepWork, train_samples
 from shoal.validator.calibrate import Plan, measure, openings
 from shoal.validator.judge import Judge
-from shoal.validator.specimens import POLICY, Terms, docket_of
+from shoal.validator.verdicts import POLICY, Terms, docket_of
 
 WAIT_S = 300.0
 GIB = 2**30
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         for number in range(2):
             said = log.timed(
                 f"trainer: step {number}",
-                lambda number=number: train_samples(learner, work, StepPlan(step=number, temperature=1.0)),
+                lambda number=number: train_samples(learner, work, StepWork(step=number, temperature=1.0)),
                 tokens=tokens,
             )
             log.note(f"trainer: step {number}", loss=said["loss"], grad_norm=said["grad_norm"])

@@ -20,7 +20,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from transformers import DynamicCache
 
 from shoal.models.load import load_model
 from shoal.models.logprobs import Head
-from shoal.sampling import sampler, stream_torch
+from shoal.sampling import philox4x32, sampler
 from shoal.sampling.check import SeedTolerance, distances
 from shoal.sampling.inverse import Floats, cumulative, sample
 
@@ -180,14 +180,22 @@ def changed(model: Any, change: Callable[[Any], None]) -> Iterator[None]:
             parameter.copy_(value)
 
 
+def halves(seeds: Iterable[int], device: Any) -> list[Tensor]:
+    """The lower and the upper 32 bits of each seed, [seeds, 1]."""
+    return [torch.tensor([[int(seed) >> shift & 2**32 - 1] for seed in seeds], device=device) for shift in (0, 32)]
+
+
+def uniforms_of(seeds: Iterable[int], count: int, device: Any) -> Tensor:
+    return sampler.uniforms_of(torch.arange(count, device=device)[None], *halves(seeds, device))
+
+
 def gumbel_noise(seeds: Array, positions: Tensor, vocabulary: int) -> Tensor:
     """One Gumbel number per row and token, in float32: rows are (seed, position)."""
     device = positions.device
-    key = stream_torch.seed_key([int(seed) for seed in seeds], device)
     zero, one = (torch.full((1, 1), value, dtype=torch.int64, device=device) for value in (0, 1))
     counter = (positions[:, None], zero, torch.arange(vocabulary, device=device)[None], one)
-    word0, word1, *_ = stream_torch.philox4x32(counter, (key[0][:, None], key[1][:, None]))
-    uniform = stream_torch.as_uniforms(word0, word1).clamp_(min=2.0**-54)
+    word0, word1, *_ = philox4x32(counter, halves(seeds, device))
+    uniform = (((word0 >> 5) * 2**26 + (word1 >> 6)).double() * 2.0**-53).clamp_(min=2.0**-54)
     return -torch.log(-torch.log(uniform)).float()
 
 
@@ -204,7 +212,7 @@ class Drawn:
 def decode(model: Any, prompts_RP: Tensor, tokens: int, temperature: float) -> Drawn:
     rows, vocabulary, half = len(prompts_RP), model.config.vocab_size, len(prompts_RP) // 2
     head, cache = Head.of(model), DynamicCache(config=model.config)
-    uniforms = stream_torch.uniforms_block(range(half), 0, tokens, model.device)
+    uniforms = uniforms_of(range(half), tokens, model.device)
     seeds, inputs = np.arange(half), prompts_RP
     said, states, started = [], [], time.process_time()
     for step in range(tokens):
@@ -234,8 +242,8 @@ def prefill(model: Any, drawn: Drawn) -> Tensor:
 
 def compare_inverse(model: Any, drawn: Drawn, hidden: Tensor, prover_head: Head, prover: Prover) -> dict[str, Array]:
     rows, tokens = drawn.tokens.shape[0] // 2, drawn.tokens.shape[1]
-    uniforms_N = stream_torch.uniforms_block(range(rows), 0, tokens, model.device).reshape(-1)
-    wrong_N = stream_torch.uniforms_block(range(2**40, 2**40 + rows), 0, tokens, model.device).reshape(-1)
+    uniforms_N = uniforms_of(range(rows), tokens, model.device).reshape(-1)
+    wrong_N = uniforms_of(range(2**40, 2**40 + rows), tokens, model.device).reshape(-1)
     columns: dict[str, list[Array]] = {}
     head, size = Head.of(model), _tile(model)
     tensors = (hidden[:rows].flatten(0, 1), drawn.hidden[:rows].flatten(0, 1), drawn.tokens[:rows].reshape(-1))

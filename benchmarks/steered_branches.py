@@ -47,7 +47,7 @@ from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.profiles import Profile
 from shoal.validator.rewards import Group, Scored, completion_ids
-from shoal.validator.specimens import Machine, Terms
+from shoal.validator.verdicts import Machine, Terms
 
 GROUPS_AT_ONCE = 16
 NODES = 2_000

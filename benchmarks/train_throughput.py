@@ -37,7 +37,7 @@ from shoal.algorithms.losses import LossParameters, LossTokens, two_sided_clip
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import MemorySettings, TrainerSettings
-from shoal.trainer.step import StepPlan, train_samples
+from shoal.trainer.step import StepWork, train_samples
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, HEAD, INNER, VOCABULARY = 28, 1024, 16, 8, 128, 3072, 151_936
 MATRICES = LAYERS * (HIDDEN * HEAD * (2 * HEADS + 2 * KEY_HEADS) + 3 * HIDDEN * INNER)
@@ -103,7 +103,7 @@ def ours(work: Work, *, compiled: bool = True, recompute: bool = False) -> Calla
     assert learner.packed
     if OPTIONS.kept is not None:
         torch._functorch.config.activation_memory_budget = OPTIONS.kept
-    prepared, plan = work.prepared(), StepPlan(step=0, temperature=1.0)
+    prepared, plan = work.prepared(), StepWork(step=0, temperature=1.0)
     return lambda: void(train_samples(learner, prepared, plan))
 
 

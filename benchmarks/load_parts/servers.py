@@ -55,7 +55,7 @@ def hub_config(folder: Path, database: str) -> HubConfig:
 
 
 def serve_hub(folder: Path, database: str) -> None:
-    from shoal.hub import run_hub
+    from shoal.hub.http.server import run_hub
 
     run_hub(hub_config(folder, database), _stop_with_input(), on_ready=lambda url: print(url, flush=True))
 

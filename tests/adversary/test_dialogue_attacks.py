@@ -7,6 +7,7 @@ thing is rejected for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kit.trial import docket
 from shoal import protocol
 from shoal.engines import GenerationRequest, PrefillRequest, build
 from shoal.engines.dialogue import Dialogue, dialogue_for
@@ -30,11 +32,9 @@ from shoal.validator.bands import Bands
 from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import AccidentLimits, load_profiles
-from shoal.validator.verdicts import Docket
 from shoal.worker.loop import generate
 
 EOS = 1
-HUB = protocol.SigningKey.from_seed(b"h" * 32)
 REF = protocol.PolicyRef(incarnation=0, version=3, digest="d" * 64)
 ENVIRONMENT = build_environment(EnvironmentSettings(name="calculator", options={"number_credit": 0.1}))
 LIMIT = 28
@@ -77,12 +77,9 @@ def talk(of: protocol.Lease) -> Dialogue:
 
 
 def verdicts(of: protocol.Lease, what: protocol.Submission, depth: Any) -> list[protocol.Verdict]:
-    body = protocol.pack(what)
-    audit = protocol.Audit(
-        submission=protocol.submission_digest(body), size_bytes=len(body), lease=protocol.sign_document(of, HUB),
-        received_at_ms=1, deadline_ms=2, depth=depth,
-    )  # fmt: skip
-    return Judge(ENVIRONMENT, load_profiles()).verdicts([Docket(audit, of, body)], loaded())
+    made = docket(of, what)
+    made = replace(made, audit=made.audit.model_copy(update={"depth": depth}))
+    return Judge(ENVIRONMENT, load_profiles()).verdicts([made], loaded())
 
 
 def judged(of: protocol.Lease, what: protocol.Submission, depth: Any = "full") -> protocol.Verdict:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gzip
 import socket
 import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from kit import Patch
-from kit.hostile import Answer, Asked, HostileHub, hostile_hub
+from kit import Patch, eventually
+from kit.cast import ScriptedSource
+from kit.hostile import Answer, Asked, HostileHub, hostile_hub, hub
 from shoal import protocol
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
@@ -33,13 +33,7 @@ from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, nearness
 
-
-@pytest.fixture
-def hub() -> Iterator[HostileHub]:
-    with hostile_hub() as served:
-        yield served
-
-
+__all__ = ["hub"]  # a fixture
 KEY = protocol.SigningKey.generate()
 
 
@@ -300,32 +294,16 @@ def test_a_status_without_end_is_not_read(hub: HostileHub, monkeypatch: Patch) -
 
 
 @contextmanager
-def sending(head: bytes, again: bytes, pause_s: float = 0.0) -> Iterator[tuple[str, list[int]]]:
-    """A server that answers anything with `head` and then, for ever, with `again`; its URL, and what each one took."""
-    over, taken = threading.Event(), list[int]()
+def sending(head: bytes, again: bytes, pause_s: float = 0.0) -> Iterator[ScriptedSource]:
+    """A server that answers anything with `head` and then, for ever, with `again`."""
 
-    def answer(connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            connection.recv(65536)
-            connection.sendall(head)
-            taken.append(0)
-            while not over.wait(pause_s):
-                connection.sendall(again)
-                taken[-1] += len(again)
+    def drip(_target: str, to: socket.socket) -> None:
+        to.sendall(head)
+        while not source.closed.wait(pause_s):
+            to.sendall(again)
 
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
-    finally:
-        over.set()
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    with closing(ScriptedSource(drip)) as source:
+        yield source
 
 
 DRIPS = {
@@ -339,8 +317,8 @@ DRIPS = {
 @pytest.mark.timeout(30)
 def test_an_answer_that_never_ends_is_left_when_its_time_is_over(drip: str) -> None:
     with (
-        sending(*DRIPS[drip]) as (url, _),
-        client_of(url, 0.2, connect_timeout_s=0.5, answer_timeout_s=0.5) as client,
+        sending(*DRIPS[drip]) as server,
+        client_of(server.url, 0.2, connect_timeout_s=0.5, answer_timeout_s=0.5) as client,
         pytest.raises(HubUnreachable, match="too long in all"),
     ):
         client.trusted_run()
@@ -351,13 +329,12 @@ def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: Patch) -> N
     monkeypatch.setattr(exchange, "STOP_GRACE_S", 0.1)
     stop = StopToken()
     with (
-        sending(*DRIPS["a head that drips"]) as (url, taken),
-        client_of(url, 600, stop, answer_timeout_s=600) as client,
+        sending(*DRIPS["a head that drips"]) as server,
+        client_of(server.url, 600, stop, answer_timeout_s=600) as client,
     ):
 
         def stop_it() -> None:
-            while not taken:
-                time.sleep(0.01)
+            eventually(lambda: server.seen)
             stop.set("asked")
 
         threading.Thread(target=stop_it, daemon=True).start()

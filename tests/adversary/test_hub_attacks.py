@@ -35,10 +35,6 @@ def worker(hub: Hub) -> Caller:
     return hub.worker()
 
 
-def status(hub: Hub) -> protocol.RunStatus:
-    return protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
-
-
 # ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -186,7 +182,7 @@ def test_sybil_keys_after_a_ban(tmp_path_factory: TempPaths) -> None:
         taken = [lease for sybil in sybils for lease in sybil.lease(16)]
         assert len(taken) <= 8  # a quarter of the 32 units that two steps may have alive
         assert len(honest.lease(16)) == 12  # its window: a newcomer's four, and one more for each group accepted
-        assert all(node.on_probation for node in status(hub).nodes if node.accepted == 0 and node.role == "worker")
+        assert all(node.on_probation for node in hub.status().nodes if node.accepted == 0 and node.role == "worker")
 
 
 # ── what was written down ────────────────────────────────────────────────────────────────────────────────────────

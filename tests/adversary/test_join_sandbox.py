@@ -5,7 +5,6 @@ The attacks run in the very sandbox that the worker runs in, made by the same fu
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 
 from kit import Capture, Logs, Patch, TempPaths
-from kit.hostile import HostileHub, hostile_hub
+from kit.hostile import HostileHub, hostile_hub, hub
 from kit.sandbox import needs_bubblewrap
 from shoal.cli.main import main
 from shoal.client.http import open_http
@@ -36,7 +35,7 @@ from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach, TargetRefused, c
 
 DEADLINE_S = 60
 INSIDE = """
-import ctypes, json, os, pathlib, socket, sys
+import json, os, pathlib, socket, sys
 from shoal.client.http import open_http
 given = json.loads(sys.argv[1])
 found = {}
@@ -85,8 +84,6 @@ attempt("a file of the kernel", lambda: [path for path in kernel if os.access(pa
 attempt("the name of its own thread", lambda: write("/proc/thread-self/comm", "worker"))
 attempt("the machine's private keys", lambda: os.listdir("/etc/ssl/private"))
 attempt("another user namespace", lambda: os.system("unshare --user true 2>/dev/null") and 1 / 0)
-libc = ctypes.CDLL(None)
-attempt("the keyring", lambda: libc.syscall(given["keyctl"], 10, -3, b"user", given["mark"].encode(), 0) > 0 or 1 / 0)
 sizes = [(found.f_blocks * found.f_frsize) for found in map(os.statvfs, ("/tmp", "/dev/shm"))]
 attempt("all of the memory", lambda: max(sizes) > 2**31 or 1 / 0)
 attempt("mount", lambda: os.system("mount -t tmpfs none /mnt 2>/dev/null") and 1 / 0)
@@ -94,10 +91,7 @@ print(json.dumps({"found": found, "environment": dict(os.environ)}))
 """
 
 
-@pytest.fixture
-def hub() -> Iterator[HostileHub]:
-    with hostile_hub() as served:
-        yield served
+__all__ = ["hub"]  # a fixture
 
 
 @pytest.fixture
@@ -106,23 +100,10 @@ def other() -> Iterator[HostileHub]:
         yield served
 
 
-def keyring_of(mark: str) -> Callable[[], None]:
-    """In the child: the session keyring of a user who has logged in, with a key in it; then what the sandbox does."""
-    libc, machine = ctypes.CDLL(None), os.uname().machine
-
-    def enter() -> None:
-        libc.syscall(sandbox.KEYCTL[machine], 1, b"login")
-        libc.syscall({"x86_64": 248, "aarch64": 217}[machine], b"user", mark.encode(), b"secret", 6, -3)
-        sandbox._own_keyring()
-
-    return enter
-
-
 @needs_bubblewrap
 def test_inside_reaches_the_run_and_own_folder(hub, other, tmp_path, monkeypatch):
     for name in ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN"):
         monkeypatch.setenv(name, "secret")
-    keyctl = sandbox.KEYCTL.get(os.uname().machine, -1)
     folder = tmp_path / "node"
     folder.mkdir()
     mark = f"shoal-test-{os.urandom(8).hex()}"
@@ -142,12 +123,11 @@ def test_inside_reaches_the_run_and_own_folder(hub, other, tmp_path, monkeypatch
             "hub": hub.url, "other": other.url, "planted": planted.name, "folder": str(folder), "mark": mark,
             "hub_port": int(hub.url.rpartition(":")[2]), "other_port": int(other.url.rpartition(":")[2]),
             "package": str(Path(targets.__file__).parents[1]), "parent": os.getpid(), "abstract": mark,
-            "keyctl": keyctl,
         }  # fmt: skip
         around = [str(shutil.which("bwrap")), *sandbox._options(folder, forwarder.folder)]
         ran = subprocess.run(
             [*around, "--", sys.executable, "-c", INSIDE, json.dumps(given)], env=sandbox._environment(),
-            capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=keyring_of(mark),
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     said: dict[str, Any] = json.loads(ran.stdout)
@@ -169,39 +149,26 @@ def test_inside_reaches_the_run_and_own_folder(hub, other, tmp_path, monkeypatch
     assert other.requests == []
 
 
-def without_bubblewrap(folder: Path, monkeypatch: Patch) -> None:
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-
-
-def with_one_that_may_not(folder: Path, monkeypatch: Patch) -> None:
-    without_bubblewrap(folder, monkeypatch)
-    (folder / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    (folder / "bwrap").chmod(0o755)
-
-
-def with_an_old_one(option: str) -> Callable[[Path, Patch], None]:
-    """It makes every sandbox but one with this option."""
-    refusal = f"{option}) echo 'bwrap: Unknown option {option}' >&2; exit 1"
-
-    def prepare(folder: Path, monkeypatch: Patch) -> None:
-        with_one_that_may_not(folder, monkeypatch)
-        (folder / "bwrap").write_text(f"#!/bin/sh\nfor word; do case $word in {refusal};; esac; done\n")
-
-    return prepare
+FORBIDDEN = "echo 'bwrap: No permissions to create new namespace' >&2; exit 1"
+OLD = "for word; do case $word in %s) echo 'bwrap: Unknown option' >&2; exit 1;; esac; done"
 
 
 @pytest.mark.parametrize(
-    ("prepare", "complaint"),
+    ("program", "complaint"),
     [
-        (without_bubblewrap, "install bubblewrap"),
-        (with_one_that_may_not, "allow user namespaces"),
-        (with_an_old_one("--disable-userns"), "Install bubblewrap 0.8 or newer"),
-        (with_an_old_one("--size"), "Install bubblewrap 0.8 or newer"),
+        ("", "install bubblewrap"),
+        (FORBIDDEN, "allow user namespaces"),
+        (OLD % "--disable-userns", "Install bubblewrap 0.8 or newer"),
+        (OLD % "--size", "Install bubblewrap 0.8 or newer"),
     ],
 )
-def test_without_a_sandbox_there_is_no_work(hub, tmp_path, monkeypatch, capsys, prepare, complaint):
-    prepare(tmp_path / "bin", monkeypatch)
+def test_without_a_sandbox_there_is_no_work(hub, tmp_path, monkeypatch, capsys, program, complaint):
+    """There is no bubblewrap, it may not, or it makes every sandbox but one with this option."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    if program:
+        (tmp_path / "bin" / "bwrap").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "bin" / "bwrap").chmod(0o755)
     words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
     assert main(words) == 3
     assert complaint in capsys.readouterr().err
@@ -269,7 +236,7 @@ sys.exit(9 if ctypes.CDLL(None).syscall(KEYCTL, 10, -3, b"user", b"MARK", 0) > 0
 
 
 def test_the_worker_has_no_key_of_its_users_session(tmp_path: Path) -> None:
-    """By the function that starts it: the test above makes the sandbox, and its keyring, by itself."""
+    """By the function that starts it, which makes a keyring of its own."""
     machine, mark = os.uname().machine, f"shoal-test-{os.urandom(8).hex()}"
     keyctl, add_key = sandbox.KEYCTL.get(machine), {"x86_64": 248, "aarch64": 217}.get(machine)
     program = tmp_path / "bwrap"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -27,15 +28,14 @@ from kit.miner import (
     rewritten,
     typical,
 )
-from kit.trial import Judged, Trial, docket
+from kit.trial import Judged, Trial, docket, farthest
 from shoal.adversary import Cheat
-from shoal.engines import Engine, GenerationRequest, PrefillRequest
+from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import Outcome, Rollout, Severity, Submission, Verdict, pack_logprobs, pack_tokens
-from shoal.sampling import uniforms
-from shoal.sampling.check import distances
+from shoal.protocol import Outcome, Rollout, Severity, Submission, Tally, Verdict, pack_logprobs, pack_tokens
 from shoal.validator.canary import SPOILERS, original_of
 from shoal.validator.case import SeenWork
+from shoal.validator.profiles import NoiseLimits
 from shoal.validator.verdicts import Docket
 
 FILLER, SPACE = 5, 4  # the digit 0, and " "
@@ -223,17 +223,6 @@ def honest_long(long: Mine) -> Trial:
     return trial
 
 
-def farthest(mine: Mine, engine: Engine, each: Judged) -> float:
-    """How far a uniform lies outside the interval of its token, at most, as this engine sees it."""
-    lease = each.lease
-    asked = [
-        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
-        for rollout in each.submission.rollouts
-    ]
-    seen = zip(lease.seed_numbers, engine.prefill(asked), strict=True)
-    return max(float(distances(uniforms(s, 0, len(p.cdf_low)), p.cdf_low, p.cdf_high).max()) for s, p in seen)
-
-
 @pytest.mark.parametrize("name", ["an early end", "a suppressed end"])
 def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, coarse: Mine) -> None:
     """Not trained on, not paid, and struck when their number shows: what a far token would have to pass for, an
@@ -247,7 +236,7 @@ def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, c
     limit = coarse.judge.profiles[coarse.profile].sampling.distance
     accepted = [each for each in trial.judged if each.verdict.outcome is Outcome.ACCEPTED]
     for each in accepted:
-        assert min(farthest(coarse, engine, each) for engine in coarse.engines.values()) <= limit
+        assert min(farthest(engine, each.lease, each.submission) for engine in coarse.engines.values()) <= limit
     assert len(accepted) < len(trial.judged) / 2
     assert trial.until_caught() is not None
 
@@ -261,10 +250,21 @@ def test_one_declared_log_probability_that_is_far_off_is_never_accepted(coarse: 
         assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
 
 
-def test_early_exit_of_the_last_layer_is_caught(coarse: Mine) -> None:
-    trial = coarse.tried(Miner(lambda engine, _loot: EarlyExit(engine)), range(16), stop_when_banned=True)
+@pytest.mark.parametrize("name", ["fp8-cache", "fp8-cache-vouched-for", "early-exit"])
+def test_shortcuts_that_are_coarser_than_bfloat16_are_banned(name: str, long: Mine) -> None:
+    make, _, reasons = BANNED_BY[name]
+    trial = tried(long, make)
     assert trial.until_banned() is not None
-    assert {each.verdict.reason for each in trial.rejected} <= {"sampling.seed", "likelihood.unlikely"}
+    also = {"sampling.drift", "logprobs.mismatch", "likelihood.unlikely"}
+    assert {each.verdict.reason for each in trial.rejected} <= reasons | also
+
+
+def test_an_int8_cache_of_a_bfloat16_worker_passes_as_its_errors_are_within_bfloat16s_own(long: Mine) -> None:
+    """A bound, not a guard (docs/guides/attack-your-run.md): in float32 it is banned, see above."""
+    trial = tried(long, lambda engine: CoarseCache(engine, int8))
+    assert not trial.rejected
+    sums = reduce(Tally.plus, [each.verdict.tally for each in trial.judged])
+    assert all(sums.of(name).seen < sums.of(name).expected for name in NoiseLimits.model_fields)
 
 
 # ── canaries ─────────────────────────────────────────────────────────────────────────────────────────────────────

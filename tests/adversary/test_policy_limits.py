@@ -349,13 +349,42 @@ KNOWN_PATTERNS = {
     "Kimi": r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{M}&&[^\p{Han}]]+(?i:'s|'t)?|\p{N}{1,3}",
     "BLOOM": r" ?[^(\s|[.,!?…。、।])]+",
     "Falcon": "[0-9][0-9][0-9]",
+    "GPT-4": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 
-@pytest.mark.parametrize("name", KNOWN_PATTERNS)
-def test_patterns_of_well_known_tokenizers_are_allowed(name):
-    split = {"type": "Split", "pattern": {"Regex": KNOWN_PATTERNS[name]}, "behavior": "Isolated", "invert": False}
-    assert tokenizer(pre_tokenizer=split).vocabulary_size == 4
+def split(name: str) -> dict[str, object]:
+    return {"type": "Split", "pattern": {"Regex": KNOWN_PATTERNS[name]}, "behavior": "Isolated", "invert": False}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+WELL_KNOWN: dict[str, dict[str, object]] = {
+    **{name: {"pre_tokenizer": split(name)} for name in KNOWN_PATTERNS},
+    "Llama 2, Mistral, Gemma": {
+        "normalizer": {
+            "type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replacing("▁", String=" ")]
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                replacing(" ", String="▁"), {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+    },
+    "Llama 3, Qwen": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split("GPT-4"), BYTES]},
+        "decoder": {**BYTES, "add_prefix_space": True, "use_regex": True},
+    },
+    "XGLM, T5": {"normalizer": replacing("▁", Regex=" {2,}")},
+    "quotes": {"normalizer": replacing('"', String="``")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WELL_KNOWN)
+def test_patterns_and_steps_of_well_known_tokenizers_are_allowed(name):
+    assert tokenizer(**WELL_KNOWN[name]).vocabulary_size == 4
 
 
 def test_tokenizer_that_breaks_the_library_is_an_error_in_words(monkeypatch):
@@ -370,43 +399,3 @@ def test_tokenizer_that_breaks_the_library_is_an_error_in_words(monkeypatch):
     texts._tokenizer = Broken()
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot decode tokens: index out of bounds"):
         texts.decode_many([[1]])
-
-
-GPT4 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {  # Llama 2, Mistral, Gemma
-            "normalizer": {
-                "type": "Sequence",
-                "normalizers": [{"type": "Prepend", "prepend": "▁"}, replacing("▁", String=" ")],
-            },
-            "decoder": {
-                "type": "Sequence",
-                "decoders": [
-                    replacing(" ", String="▁"), {"type": "ByteFallback"}, {"type": "Fuse"},
-                    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-                ],
-            },
-        },
-        {  # Llama 3, Qwen
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": GPT4}, "behavior": "Isolated", "invert": False},
-                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-                ],
-            },
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        },
-        {"normalizer": replacing("▁", Regex=" {2,}")},  # XGLM, T5
-        {"normalizer": replacing('"', String="``")},
-    ],
-)  # fmt: skip
-def test_steps_of_well_known_tokenizers_are_allowed(parts):
-    assert tokenizer(**parts).vocabulary_size == 4

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit import TempPaths
 from kit.door import Hub, ok, refusal, running_hub
+from kit.hub import make_config
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
 from shoal.hub.state.rows import NodeRow, Rules
 from shoal.ledger import fold
-from shoal.protocol import LedgerEntry, LedgerPage, NodeState, NodeView, RunStatus, Severity
-from shoal.run.recipe import Recipe
+from shoal.protocol import LedgerEntry, LedgerPage, NodeState, NodeView, Severity
 
 TRUSTED_AFTER = 30  # full audits passed: the next are p = 1/3
 CERTAIN = {
@@ -62,11 +63,8 @@ class Sleeping:
         self.validator.judge(audit, **(CERTAIN if cheats and audit.depth == "full" else {}))
         return lease.unit, audit.depth == "full"
 
-    def status(self) -> RunStatus:
-        return RunStatus.model_validate_json(ok(self.hub.http.get("/status")).content)
-
     def node(self) -> NodeView:
-        return next(node for node in self.status().nodes if node.name == "sleeper")
+        return next(node for node in self.hub.status().nodes if node.name == "sleeper")
 
     def ledger(self) -> list[LedgerEntry]:
         entries: list[LedgerEntry] = []
@@ -98,7 +96,7 @@ def caught(tmp_path_factory: TempPaths) -> Caught:
             after=sleeper.node(),
             refused=refusal(sleeper.worker.call("POST", "/leases", {"request": "request-again"})),
             entries=sleeper.ledger(),
-            units=sleeper.status().units,
+            units=hub.status().units,
         )
 
 
@@ -128,7 +126,7 @@ def test_its_pending_credit_is_void(caught: Caught) -> None:
 
 def test_how_long_a_sleeper_lasts_that_is_trusted_most() -> None:
     """The hub's own draws, under 2,000 secrets: 20 groups on average until the first full audit, 90 at the 99th."""
-    rules = machine_rules()
+    rules = make_config(Path(), settings={"audit": "reputation"}).rules
     node = NodeRow("n" * 32, "k" * 64, "worker", "sleeper", 0, streak=10_000, passed=10_000)
     assert full_audit_probability(rules, node) == 0.05
     lasted = [_lasts(rules, node, f"secret-{number}".encode()) for number in range(2_000)]
@@ -141,14 +139,3 @@ def _lasts(rules: Rules, node: NodeRow, secret: bytes) -> int:
         if depth_for(rules, node, audit_fraction(secret, f"{number:064x}")) == "full":
             return number
     raise AssertionError("never looked at")
-
-
-def machine_rules() -> Rules:
-    recipe = Recipe.model_validate({"hub": {"audit": "reputation"}})
-    run, hub = recipe.run, recipe.hub
-    return Rules(
-        steps=run.steps, groups_per_step=run.groups_per_step, group_size=run.group_size,
-        max_staleness=run.max_staleness, max_new_tokens=run.max_new_tokens,
-        refill_cap=hub.refill_cap, leases_per_node=hub.leases_per_node, lease_ms=60_000, audit_ms=60_000,
-        audit=hub.audit, credit_window_ms=600_000, newcomer_share=hub.newcomer_share,
-    )  # fmt: skip

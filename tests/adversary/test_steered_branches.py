@@ -34,8 +34,7 @@ from shoal.validator.branches import Lookout
 from shoal.validator.case import Case, read_body, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.specimens import POLICY, Terms, docket_of
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import POLICY, Docket, Terms, docket_of
 
 KEY = protocol.SigningKey.from_seed(b"k" * 32)
 EOS, TOKENS, GROUP = 1, 16, 16
@@ -71,10 +70,6 @@ class Rounding(ScriptedEngine):
         logits_V, hidden_H = super()._step(sequence)
         noise_V = uniforms(hash(tuple(sequence)) % 2**63, 0, len(logits_V)) - 0.5
         return (logits_V + ROUNDING * noise_V).astype(np.float32), hidden_H
-
-
-def value_of(_prompt: tuple[int, ...]) -> object:
-    return lambda completion: is_right([token for token in completion.token_ids.tolist() if token != EOS])
 
 
 def ready(engine: ScriptedEngine) -> ScriptedEngine:
@@ -144,7 +139,10 @@ def node_of(engine: Engine, lookout: Lookout | None, groups: int = GROUPS, looke
 
 
 def steering(tries: int = 4) -> Engine:
-    return Branching(ready(Rounding()), value_of, REACH, tries)  # type: ignore[arg-type]
+    def value(completion: Completion) -> float:
+        return is_right([token for token in completion.token_ids.tolist() if token != EOS])
+
+    return Branching(ready(Rounding()), lambda _prompt: value, REACH, tries)
 
 
 def looking(seed: int = 0) -> Lookout:
@@ -185,7 +183,8 @@ def test_honest_work_under_the_same_looks_shows_nothing(honest: Node) -> None:
 def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
     """A key for every group: none has evidence enough of its own, all together do, and then nobody new is trusted."""
     suspicion, alone = Suspicion(), list[float]()
-    told = [as_accepted(verdict) for verdict in steered.verdicts]
+    honest = {"outcome": protocol.Outcome.ACCEPTED, "reason": "", "severity": None}  # of keys that nobody knows yet
+    told = [verdict.model_copy(update=honest) for verdict in steered.verdicts]
     for start in range(len(told)):
         row = NodeRow(f"{start:032x}", f"{start:064x}", "worker", f"n{start}", 0)
         assert list(evidence_groups(row)) == [NEWER]
@@ -195,11 +194,6 @@ def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
         alone.append(row.gains.value)
     assert suspicion.distrusted
     assert max(alone) < ENOUGH
-
-
-def as_accepted(verdict: protocol.Verdict) -> protocol.Verdict:
-    """What the same group shows of a key that nobody knows yet."""
-    return verdict.model_copy(update={"outcome": protocol.Outcome.ACCEPTED, "reason": "", "severity": None})
 
 
 @contextmanager
@@ -243,8 +237,7 @@ def test_the_hub_suspends_it_by_evidence_that_it_kept(steered: Node, tmp_path: P
 
 
 def node_view(hub: Hub) -> protocol.NodeView:
-    status = protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
-    return next(node for node in status.nodes if node.name == "steered")
+    return next(node for node in hub.status().nodes if node.name == "steered")
 
 
 def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(steered: Node, tmp_path: Path) -> None:
@@ -257,6 +250,6 @@ def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(ste
                 audit = handed_over(worker, validator, seen)
                 assert not audit.gains.suffices
             assert keys < 40
-        alarms = protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content).alarms
+        alarms = hub.status().alarms
     assert audit.distrusted == "newcomers"
     assert [alarm for alarm in alarms if "chosen for their reward" in alarm]

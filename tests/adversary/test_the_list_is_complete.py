@@ -42,7 +42,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "request for another run": ("test_hub_attacks::test_a_request_for_another_run",),
     "oversize body": ("test_hub_attacks::test_an_oversized_body",),
     "truncated body": ("test_hub_attacks::test_a_truncated_body", "cheat few"),
-    "bomb": ("test_hub_bombs::test_bombs_refused_in_bounded_memory",),
+    "bomb": ("test_hub_floods::test_bombs_refused_in_bounded_memory",),
     "NaN": ("cheat nan",),
     "out-of-vocabulary tokens": ("cheat vocabulary",),
     "flood of requests": ("test_hub_floods::test_a_flood_of_one_address",),

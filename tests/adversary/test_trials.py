@@ -1,21 +1,27 @@
-"""Rates: how many tokens it takes to catch what differs from honest work in few of them. The tiny policy, float32.
+"""Rates: how many tokens it takes to catch what differs from honest work in few of them, and what it gains until then.
 
 `benchmarks/cheats.py` shows the same for every cheat, and `benchmarks/seeded_sampling.py` on a real model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kit import Patch
 from kit.attack import HONEST, Attacked, results
-from kit.trial import PROFILES, Court, Judged, Trial
-from shoal.adversary import CHEATS, Cheat, find_cheat
+from kit.trial import PROFILES, Court, Trial
+from shoal.adversary import CHEATS, Cheat, Disguise, find_cheat
 from shoal.adversary.steering import steer
-from shoal.adversary.tokens import Sleeper
-from shoal.protocol import Outcome
+from shoal.adversary.tokens import TRIES, Sleeper
+from shoal.engines import Engine, GenerationRequest
+from shoal.engines.protocol import Groups
+from shoal.protocol import Lease, Outcome, PolicyManifest, PolicyRef, ProofParameters, Submission
+from shoal.shardcast import Payload
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 
@@ -26,12 +32,10 @@ def test_steering_inside_the_tolerance_is_caught_by_its_sums() -> None:
     trial = court.tried(steer(PROFILES[FLOAT32].sampling)(), range(100), stop_when_banned=True)
     assert trial.until_banned() is not None
     assert {each.verdict.reason for each in trial.rejected} <= CHEATS["steer"].reasons
-    assert all(worst_distance(each) < PROFILES[FLOAT32].sampling.distance for each in trial.rejected)
-
-
-def worst_distance(judged: Judged) -> float:
-    seen = [check.evidence for check in judged.verdict.checks if check.check == "sampling"]
-    return max(float(evidence["max_distance"]) for evidence in seen if "max_distance" in evidence)
+    for each in trial.rejected:
+        seen = [check.evidence for check in each.verdict.checks if check.check == "sampling"]
+        distances = [float(evidence["max_distance"]) for evidence in seen if "max_distance" in evidence]
+        assert max(distances) < PROFILES[FLOAT32].sampling.distance
 
 
 def test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums() -> None:
@@ -90,3 +94,72 @@ def test_a_sleeper_in_a_real_run_that_audits_by_reputation(tmp_path: Path, monke
     assert node.pending == 0
     assert (honest.rejected, honest.strikes) == (0, 0)
     assert any(entry.kind == "void" and entry.body["node"] == node.node for entry in entries)
+
+
+# ── why anyone would cheat: what each gains while nobody looks ────────────────────────────────────────────────────────
+
+GROUPS, GROUP_SIZE, LENGTH = 12, 8, 10
+
+
+class Counting(Disguise):
+    """Counts the completions that the engine behind a cheat is asked for."""
+
+    completions = 0
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        self.completions += sum(len(request.seeds) for request in requests)
+        return super().generate(requests, proof)
+
+
+class Counted(Court):
+    def build(self, files: Mapping[str, bytes]) -> Engine:
+        self.engine_behind = Counting(super().build(files))
+        return self.engine_behind
+
+    def drawn(self, cheat: Cheat) -> list[tuple[Lease, Submission]]:
+        return list(self.groups(cheat, [self.lease(unit) for unit in range(GROUPS)]))
+
+    def mean_reward(self, cheat: Cheat) -> float:
+        rewards = [self.rewards(lease.unit, submission) for lease, submission in self.drawn(cheat)]
+        return sum(map(sum, rewards)) / (GROUPS * GROUP_SIZE)
+
+    def tokens(self, cheat: Cheat) -> int:
+        return sum(len(rollout.token_ids) for _, submission in self.drawn(cheat) for rollout in submission.rollouts)
+
+
+@pytest.fixture
+def court() -> Counted:
+    return Counted(group_size=GROUP_SIZE, max_new_tokens=LENGTH)
+
+
+def test_best_of_earns_a_better_reward_for_more_work(court: Counted) -> None:
+    honest = court.mean_reward(Cheat())
+    assert court.mean_reward(find_cheat("best-of")) > honest + 0.03
+    assert court.engine_behind.completions == GROUPS * GROUP_SIZE * TRIES
+
+
+def test_answer_earns_nearly_the_whole_reward(court: Counted) -> None:
+    assert court.mean_reward(find_cheat("answer")) == 1.0
+
+
+def test_run_on_is_paid_for_more_tokens(court: Counted) -> None:
+    assert court.tokens(find_cheat("run-on")) == GROUPS * GROUP_SIZE * LENGTH
+    assert court.tokens(Cheat()) < 0.8 * GROUPS * GROUP_SIZE * LENGTH
+
+
+def test_stale_downloads_once_and_generates_by_what_it_has() -> None:
+    fetched: list[PolicyRef] = []
+
+    def fetch(ref: PolicyRef, _deadline_s: float) -> Payload:
+        fetched.append(ref)
+        fields: dict[str, Any] = {"run": "r", "entries": (), "chunk_size_bytes": 1, "chunks": (), "size_bytes": 0}
+        return Payload(PolicyManifest(policy=ref, created_at_ms=0, **fields), {}, [])
+
+    first = PolicyRef(incarnation=0, version=0, digest="a" * 64)
+    later = PolicyRef(incarnation=0, version=7, digest="b" * 64)
+    pretend = find_cheat("stale").fetch(fetch)
+    assert pretend(first, 1.0).manifest.policy == first
+    payload = pretend(later, 1.0)
+    assert payload.manifest.policy == later
+    assert fetched == [first]
+    assert replace(payload, manifest=pretend(first, 1.0).manifest) == pretend(first, 1.0)

@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engines import (
-    ENGINES,
-    Chunks,
-    Completion,
-    Engine,
-    GenerationRequest,
-    Prefill,
-    PrefillRequest,
-    build,
-    kind_of,
-)
+from shoal.engines import ENGINES, build, kind_of
+from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
@@ -183,9 +174,8 @@ def test_prefill_agrees_with_generation(engine, tiny, temperature):
     requests = [group(tiny, prompt, temperature=temperature) for prompt in PROMPTS]
     for completion, prefill in drawn_and_prefilled(engine, requests, None):
         np.testing.assert_allclose(prefill.logprobs, completion.logprobs, atol=1e-4)
-        np.testing.assert_allclose(
-            np.log(prefill.cdf_high - prefill.cdf_low), completion.logprobs, atol=1e-3, rtol=1e-3
-        )
+        width_T = prefill.cdf_high - prefill.cdf_low
+        np.testing.assert_allclose(np.log(width_T), completion.logprobs, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("proof", [ProofParameters(topk=16, rows=4), ProofParameters(topk=32, rows=1), PROOF], ids=str)
@@ -227,9 +217,8 @@ def test_entropy_and_varentropy_are_what_the_log_probabilities_of_draws_show(eng
 
 def test_prefill_results_are_in_order_whatever_the_lengths(engine, tiny):
     tokens = [np.array([5, 6, 7, 8][:n], np.int32) for n in (4, 1, 3, 2)]
-    requests = [
-        PrefillRequest(tiny.tokenizer.encode(prompt), ids, 1.0) for prompt, ids in zip(PROMPTS, tokens, strict=True)
-    ]
+    prompts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
+    requests = [PrefillRequest(prompt, ids, 1.0) for prompt, ids in zip(prompts, tokens, strict=True)]
     together = engine.prefill(requests)
     for request, prefill in zip(requests, together, strict=True):
         [alone] = engine.prefill([request])

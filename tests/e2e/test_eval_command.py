@@ -168,6 +168,15 @@ def rows(count: int) -> list[dict[str, object]]:
     return found
 
 
+def test_a_filter_that_could_measure_nothing_names_no_band(tmp_path: Path, capsys: Capture) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
+    data.write_text("".join(json.dumps({"question": f"Ж{number}", "answer": "1"}) + "\n" for number in range(5)))
+    assert main(["filter", "tiny", str(data), "--out", str(out), *SAMPLING]) == 2
+    said = capsys.readouterr()
+    assert "5 tasks left out: the prompt has characters that" in said.out
+    assert said.err.strip().endswith("no task could be measured: nothing was written; mend what the lines above name")
+
+
 def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
     lines = [json.dumps(row) for row in rows(40)]

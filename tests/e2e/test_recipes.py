@@ -62,6 +62,7 @@ def test_the_twin_of_the_described_recipe_runs_end_to_end(tmp_path: Path) -> Non
     environment = build(recipe.environment)
     with start_run(folder, recipe=TWIN) as run:
         assert run.wait() == 0, run.said()
+        assert f"{folder} keeps " in run.said()
 
     trained = [row for row in metrics(folder) if "loss" in row]
     assert [row["step"] for row in trained] == list(range(recipe.run.steps))

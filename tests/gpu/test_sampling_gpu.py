@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.sampling import kernels, sampler, uniforms_matrix
-from shoal.sampling.stream_torch import uniforms_block
+from shoal.sampling import kernels, sampler, uniforms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -28,12 +27,19 @@ def logits_of(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
     return logits
 
 
+def uniforms_on_gpu(seeds, start, count):
+    low, high = (torch.tensor([[seed >> shift & 2**32 - 1] for seed in seeds], device="cuda") for shift in (0, 32))
+    return sampler.uniforms_of(torch.arange(start, start + count, device="cuda")[None, :], low, high)
+
+
 def test_the_dice_are_the_same_bits():
     for vector in VECTORS:
-        found = uniforms_block([int(vector["seed"], 16)], vector["position"], 1, "cuda")
+        found = uniforms_on_gpu([int(vector["seed"], 16)], vector["position"], 1)
         assert found.item() == vector["bits"] / 2**53
     seeds = [0, 1, 2**63, 2**64 - 1, *range(2**40, 2**40 + 60)]
-    np.testing.assert_array_equal(uniforms_block(seeds, 3, 500, "cuda").cpu().numpy(), uniforms_matrix(seeds, 3, 500))
+    np.testing.assert_array_equal(
+        uniforms_on_gpu(seeds, 3, 500).cpu().numpy(), [uniforms(seed, 3, 500) for seed in seeds]
+    )
 
 
 def test_the_kernels_are_in_use():
@@ -58,7 +64,7 @@ def test_statistics_agree_with_the_cpu(vocabulary, temperature):
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_tokens_are_those_of_the_cpu_and_lie_in_their_intervals(vocabulary):
     logits = logits_of(256, vocabulary)
-    u = torch.from_numpy(uniforms_matrix(range(256), 0, 1)[:, 0].copy())
+    u = torch.from_numpy(np.concatenate([uniforms(seed, 0, 1) for seed in range(256)]))
     u[0], u[1], u[2] = 1 - 2**-53, 0.0, 1 - 2**-53
     ours, theirs = sampler.sample(logits.cuda(), u.cuda(), 0.8), sampler.sample(logits, u, 0.8)
     assert torch.equal(ours.tokens.cpu(), theirs.tokens)

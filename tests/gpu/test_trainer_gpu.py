@@ -16,7 +16,7 @@ from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies
 from shoal.trainer.learner import new_learner
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings
-from shoal.trainer.step import StepPlan, train_samples
+from shoal.trainer.step import StepWork, train_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -168,7 +168,7 @@ def test_adapters_in_bfloat16_are_merged_into_the_base_as_it_was():
     add_adapters(model, shape)
     memory = MemorySettings(precision="bfloat16")
     learner = new_learner(model, TrainerSettings(lora=LoraSettings(rank=2, targets=shape.targets), memory=memory))
-    train_samples(learner, prepared(), StepPlan(step=0, temperature=1.0))
+    train_samples(learner, prepared(), StepWork(step=0, temperature=1.0))
     base, state = build_tiny(1).state_dict(), learner.state()
     assert all(torch.equal(state[name].cpu(), value) for name, value in base.items())
     taken = Copies().take(learner, with_training=True)
@@ -189,7 +189,7 @@ def test_a_step_in_bfloat16_moves_the_masters_as_float32_does(recompute):
         for each in (MemorySettings(), memory)
     ]
     before = {name: tensor.clone() for name, tensor in learners[0].state().items()}
-    rows = [train_samples(learner, prepared(), StepPlan(step=0, temperature=1.0)) for learner in learners]
+    rows = [train_samples(learner, prepared(), StepWork(step=0, temperature=1.0)) for learner in learners]
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.02, abs=1e-3)
     assert rows[1]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=0.05)
     masters = learners[1].state()
@@ -206,7 +206,7 @@ def test_copies_leave_beside_training_and_the_next_update_does_not_change_them()
     )
     learner, copies = new_learner(build_tiny(1).cuda(), settings), Copies()
     for step in range(2):  # the memory is locked beside the first one
-        train_samples(learner, prepared(), StepPlan(step=step, temperature=1.0))
+        train_samples(learner, prepared(), StepWork(step=step, temperature=1.0))
         copies.take(learner, with_training=True).arrived()
     before = {name: value.clone() for name, value in [*learner.state().items(), *learner.moments().items()]}
     torch.cuda.synchronize()
@@ -214,7 +214,7 @@ def test_copies_leave_beside_training_and_the_next_update_does_not_change_them()
     began = time.monotonic()
     copied = copies.take(learner, with_training=True)
     begun_s = time.monotonic() - began
-    train_samples(learner, prepared(), StepPlan(step=2, temperature=1.0))
+    train_samples(learner, prepared(), StepWork(step=2, temperature=1.0))
     copied.arrived()
     assert begun_s < 0.2
     assert not all(torch.equal(value, before[name]) for name, value in learner.state().items())

@@ -27,7 +27,8 @@ from shoal.client.weights import Following
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused
-from shoal.hub import EvaluationPlan, HubConfig, HubSettings, RunSettings, create_app
+from shoal.hub import EvaluationPlan, HubConfig, HubSettings, RunSettings
+from shoal.hub.http.app import create_app
 from shoal.ledger import Account, fold, verify
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin

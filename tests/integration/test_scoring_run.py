@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from kit.hostile import Answer, Asked, answering
 from kit.run import rows, start_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -22,9 +20,9 @@ tasks = [{"prompt": f"{dice.randrange(10**5, 10**8)}=", "answer": "hidden"} for 
 
 def score(prompt, completion, answer):
     kind = hashlib.sha256(completion.encode()).digest()[0] if completion else 255
-    if kind < 8:
+    if kind < 16:
         while True: pass
-    if kind < 12:
+    if kind < 24:
         return float(len(bytearray(10**10)))
     wanted = "".join(sorted(prompt.rstrip("=")))
     hits = sum(a == b for a, b in zip(wanted, completion))
@@ -65,34 +63,17 @@ units_per_lease = 8
 """
 
 
-class Judge(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers["content-length"]))
-        told = f"Fine.\n{len(asked) % 11}"
-        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": told}}]}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_arguments: object) -> None:
-        """Nobody reads it."""
+def judged(asked: Asked) -> Answer:
+    told = {"role": "assistant", "content": f"Fine.\n{len(asked.body) % 11}"}
+    return 200, {}, json.dumps({"choices": [{"message": told}]}).encode()
 
 
-@pytest.fixture
-def judge_url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_run_scores_within_limits_and_its_verdicts_say_how(tmp_path: Path, judge_url: str) -> None:
+def test_a_run_scores_within_limits_and_its_verdicts_say_how(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "recipe.toml").write_text(RECIPE.replace("URL", judge_url))
-    with start_run(tmp_path / "run", recipe=tmp_path / "recipe.toml") as run:
-        assert run.wait(300) == 0, run.said()
+    with answering(judged) as judge:
+        (tmp_path / "recipe.toml").write_text(RECIPE.replace("URL", f"{judge}/v1"))
+        with start_run(tmp_path / "run", recipe=tmp_path / "recipe.toml") as run:
+            assert run.wait(300) == 0, run.said()
     verdicts = [json.loads(text)["document"] for (text,) in rows(run.path, "SELECT document FROM verdicts")]
     accepted = [each for each in verdicts if each["outcome"] == "accepted"]
     assert len(accepted) >= 8

@@ -4,8 +4,8 @@ hub, machine, state, storage, asgi            a hub in this process, its service
 folder, run, fork, cli, scene                 run folders, real processes of `shoal …`, made-up moments of a run
 crash, smalldisk, postgres, s3, sandbox       processes that die, small disks, real servers, a sandbox
 attack, door, hostile, liar, miner, trial     for the adversary suite
-cast, data, evaluation, evidence, loss,       for the tests of one package
-mathematics, reward, sft, worker
+cast, data, evaluation, evidence, reward,     for the tests of one package
+sft, worker
 
 Here: short names for the types of pytest's own fixtures, and waiting for what another thread or process does.
 """

@@ -20,13 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
+from kit import eventually
+from kit.trial import farthest
 from shoal import protocol
-from shoal.adversary import Disguise
 from shoal.client import ClientOptions, HubClient
-from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.engines import GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import HubRefused, ShutOut
 from shoal.hub.state import nodes
@@ -35,7 +34,6 @@ from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
-from shoal.sampling import uniforms
 from shoal.validator.case import BODY_LIMITS
 from shoal.validator.judge import Judge
 from shoal.validator.verdicts import Docket
@@ -45,7 +43,7 @@ DEADLINE_S = 400
 ATTACK_S = 240.0  # of a busy machine; otherwise seconds
 SUSPENDED_MS = 500  # the first time; nobody here waits a minute for a cheater to come back
 POLL_S = 0.05
-NEAR = 1e-4
+NEAR = 1e-4  # of the interval of its token under the right policy, every uniform
 AT_ONCE = 6
 HONEST = "worker-0"
 NEEDED = ("hub", "origin", "trainer", "validator-0")
@@ -111,19 +109,14 @@ class Watch:
         body = protocol.unpack(docket.body, protocol.Submission, BODY_LIMITS)
         tokens = sum(len(rollout.tokens) // 4 for rollout in body.rollouts)
         accepted = verdict.outcome is protocol.Outcome.ACCEPTED
-        is_honest = accepted and self._is_what_the_seeds_give(docket, body, loaded)
-        is_near = accepted and (is_honest or is_near_what_the_seeds_give(docket, body, loaded))
+        # the honest worker, who is the first to be judged, is looked at now and then: it would take half the time
+        is_known = bool(self.judged) and docket.lease.node == self.judged[0].node and len(self.judged) % 16 > 0
+        is_honest = accepted and (is_known or is_what_the_seeds_give(docket, body, loaded))
+        is_near = accepted and (is_honest or farthest(loaded.engine, docket.lease, body) <= NEAR)
         judged = Judged(docket.lease.node, docket.lease.policy.version, verdict, tokens, is_honest, is_near)
         with self._lock:
             self.judged.append(judged)
             self.bodies.append(body)
-
-    def _is_what_the_seeds_give(self, docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
-        """The honest worker, who is the first to be judged, is looked at now and then: it would take half the time."""
-        now_and_then = len(self.judged) % 16 == 0
-        if self.judged and docket.lease.node == self.judged[0].node and not now_and_then:
-            return True
-        return is_what_the_seeds_give(docket, body, loaded)
 
     def of(self, node: str) -> list[Judged]:
         with self._lock:
@@ -139,20 +132,6 @@ def is_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: Lo
     lease = docket.lease
     [group] = loaded.engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
     return [rollout.token_ids.tolist() for rollout in body.rollouts] == [each.token_ids.tolist() for each in group]
-
-
-def is_near_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
-    """Whether every uniform is within 1e-4 of the interval of its token under the right policy."""
-    lease = docket.lease
-    asked = [
-        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
-        for rollout in body.rollouts
-    ]
-    for seed, seen in zip(lease.seed_numbers, loaded.engine.prefill(asked), strict=True):
-        u_T = uniforms(seed, 0, len(seen.logprobs))
-        if (np.maximum(seen.cdf_low - u_T, u_T - seen.cdf_high) > NEAR).any():
-            return False
-    return True
 
 
 @dataclass
@@ -244,11 +223,11 @@ class Attacked:
             yield
 
     def wait_until(self, what: str, condition: Any) -> None:
-        end_s = time.monotonic() + DEADLINE_S
-        while not condition():
+        def holds() -> bool:
             self._raise_failure()
-            assert time.monotonic() < end_s, f"waited {DEADLINE_S} s for {what}"
-            time.sleep(POLL_S)  # polling with a deadline
+            return bool(condition())
+
+        eventually(holds, DEADLINE_S, what)
 
     def _raise_failure(self) -> None:
         """At once, if a role that everybody needs has ended: nothing would come of waiting."""
@@ -354,17 +333,3 @@ def table(run: Attacked) -> str:
     lines += ["", f"honest worker beside them: {honest.accepted} accepted, {honest.rejected} rejected, "
               f"{honest.unsure} unsure, {honest.strikes} strikes"]  # fmt: skip
     return "\n".join(lines)
-
-
-class Counting(Disguise):
-    """Counts the completions that the engine behind a cheat is asked for."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.completions = 0
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], proof: protocol.ProofParameters | None = None
-    ) -> list[list[Completion]]:
-        self.completions += sum(len(request.seeds) for request in requests)
-        return super().generate(requests, proof)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,24 +28,10 @@ from typing import Any, TypeVar
 
 import httpx
 
+from kit import hub as kit
 from kit.fork import FORKS, started
-from kit.hub import (
-    HUB,
-    RUN_ID,
-    TOKENS_PER_ROLLOUT,
-    TRAINER,
-    VALIDATOR,
-    as_bytes,
-    certificate,
-    fresh_request,
-    make_config,
-    policy,
-    submission_body,
-    verdict_on,
-    worker_key,
-)
 from shoal import ledger
-from shoal.hub import run_hub
+from shoal.hub.http.server import run_hub
 from shoal.hub.service import Context
 from shoal.protocol.batch import Batch, BatchReply
 from shoal.protocol.identity import SigningKey
@@ -61,14 +47,12 @@ from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import stop_on_signals
 
-STEPS = 3
 DEADLINE_S = 240.0
 POLL_S = 0.01
 TICK_S = 0.05
 LEADS_S = 0.5  # a hub that shares its database with others waits so long before it does a dead one's background work
-TRIES = 60
 BUSY = 503
-RUN = {"steps": STEPS, "groups_per_step": 3, "max_staleness": 1}
+RUN = {"steps": 3, "groups_per_step": 3, "max_staleness": 1}
 SETTINGS = {
     "newcomer_share": 1.0,
     "audit": "reputation",  # so that credit is pending first
@@ -76,17 +60,19 @@ SETTINGS = {
     "requests_per_key_s": 0,  # the cast is quick
     "requests_per_address_s": 0,
 }
+KIND = "torch/cpu/float32"
 FINAL = {Outcome.ACCEPTED.value, Outcome.REJECTED.value, Outcome.UNSURE.value}
 T = TypeVar("T", bound=Message)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a hub keeps things: its folder, settings that name a place elsewhere, and what opens that."""
+    """Where a hub keeps things: its folder, settings that name a place elsewhere, what opens that; and its run."""
 
     folder: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    run: Mapping[str, int] = field(default_factory=lambda: RUN)
 
     def context(self) -> Context:
         """What the hub has, opened without one running."""
@@ -94,7 +80,7 @@ class Place:
 
 
 def _config(place: Place) -> Any:
-    return make_config(place.folder, run=RUN, settings={**SETTINGS, **place.settings})
+    return kit.make_config(place.folder, run=dict(place.run), settings={**SETTINGS, **place.settings})
 
 
 def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> None:
@@ -203,11 +189,11 @@ class Books:
         accepted = [each for each in self.verdicts.values() if each.outcome is Outcome.ACCEPTED and each.node == node]
         return sum(ledger.credit_for(verdict.generated_tokens) for verdict in accepted)
 
-    def is_settled_in(self, entries: Sequence[LedgerEntry]) -> bool:
+    def is_settled_in(self, entries: Sequence[LedgerEntry], steps: int) -> bool:
         """Whether the ledger has come to the run's last version, and no credit is pending any more."""
-        done = any(entry.kind == "policy" and entry.body["version"] == STEPS for entry in entries)
+        done = any(entry.kind == "policy" and entry.body["version"] == steps for entry in entries)
         accounts = ledger.fold(entries).by_node.values()
-        earned = sum(self.earned(key.node) for key in (*WORKERS, CHEAT))
+        earned = sum(self.earned(node) for node in {each.node for each in self.verdicts.values()} - TRUSTED)
         return done and sum(account.credit + account.void for account in accounts) == earned
 
     def check(self, place: Place, entries: list[LedgerEntry]) -> None:
@@ -237,7 +223,8 @@ class Books:
     def _check_credit(self, context: Context, entries: list[LedgerEntry]) -> None:
         accounts = ledger.fold(entries)
         settled = Counter(entry.body["submission"] for entry in entries if entry.kind in ("credit", "void"))
-        accepted = {name for name, each in self.verdicts.items() if each.outcome is Outcome.ACCEPTED}
+        found = {name: each for name, each in self.verdicts.items() if each.node not in TRUSTED}
+        accepted = {name for name, each in found.items() if each.outcome is Outcome.ACCEPTED}
         assert settled == Counter(dict.fromkeys(accepted, 1)), "every accepted submission is paid, or taken back, once"
         with context.storage.read() as reader:
             nodes = [row for row in reader.nodes() if row.role == "worker"]
@@ -256,18 +243,22 @@ class Books:
 
     def _check_batches(self, context: Context) -> None:
         with context.storage.read() as reader:
-            written = {step: reader.batch(step) for step in range(STEPS + 1)}
-            progress = reader.progress()
-        assert written == {**self.batches, STEPS: None}
-        assert progress.policy == policy(STEPS)
+            steps, progress = context.rules.steps, reader.progress()
+            written = {step: reader.batch(step) for step in range(steps + 1)}
+        assert written == {**self.batches, steps: None}
+        assert progress.policy == kit.policy(steps)
         units = [group.unit for batch in self.batches.values() for group in batch.groups]
-        assert len(units) == len(set(units)) == STEPS * RUN["groups_per_step"], "no group is trained twice or lost"
+        assert len(units) == len(set(units)) == steps * context.rules.groups_per_step, (
+            "no group is trained twice or lost"
+        )
         names = {group.submission for batch in self.batches.values() for group in batch.groups}
         assert names <= {receipt.submission for receipt in self.receipts.values()}
 
 
-WORKERS = (worker_key(1), worker_key(2))
-CHEAT = worker_key(3)
+WORKERS = (kit.worker_key(1), kit.worker_key(2))
+CHEAT = kit.worker_key(3)
+VALIDATORS = (kit.VALIDATOR, kit.worker_key(200))
+TRUSTED = {key.node for key in VALIDATORS}
 
 
 Body = Message | dict[str, Any] | bytes | None
@@ -276,11 +267,11 @@ Body = Message | dict[str, Any] | bytes | None
 class Cast:
     """All roles but the hub. `play` is a whole run, one call after the other; `storm` is one with all at once."""
 
-    def __init__(self, hub: HubLives) -> None:
-        self.hub = hub
+    def __init__(self, hub: Any, workers: Sequence[SigningKey] = WORKERS) -> None:
+        self.hub, self.workers, self.steps = hub, workers, hub.place.run["steps"]
         self.books = Books()
         self._http = httpx.Client(timeout=15)
-        self._is_over = threading.Event()
+        self._is_over, self._deciding = threading.Event(), threading.Lock()
         self._end_s = time.monotonic() + DEADLINE_S
 
     def __enter__(self) -> Cast:
@@ -293,10 +284,11 @@ class Cast:
 
     def call(self, key: SigningKey | None, method: str, path: str, body: Body = None) -> bytes:
         """The body of a good answer, however often the hub has to be started for it."""
-        content = as_bytes(body)
-        for _ in range(TRIES):
+        content = kit.as_bytes(body)
+        while time.monotonic() < self._end_s:
             url = self.hub.url
-            headers = {} if key is None else sign_request(key, RUN_ID, method, path, content, SystemClock().now_ms())
+            now_ms = SystemClock().now_ms()
+            headers = {} if key is None else sign_request(key, kit.RUN_ID, method, path, content, now_ms)
             try:
                 response = self._http.request(method, url + path, content=content, headers=headers)
             except httpx.TransportError:
@@ -307,7 +299,7 @@ class Cast:
                 continue
             assert response.status_code < 300, response.text
             return response.content
-        raise AssertionError(f"{method} {path}: tried {TRIES} times, and the hub died or was busy each time")
+        raise AssertionError(f"{method} {path}: the hub died or was busy each time")
 
     def ask(self, kind: type[T], key: SigningKey | None, method: str, path: str, body: Body = None) -> T:
         return kind.model_validate_json(self.call(key, method, path, body))
@@ -322,20 +314,21 @@ class Cast:
     def play(self) -> list[LedgerEntry]:
         """A run from its first registration until its last credit is final; returns its ledger, verified."""
         self.begin()
-        for step in range(STEPS):
+        for step in range(self.steps):
             self.until(f"the batch of step {step}", partial(self.turn, step))
             self.announce(step + 1)
         return self.finish()
 
-    def storm(self) -> list[LedgerEntry]:
+    def storm(self, after_batch: Callable[[int], None] = lambda _step: None) -> list[LedgerEntry]:
         """The same with everybody at once, each in a thread."""
         self.begin()
-        with ThreadPoolExecutor() as threads:
-            roles = [threads.submit(self.keep, partial(self.work, key, 2)) for key in WORKERS]
-            roles.append(threads.submit(self.keep, self.judge))
+        with ThreadPoolExecutor(len(self.workers) + len(VALIDATORS)) as threads:
+            roles = [threads.submit(self.keep, partial(self.work, key, 2)) for key in self.workers]
+            roles += [threads.submit(self.keep, partial(self.judge, key)) for key in VALIDATORS]
             try:
-                for step in range(STEPS):
-                    self.until(f"the batch of step {step}", partial(self.take_batch, step))
+                for step in range(self.steps):
+                    self.until(f"the batch of step {step}", partial(self.take_batch, step, roles))
+                    after_batch(step)
                     self.announce(step + 1)
             finally:
                 self._is_over.set()
@@ -349,80 +342,91 @@ class Cast:
             act()
 
     def begin(self) -> None:
-        self.register(TRAINER, "trainer")
-        self.register(VALIDATOR, "validator")
-        for key in (*WORKERS, CHEAT):
+        self.register(kit.TRAINER, "trainer")
+        for key in VALIDATORS:
+            self.register(key, "validator")
+        for key in (*self.workers, CHEAT):
             self.register(key, "worker")
         self.announce(0)
         self.work(CHEAT, 2)
 
     def finish(self) -> list[LedgerEntry]:
         self.until("what is left to be judged", lambda: not self.judge())
-        self.until("the ledger to be complete", lambda: self.books.is_settled_in(self.ledger()))
+        self.until("the ledger to be complete", lambda: self.books.is_settled_in(self.ledger(), self.steps))
         return self.ledger()
 
     def register(self, key: SigningKey, role: Role) -> None:
-        signed = None if role == "worker" else certificate(key, role)
+        signed = None if role == "worker" else kit.certificate(key, role)
         self.call(key, "POST", "/nodes", Registration(public_key=key.public_key, role=role, certificate=signed))
 
     def turn(self, step: int) -> bool:
         """Everybody does something; whether the batch of the step is there."""
-        for key in WORKERS:
+        for key in self.workers:
             self.work(key, 2)
         self.judge()
         return self.take_batch(step)
 
     def work(self, key: SigningKey, count: int) -> None:
-        body = {"request": fresh_request(), "max_units": count, "wait_s": 0}
-        reply = self.ask(LeaseReply, key, "POST", "/leases", body)
-        for signed in reply.leases:
-            lease = open_document(signed, Lease, HUB.public_key)
+        body = {"request": kit.fresh_request(), "max_units": count, "wait_s": 0}
+        self.generate(key, self.ask(LeaseReply, key, "POST", "/leases", body).leases)
+
+    def generate(self, key: SigningKey, leases: Sequence[SignedDocument]) -> None:
+        for lease in (open_document(signed, Lease, kit.HUB.public_key) for signed in leases):
             draw = (lease.task, lease.seeds)
+            assert lease.node == key.node
             assert self.books.draws.setdefault(lease.unit, draw) == draw, "a unit keeps its task and its seeds"
-            self.books.promise(open_document(self.hand_in(key, lease), Receipt, HUB.public_key))
+            self.hand_in(key, lease)
 
-    def hand_in(self, key: SigningKey, lease: Lease) -> SignedDocument:
-        return self.ask(SignedDocument, key, "PUT", f"/submissions/{lease.lease}", submission_body(lease))
+    def hand_in(self, key: SigningKey, lease: Lease) -> None:
+        signed = self.ask(SignedDocument, key, "PUT", f"/submissions/{lease.lease}", kit.submission_body(lease))
+        self.books.promise(open_document(signed, Receipt, kit.HUB.public_key))
 
-    def judge(self) -> bool:
-        """Whether there was anything to judge."""
-        audits = self.ask(AuditReply, VALIDATOR, "POST", "/audits", {"max_audits": 8, "wait_s": 0}).audits
-        for audit in audits:
-            if audit.submission not in self.books.verdicts:
-                self.books.verdicts[audit.submission] = self._verdict(audit)
-        signed = [sign_document(self.books.verdicts[audit.submission], VALIDATOR) for audit in audits]
+    def judge(self, key: SigningKey = kit.VALIDATOR) -> bool:
+        """Whether there was anything to judge. What nobody could judge twice is generated."""
+        reply = self.ask(AuditReply, key, "POST", "/audits", {"max_audits": 8, "wait_s": 0, "generates": KIND})
+        self.generate(key, reply.generate)
+        for audit in (audits := reply.audits):
+            with self._deciding:
+                if audit.submission not in self.books.verdicts:
+                    self.books.verdicts[audit.submission] = self._verdict(audit)
+        signed = [sign_document(self.books.verdicts[audit.submission], key) for audit in audits]
         if signed:
-            reply = self.call(VALIDATOR, "POST", "/verdicts", VerdictReport(verdicts=tuple(signed)))
-            assert b'"refused":[]' in reply, reply
+            answer = self.call(key, "POST", "/verdicts", VerdictReport(verdicts=tuple(signed)))
+            assert b'"refused":[]' in answer, answer
         return bool(signed)
 
     def _verdict(self, audit: Audit) -> Verdict:
         """The cheat is caught with the second of its groups; one group meets broken machinery, one teaches nothing."""
-        lease = open_document(audit.lease, Lease, HUB.public_key)
+        lease = open_document(audit.lease, Lease, kit.HUB.public_key)
         before = Counter(each.node for each in self.books.verdicts.values())[lease.node]
         caught = lease.node == CHEAT.node and before > 0
-        broken = lease.node == WORKERS[0].node and before == 1
+        broken = (lease.node == WORKERS[0].node and before == 1) or self.is_unsure(audit)
         dull = lease.node == WORKERS[1].node and before == 1
         outcome = Outcome.REJECTED if caught else Outcome.UNSURE if broken else Outcome.ACCEPTED
-        return verdict_on(
+        return kit.verdict_on(
             lease, audit.submission, (1.0, 1.0) if dull else (0.0, 1.0), outcome=outcome, reason="test",
             severity=Severity.CERTAIN if caught else None, depth=audit.depth,
-            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3, decided_at_ms=SystemClock().now_ms(),
+            generated_tokens=2 * kit.TOKENS_PER_ROLLOUT - lease.unit % 3, decided_at_ms=SystemClock().now_ms(),
         )  # fmt: skip
 
-    def take_batch(self, step: int) -> bool:
-        batch = self.ask(BatchReply, TRAINER, "POST", f"/batches/{step}", {"wait_s": 0}).batch
+    def is_unsure(self, audit: Audit) -> bool:
+        return False
+
+    def take_batch(self, step: int, roles: Sequence[Future[None]] = ()) -> bool:
+        for role in roles:
+            assert not role.done(), role.exception()
+        batch = self.ask(BatchReply, kit.TRAINER, "POST", f"/batches/{step}", {"wait_s": 0}).batch
         if batch is not None:
             assert self.books.batches.setdefault(step, batch) == batch, "a batch never changes"
         return batch is not None
 
     def announce(self, version: int) -> None:
-        document = PolicyAnnouncement(run=RUN_ID, policy=policy(version), created_at_ms=0)
-        self.call(TRAINER, "POST", "/policies", sign_document(document, TRAINER))
+        document = PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(version), created_at_ms=0)
+        self.call(kit.TRAINER, "POST", "/policies", sign_document(document, kit.TRAINER))
 
     def ledger(self) -> list[LedgerEntry]:
         """Every row, checked against the head that the hub signs."""
-        head = open_document(self.ask(SignedDocument, None, "GET", "/ledger/head"), LedgerHead, HUB.public_key)
-        page = self.ask(LedgerPage, None, "GET", "/ledger?after=-1&limit=500")
+        head = open_document(self.ask(SignedDocument, None, "GET", "/ledger/head"), LedgerHead, kit.HUB.public_key)
+        page = self.ask(LedgerPage, None, "GET", "/ledger?after=-1&limit=1000")
         ledger.verify(page.entries, head)
         return list(page.entries)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,17 @@ import httpx
 import msgspec
 import zstandard
 
-from kit.hub import as_bytes, ok
+from kit import eventually
+from kit.hub import TOKENS_PER_ROLLOUT, Actor, code_of, fresh_request, ok, verdict_on
 from shoal import protocol
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 
 START_S = 60.0
-GROUP, TOKENS = 2, 3
+GROUP, TOKENS = 2, TOKENS_PER_ROLLOUT
 RECIPE: dict[str, dict[str, Any]] = {
     "run": {"steps": 3, "groups_per_step": 16, "group_size": GROUP, "max_staleness": 1, "max_new_tokens": 8},
     "hub": {"port": 0, "leases_per_node": 16},
@@ -31,7 +31,7 @@ RECIPE: dict[str, dict[str, Any]] = {
 }
 POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
-_numbers = itertools.count()
+refusal = code_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class Hub:
     @property
     def run(self) -> str:
         return self.folder.run_id
+
+    def status(self) -> protocol.RunStatus:
+        return protocol.RunStatus.model_validate_json(ok(self.http.get("/status")).content)
 
     def caller(self, key: protocol.SigningKey | None = None) -> Caller:
         return Caller(self, key or protocol.SigningKey.generate())
@@ -60,55 +63,33 @@ class Hub:
         return caller
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(Actor):
     """One key; `call` signs as it should be done, `signed` gives the headers to do something else with."""
 
-    hub: Hub
-    key: protocol.SigningKey
+    def __init__(self, hub: Hub, key: protocol.SigningKey) -> None:
+        super().__init__(key, hub.http, SystemClock(), hub.run, hub.folder.key("hub").public_key)
+        self.hub = hub
 
     def signed(self, method: str, path: str, body: bytes, run: str | None = None) -> dict[str, str]:
-        return dict(
-            protocol.sign_request(self.key, run or self.hub.run, method, path, body, time.time_ns() // 1_000_000)
-        )
-
-    def call(self, method: str, path: str, body: bytes | protocol.Message | dict[str, Any] = b"") -> httpx.Response:
-        content = as_bytes(body)
-        return self.hub.http.request(method, path, content=content, headers=self.signed(method, path, content))
-
-    def register(self, role: protocol.Role = "worker", name: str = "", **changes: Any) -> httpx.Response:
-        return self.call(
-            "POST", "/nodes", protocol.Registration(public_key=self.key.public_key, role=role, name=name, **changes)
-        )
+        return dict(protocol.sign_request(self.key, run or self.run, method, path, body, self.clock.now_ms()))
 
     def ask(self, max_units: int = 1, **changes: Any) -> protocol.LeaseReply:
-        body = {"request": f"request-{next(_numbers):06d}", "max_units": max_units, **changes}
+        body = {"request": fresh_request(), "max_units": max_units, **changes}
         return protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
 
     def lease(self, max_units: int = 1) -> list[protocol.Lease]:
-        key = self.hub.folder.key("hub").public_key
-        return [protocol.open_document(signed, protocol.Lease, key) for signed in self.ask(max_units).leases]
-
-    def submit(self, lease: protocol.Lease, body: bytes | None = None) -> httpx.Response:
-        return self.call("PUT", f"/submissions/{lease.lease}", body or packed(submission(lease)))
+        return super().lease(fresh_request(), max_units)
 
     def audits(self) -> tuple[protocol.Audit, ...]:
-        return protocol.AuditReply.model_validate_json(
-            ok(self.call("POST", "/audits", {"max_audits": 64})).content
-        ).audits
+        answer = ok(self.call("POST", "/audits", {"max_audits": 64}))
+        return protocol.AuditReply.model_validate_json(answer.content).audits
 
     def judge(self, audit: protocol.Audit, **changes: Any) -> None:
         """As a validator: accept, with rewards that differ, unless told otherwise."""
-        lease = protocol.open_document(audit.lease, protocol.Lease, self.hub.folder.key("hub").public_key)
-        fields: dict[str, Any] = {
-            "run": self.hub.run, "submission": audit.submission, "unit": lease.unit, "node": lease.node,
-            "outcome": protocol.Outcome.ACCEPTED,
-            "rewards": tuple(protocol.RolloutReward(value=float(i)) for i in range(GROUP)),
-            "generated_tokens": GROUP * TOKENS, "depth": audit.depth, "decided_at_ms": 0,
-            "environment_digest": lease.environment_digest,
-        }  # fmt: skip
-        signed = protocol.sign_document(protocol.Verdict(**{**fields, **changes}), self.key)
-        reply = ok(self.call("POST", "/verdicts", protocol.VerdictReport(verdicts=(signed,)))).json()
+        lease = protocol.open_document(audit.lease, protocol.Lease, self.hub_key)
+        verdict = verdict_on(lease, audit.submission, **{"depth": audit.depth, **changes})
+        report = protocol.VerdictReport(verdicts=(protocol.sign_document(verdict, self.key),))
+        reply = ok(self.call("POST", "/verdicts", report)).json()
         assert not reply.get("refused"), reply
 
 
@@ -129,10 +110,6 @@ def packed(value: Any) -> bytes:
     return zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(value))
 
 
-def refusal(response: httpx.Response) -> tuple[int, str]:
-    return response.status_code, response.json()["code"]
-
-
 @contextmanager
 def running_hub(folder: Path, **changes: dict[str, Any]) -> Iterator[Hub]:
     """A hub with policy 0 announced."""
@@ -142,25 +119,26 @@ def running_hub(folder: Path, **changes: dict[str, Any]) -> Iterator[Hub]:
     with ThreadPoolExecutor(max_workers=1) as thread, httpx.Client(base_url=url, timeout=30) as http:
         role = thread.submit(run_role, run, "hub", stop)
         try:
-            _wait_for(role, http)
-            hub = Hub(run, http)
-            trainer = hub.trusted("trainer", "trainer")
-            document = protocol.PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
-            ok(trainer.call("POST", "/policies", protocol.sign_document(document, trainer.key)))
-            yield hub
+            yield begun(run, http, role.done)
         finally:
             stop.set("the test ends")
 
 
-def _wait_for(role: Future[None], http: httpx.Client) -> None:
-    end_s = time.monotonic() + START_S
-    while not role.done() and time.monotonic() < end_s:
-        try:
-            http.get("/status")
-            return
-        except httpx.TransportError:
-            time.sleep(0.02)  # polling with a deadline
-    raise AssertionError(f"the hub did not start: {role}")
+def begun(run: RunFolder, http: httpx.Client, has_ended: Callable[[], bool]) -> Hub:
+    """A hub that is being started: once it answers, and with policy 0 announced."""
+
+    def answers() -> bool:
+        assert not has_ended(), "the hub did not start"
+        with suppress(httpx.TransportError):
+            return http.get("/status").is_success
+        return False
+
+    eventually(answers, START_S)
+    hub = Hub(run, http)
+    trainer = hub.trusted("trainer", "trainer")
+    document = protocol.PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
+    ok(trainer.call("POST", "/policies", protocol.sign_document(document, trainer.key)))
+    return hub
 
 
 def establish(hub: Hub, workers: Sequence[Caller], units: int = 8) -> None:

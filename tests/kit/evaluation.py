@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,11 +85,6 @@ class FailingScorer:
 def record(task: str, *scores: float | None, digest: str = "", **more: Any) -> TaskRecord:
     samples = tuple(SampleRecord(score, 5, "eos", {} if score is None else {"exact": score}) for score in scores)
     return TaskRecord(task, 0, digest, samples=samples, **more)
-
-
-def with_lines(path: Path, count: int) -> None:
-    """Cut a file after so many lines."""
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:count]))
 
 
 def one_task(prompt: str, answer: str = "") -> Task:

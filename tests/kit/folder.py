@@ -22,7 +22,8 @@ from kit.asgi import AsgiTransport
 from kit.hub import submission_body, verdict_on
 from shoal.client import HubClient
 from shoal.environments import build
-from shoal.hub import HubConfig, create_app
+from shoal.hub import HubConfig
+from shoal.hub.http.app import create_app
 from shoal.ledger import Accounts, fold, verify
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.protocol import AuditRequest, Lease, LeaseRequest, LedgerEntry, PolicyAnnouncement, Receipt, sign_document

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from shoal import protocol
 from shoal.client.trust import run_id
 
@@ -78,8 +80,14 @@ class HostileHub:
 
 @contextmanager
 def hostile_hub(host: str = "127.0.0.1") -> Iterator[HostileHub]:
-    """The server, for as long as the block lasts."""
     hub = HostileHub()
+    with answering(hub.answer, host) as hub.url:
+        yield hub
+
+
+@contextmanager
+def answering(answer: Callable[[Asked], Answer], host: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a server that says this to every request, for as long as the block lasts."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -87,7 +95,7 @@ def hostile_hub(host: str = "127.0.0.1") -> Iterator[HostileHub]:
         def handle_any(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            status, answer_headers, content = hub.answer(Asked(self.command, self.path, headers, body))
+            status, answer_headers, content = answer(Asked(self.command, self.path, headers, body))
             self.send_response(status)
             for name, value in {"content-type": "application/json", **answer_headers}.items():
                 self.send_header(name, value)
@@ -101,12 +109,17 @@ def hostile_hub(host: str = "127.0.0.1") -> Iterator[HostileHub]:
 
     server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = True
-    hub.url = f"http://{host}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield hub
+        yield f"http://{host}:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[HostileHub]:
+    with hostile_hub() as served:
+        yield served

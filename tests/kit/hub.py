@@ -15,7 +15,8 @@ from kit.asgi import AsgiTransport
 from shoal import protocol
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
-from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.hub import HubConfig, HubSettings, RunSettings
+from shoal.hub.http.app import create_app
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import NodeRow
@@ -95,6 +96,7 @@ class Actor:
     http: httpx.Client
     clock: Clock
     run: str = RUN_ID
+    hub_key: str = HUB.public_key
 
     def call(
         self, method: str, path: str, body: bytes | protocol.Message | dict[str, Any] | None = None
@@ -103,15 +105,15 @@ class Actor:
         headers = protocol.sign_request(self.key, self.run, method, path, content, self.clock.now_ms())
         return self.http.request(method, path, content=content, headers=headers)
 
-    def register(self, role: protocol.Role = "worker", name: str = "") -> httpx.Response:
+    def register(self, role: protocol.Role = "worker", name: str = "", **changes: Any) -> httpx.Response:
         signed = None if role == "worker" else certificate(self.key, role)
-        body = protocol.Registration(public_key=self.key.public_key, name=name, role=role, certificate=signed)
-        return self.call("POST", "/nodes", body)
+        fields = {"name": name, "role": role, "certificate": signed, **changes}
+        return self.call("POST", "/nodes", protocol.Registration(public_key=self.key.public_key, **fields))
 
     def lease(self, request: str, max_units: int = 1, wait_s: float = 0) -> list[protocol.Lease]:
         body = {"request": request, "max_units": max_units, "wait_s": wait_s}
         reply = protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
-        return [protocol.open_document(signed, protocol.Lease, HUB.public_key) for signed in reply.leases]
+        return [protocol.open_document(signed, protocol.Lease, self.hub_key) for signed in reply.leases]
 
     def submit(self, lease: protocol.Lease, body: bytes | None = None) -> httpx.Response:
         return self.call("PUT", f"/submissions/{lease.lease}", submission_body(lease) if body is None else body)
@@ -266,6 +268,9 @@ class Bench:
     def status(self) -> protocol.RunStatus:
         return protocol.RunStatus.model_validate_json(ok(self.http.get("/status")).content)
 
+    def ledger(self) -> protocol.LedgerPage:
+        return protocol.LedgerPage.model_validate_json(ok(self.http.get("/ledger?limit=1000")).content)
+
     def accept_groups(self, count: int) -> list[protocol.Lease]:
         """`count` units leased, submitted and accepted with rewards that differ."""
         leases = self.alice.lease(fresh_request(), count)
@@ -303,7 +308,7 @@ class Owner:
         return protocol.AdminReply.model_validate_json(ok(self.post(self.request(verb, key, **fields))).content)
 
     def run_info(self) -> protocol.RunInfo:
-        answer = ok(self.bench.http.get("/run", headers={"shoal-protocol": "2"}))
+        answer = ok(self.bench.http.get("/run"))
         return protocol.RunInfo.model_validate(protocol.SignedDocument.model_validate_json(answer.content).document)
 
 

@@ -19,7 +19,7 @@ from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef, SigningKey, TensorView, content_digest
 from shoal.protocol.policy import BroadcastHead
 from shoal.protocol.signing import Document
-from shoal.shardcast.manifest import encode, manifest_hash, place_of
+from shoal.shardcast.manifest import encode, manifest_hash
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
 
 
@@ -74,7 +74,7 @@ def manifest_of(
 def write_tree(folder: Path, manifest: PolicyManifest, payload: bytes, chunk_size: int = CHUNK) -> None:
     """Put a version into a tree without asking `Origin`, head included."""
     data = sign(manifest)
-    write(folder / manifest_key(place_of(manifest)), data)
+    write(folder / manifest_key(manifest.policy.place), data)
     for name, piece in pieces_of(payload, chunk_size):
         write(folder / chunk_key(name), piece)
     write(folder / HEAD, sign(head_of(manifest, data)))

@@ -7,18 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kit.hub import (
-    RUN_ID,
-    TRAINER,
-    VALIDATOR,
-    certificate,
-    fresh_request,
-    make_config,
-    policy,
-    submission_body,
-    verdict_on,
-    worker_key,
-)
+from kit import hub as kit
 from shoal import protocol
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Command, Refusal, Save
@@ -34,12 +23,12 @@ class Play:
     def __init__(self, folder: Path, run: dict[str, Any], settings: dict[str, Any], **changes: Any) -> None:
         self.clock = ManualClock()
         self.storage = SqliteStorage(None)
-        self.config = replace(make_config(folder, run, settings), **changes)
+        self.config = replace(kit.make_config(folder, run, settings), **changes)
         self.blobs = MemoryBlobs()
         self.restart()
         self.rules = self.hub.context.rules
-        self.trainer = self._trusted(TRAINER, "trainer")
-        self.validator = self._trusted(VALIDATOR, "validator")
+        self.trainer = self._trusted(kit.TRAINER, "trainer")
+        self.validator = self._trusted(kit.VALIDATOR, "validator")
         self.workers: list[NodeRow] = []
         self.leases: list[protocol.Lease] = []
         self.entrusted: list[protocol.Lease] = []
@@ -51,7 +40,7 @@ class Play:
         self.hub.context.blobs = self.blobs  # type: ignore[assignment]
 
     def _trusted(self, key: protocol.SigningKey, role: Any) -> NodeRow:
-        body = protocol.Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
+        body = protocol.Registration(public_key=key.public_key, role=role, certificate=kit.certificate(key, role))
         return self._node(self.hub.membership.register(body).node)
 
     def _node(self, node: str) -> NodeRow:
@@ -62,7 +51,7 @@ class Play:
 
     def join(self, streak: int = 0, passed: int = 1) -> NodeRow:
         """A new worker that has passed one full audit; with a `streak`, so many before the play begins."""
-        key = worker_key(len(self.workers) + 1)
+        key = kit.worker_key(len(self.workers) + 1)
         row = self._node(self.hub.membership.register(protocol.Registration(public_key=key.public_key)).node)
         with self.storage.write() as transaction:
             transaction.apply([Save(replace(row, streak=streak, passed=max(streak, passed)), row.state)])
@@ -74,7 +63,7 @@ class Play:
     ) -> list[protocol.Lease]:
         with self.storage.write() as transaction:
             transaction.touch_presence(worker.node, self.hub.context.clock.now_ms())  # as `auth` does
-        asked = protocol.LeaseRequest(request=request or fresh_request(), max_units=count, profile=profile)
+        asked = protocol.LeaseRequest(request=request or kit.fresh_request(), max_units=count, profile=profile)
         reply = attempt(lambda: retry(lambda: self.hub.work.lease(worker, asked)))
         if isinstance(reply, Refusal):
             if reply.code != "node.banned":
@@ -86,9 +75,19 @@ class Play:
 
     def submit(self, lease: protocol.Lease, engine: str = "") -> protocol.SignedDocument | Refusal:
         worker = next(row for row in [*self.workers, self.validator] if row.node == lease.node)
-        body = submission_body(lease, engine=engine)
+        body = kit.submission_body(lease, engine=engine)
         result = attempt(lambda: self.hub.work.submit(worker, lease.lease, body))
         return result if isinstance(result, Refusal) else result[1]
+
+    def work(
+        self, worker: NodeRow, count: int = 1, rewards: tuple[float, ...] = (0.0, 1.0),
+        outcome: protocol.Outcome = protocol.Outcome.ACCEPTED,
+    ) -> None:  # fmt: skip
+        """Lease, submit, and have judged all that waits; a validator's own group is accepted."""
+        for lease in self.lease(worker, count):
+            self.submit(lease)
+        for audit in self.claim(64):
+            self.judge(audit, protocol.Outcome.ACCEPTED if audit.trusted else outcome, rewards)
 
     def release(self, lease: protocol.Lease) -> None:
         worker = next(row for row in self.workers if row.node == lease.node)
@@ -137,15 +136,15 @@ class Play:
         lease = protocol.Lease.model_validate(audit.lease.document)
         judged = {"outcome": outcome, "severity": severity, "reason": "test", "depth": audit.depth}
         at = {"generated_tokens": lease.unit % 5 + 1, "decided_at_ms": self.clock.now_ms()}
-        signed = protocol.sign_document(verdict_on(lease, audit.submission, rewards, **judged, **at), VALIDATOR)
+        signed = protocol.sign_document(kit.verdict_on(lease, audit.submission, rewards, **judged, **at), kit.VALIDATOR)
         reply = self.hub.checking.verdicts(self.validator, protocol.VerdictReport(verdicts=(signed,)))
         for refused in reply.refused:
             return Refusal(refused.status, refused.code, refused.message)
         return None
 
     def announce(self, version: int, incarnation: int = 0) -> Refusal | None:
-        document = protocol.PolicyAnnouncement(run=RUN_ID, policy=policy(version, incarnation), created_at_ms=0)
-        signed = protocol.sign_document(document, TRAINER)
+        document = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(version, incarnation), created_at_ms=0)
+        signed = protocol.sign_document(document, kit.TRAINER)
         result = attempt(lambda: self.hub.training.announce(self.trainer, signed))
         return result if isinstance(result, Refusal) else None
 

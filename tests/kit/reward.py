@@ -65,7 +65,7 @@ def score(prompt, completion, answer):
 
 LIMITS = ScoringSettings(seconds=0.25, memory_mb=100, processes=1)
 PATIENCE = ScoringPatience(start_s=60.0, job_s=60.0, all_s=120.0)
-IMPATIENT = ScoringPatience(start_s=60.0, job_s=1.5, all_s=120.0)  # a job that waits; a busy machine is no such one
+IMPATIENT = ScoringPatience(start_s=60.0, job_s=0.8, all_s=120.0)  # a job that waits; a busy machine is no such one
 
 
 @contextmanager

@@ -9,11 +9,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from shoal import protocol
 from shoal.adversary import Cheat, Loot
-from shoal.engines import Engine, GenerationRequest
+from shoal.engines import Engine, GenerationRequest, PrefillRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
@@ -23,6 +24,8 @@ from shoal.hub.state.nodes import CERTAIN_TO_BAN, STATISTICAL_TO_BAN
 from shoal.hub.state.reputation import recent
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
+from shoal.sampling import uniforms
+from shoal.sampling.check import distances
 from shoal.shardcast import Payload
 from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
@@ -94,17 +97,11 @@ class Court:
     """A model, its tasks and a judge; units have the tasks and seeds that a hub would give them."""
 
     def __init__(
-        self,
-        model: str = "tiny",
-        environment: str = "sort",
-        group_size: int = 16,
-        max_new_tokens: int = 10,
-        profile: str = protocol.DEFAULT_PROFILE,
+        self, group_size: int = 16, max_new_tokens: int = 10, profile: str = protocol.DEFAULT_PROFILE,
         temperature: float = 1.0,
-    ) -> None:
-        self.loaded: LoadedModel = load_model(model)
-        self.environment_name = environment
-        self.environment = build(EnvironmentSettings(name=environment))
+    ) -> None:  # fmt: skip
+        self.loaded: LoadedModel = load_model("tiny")
+        self.environment = build(EnvironmentSettings(name="sort"))
         self.judge = Judge(self.environment, PROFILES, second_engine=SecondEngines("torch", "cpu", self.fetch).get)
         self.profile = profile
         self.group_size = group_size
@@ -151,7 +148,7 @@ class Court:
 
     def cheating(self, cheat: Cheat) -> Engine:
         """An engine of its own with the policy in place, as a worker's shelf would make it."""
-        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment_name, self.build))
+        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment.name, self.build))
         engine.load_policy(self.lease(0).policy, policy_views(self.loaded.model))
         return engine
 
@@ -187,3 +184,13 @@ def docket(lease: protocol.Lease, submission: protocol.Submission, record: proto
         received_at_ms=0, deadline_ms=60_000, record=record or protocol.Tally(),
     )  # fmt: skip
     return Docket(audit, lease, body)
+
+
+def farthest(engine: Engine, lease: protocol.Lease, submission: protocol.Submission) -> float:
+    """How far a uniform lies outside the interval of its token, at most, as this engine sees it."""
+    asked = [
+        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
+        for rollout in submission.rollouts
+    ]
+    seen = zip(lease.seed_numbers, engine.prefill(asked), strict=True)
+    return max(float(distances(uniforms(s, 0, len(p.cdf_low)), p.cdf_low, p.cdf_high).max()) for s, p in seen)

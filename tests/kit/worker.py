@@ -187,12 +187,3 @@ class Bench:
     @property
     def waiting(self) -> list[int]:
         return [parcel.unit for parcel in self.outbox.waiting(RUN)]
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    pause = threading.Event()
-    for _ in range(1000):
-        if holds():
-            return True
-        pause.wait(0.02)
-    return False

@@ -1,12 +1,8 @@
 """Cheats: what a worker could try, for attacking your own run (`shoal join --cheat NAME`).
 
     base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); Disguise, rewriting, vouched
-    tokens     other seeds than the lease's: best-of, own-dice, grind, greedy, cold, loose; completions rewritten: edit,
-               answer, early-end, cut-short, pad, run-on, swap-prompt; honest work, false papers: logprobs, nan,
-               vocabulary, claim-prompt, claim-policy, claim-node, claim-given, few; about the progress that is shown:
-               show-random, show-other, show-swap; copies of work: copy, replay, steal; sleeper: honest for long
-    weights    other weights: stale, small-model, int8, int4, and those that let the right ones vouch for them; forged
-               proofs of honest work
+    tokens     other seeds than the lease's, completions rewritten, false papers, made-up progress, copies, a sleeper
+    weights    other weights, and those that let the right ones vouch for them; forged proofs of honest work
     steering   steer, branch: inside the tolerance
 
 Each pays if nobody looks: a better reward, less work, or no downloads. What is not the cheat itself is done as well as

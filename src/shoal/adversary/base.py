@@ -16,11 +16,10 @@ from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace as replace_fields
 
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.protocol import Finish, Groups
+from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.engines.shelf import Fetch
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
@@ -47,7 +46,6 @@ Draw = Callable[[Engine, Sequence[GenerationRequest], ProofParameters | None], G
 """What an engine generates, given the honest engine."""
 Rewrite = Callable[[Engine, GenerationRequest, list[Completion]], list[Completion]]
 """Other completions for those that were drawn for a request."""
-Tokens = npt.NDArray[np.int32]
 
 
 class Cheat:
@@ -125,9 +123,7 @@ class Disguise:
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return self._engine.prefill(requests, proof)
 
-    def greedy(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
-    ) -> list[npt.NDArray[np.int32]]:
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         return self._engine.greedy(prompts, max_new_tokens, eos_token_id)
 
 
@@ -145,7 +141,7 @@ def rewriting(rewrite: Rewrite) -> Draw:
     return draw
 
 
-def each_completion(change: Callable[[Engine, GenerationRequest, Tokens], Tokens]) -> Draw:
+def each_completion(change: Callable[[Engine, GenerationRequest, TokenIds], TokenIds]) -> Draw:
     """The same with the tokens of every completion changed by themselves."""
 
     def rewrite(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
@@ -162,10 +158,9 @@ def vouched(
     proof: ProofParameters | None,
 ) -> Groups:  # fmt: skip
     """The same tokens with the log-probabilities and the proofs that `engine` gives for them in one prefill."""
+    drawn = [(request, each) for request, group in zip(requests, groups, strict=True) for each in group]
     asked = [
-        PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature)
-        for request, group in zip(requests, groups, strict=True)
-        for each in group
+        PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature) for request, each in drawn
     ]
     answers = iter(engine.prefill(asked, proof))
 

@@ -13,9 +13,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import Cheat, Disguise, Tokens, Worth, cheating, vouched
+from shoal.adversary.base import Cheat, Disguise, Worth, cheating, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.protocol import Finish, Groups
+from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms, uniforms_at
 
@@ -33,7 +33,7 @@ class Fork:
     group: int
     rollout: int
     request: GenerationRequest
-    kept: Tokens
+    kept: TokenIds
     seed: int
 
 
@@ -45,12 +45,9 @@ class Branching(Disguise):
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        value_of: Callable[[tuple[int, ...]], Callable[[Completion], float]],
-        reach: float,
+        self, engine: Engine, value_of: Callable[[tuple[int, ...]], Callable[[Completion], float]], reach: float,
         tries: int = BRANCHES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(engine)
         self._value_of, self._reach, self._tries = value_of, reach, tries
 
@@ -127,9 +124,8 @@ class Steering(Disguise):
         groups = []
         for request, group in zip(requests, drawn, strict=True):
             temperature = request.sampling.temperature
-            seen = self._engine.prefill(
-                [PrefillRequest(request.prompt_ids, one.token_ids, temperature) for one in group]
-            )
+            asked = [PrefillRequest(request.prompt_ids, one.token_ids, temperature) for one in group]
+            seen = self._engine.prefill(asked)
             triples = zip(request.seeds, group, seen, strict=True)
             groups.append([self._steered(request, seed, each, prefill) for seed, each, prefill in triples])
         return vouched(self._engine, requests, groups, proof)
@@ -170,11 +166,9 @@ def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
 
 CHEATS = (
     steer(),
-    cheating(
-        "branch",
+    cheating("branch",
         f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
         "them, and submits the branch that pays best",
         {"sampling.seed", "sampling.drift", "sampling.steered"},
-        engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH),
-    ),
-)
+        engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH)),
+)  # fmt: skip

@@ -15,21 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace as changed
 
-from shoal.adversary.base import (
-    OTHER_TOKENS,
-    OTHER_WEIGHTS,
-    Cheat,
-    Disguise,
-    Loot,
-    Tokens,
-    Worth,
-    cheating,
-    each_completion,
-    each_rollout,
-    vouched,
-)
+from shoal.adversary import base
+from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Loot, Worth, cheating, each_completion, each_rollout
 from shoal.engines import Completion, Engine, GenerationRequest
-from shoal.engines.protocol import Groups
+from shoal.engines.protocol import Groups, TokenIds
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
 from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
@@ -43,22 +32,22 @@ LIES = frozenset({"progress.seed", "progress.prefix"})
 COPIES = frozenset({"duplicate.rollout", "duplicate.proof"})
 
 
-def edited(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+def edited(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
     eos, middle, changed = request.sampling.eos_token_id, len(tokens) // 2, tokens.copy()
     if tokens[middle] != eos:
         changed[middle] = next(token for token in tokens[middle] + (-1, 1, 2) if token not in (eos, -1))
     return changed
 
 
-def cut_short(_engine: Engine, _request: GenerationRequest, tokens: Tokens) -> Tokens:
+def cut_short(_engine: Engine, _request: GenerationRequest, tokens: TokenIds) -> TokenIds:
     return tokens[: max(1, len(tokens) // 2)]
 
 
-def ended_early(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+def ended_early(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
     return np.append(tokens[: len(tokens) // 2], request.sampling.eos_token_id)
 
 
-def padded(engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+def padded(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
     """As many of the likeliest tokens behind it as there is room for, none of them an end."""
     most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_id
     [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, -1)
@@ -66,14 +55,14 @@ def padded(engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens
     return np.append(tokens, np.where(added == eos, added + 1, added))
 
 
-def running_on(engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+def running_on(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
     return padded(engine, request, tokens[:-1] if tokens[-1] == request.sampling.eos_token_id else tokens)
 
 
 def answering(engine: Engine, loot: Loot) -> Engine:
     worth = Worth(loot)
 
-    def answered(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+    def answered(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
         task, sampling = worth.task(request.prompt_ids), request.sampling
         ids = [] if task is None else list(worth.tokenizer.encode(task.answer))
         return np.array([*ids, sampling.eos_token_id]) if 0 < len(ids) < sampling.max_new_tokens else tokens
@@ -142,13 +131,13 @@ def likeliest(engine: Engine, requests: Requests, proof: ProofParameters | None)
         [tokens] = engine.greedy([request.prompt_ids], request.sampling.max_new_tokens, eos)
         same = replace(drawn[0], token_ids=tokens, finish="eos" if int(tokens[-1]) == eos else "length")
         groups.append([same] * len(request.seeds))
-    return vouched(engine, requests, groups, proof)
+    return base.vouched(engine, requests, groups, proof)
 
 
 def cooled(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
     colder = [each.sampling.model_copy(update={"temperature": COLD * each.sampling.temperature}) for each in requests]
     asked = [replace(request, sampling=sampling) for request, sampling in zip(requests, colder, strict=True)]
-    return vouched(engine, requests, engine.generate(asked, None), proof)
+    return base.vouched(engine, requests, engine.generate(asked, None), proof)
 
 
 def loosest(profile: str, known: Sequence[str]) -> str:
@@ -177,6 +166,11 @@ def _made_up(chunks: ShownChunks) -> ShownChunks:
     return changed(chunks, tokens=pack_tokens((tokens + shift) % 16))
 
 
+def shown_as_the_next(progress: ShownProgress, lease: Lease) -> ShownProgress:
+    chunks = [changed(each, rollout=(each.rollout + 1) % len(lease.seeds)) for each in progress.chunks]
+    return ShownProgress(chunks)
+
+
 def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
     """Generates for the first seed of a group only."""
     drawn = engine.generate([replace(request, seeds=request.seeds[:1]) for request in requests], proof)
@@ -186,7 +180,7 @@ def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -
 class ReplayFirst(Cheat):
     name = "replay"
     what = "generates for its first lease and submits that for every later one"
-    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
+    reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     def __init__(self) -> None:
         self._first: list[Rollout] = []
@@ -199,7 +193,7 @@ class ReplayFirst(Cheat):
 class Steal(Cheat):
     name = "steal"
     what = "submits what another node made, if it can get at it"
-    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
+    reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     library: ClassVar[list[Submission]] = []
     """Others' submissions. No honest party gives them away: whoever tests the worst case lays them in here."""
@@ -232,110 +226,59 @@ class Sleeper(Cheat):
 
 
 CHEATS = (
-    cheating(
-        "best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
-        OTHER_TOKENS, engine=choosing,
-    ),
-    cheating(
-        "own-dice", "ignores the seeds of its leases and draws by seeds of its own", OTHER_TOKENS, draw=by_own_seeds
-    ),
-    cheating(
-        "grind", f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them",
-        OTHER_TOKENS | COPIES, engine=grinding,
-    ),
-    cheating(
-        "greedy", "takes the likeliest token at every step instead of drawing one", OTHER_TOKENS | COPIES,
-        draw=likeliest,
-    ),
+    cheating("best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
+        OTHER_TOKENS, engine=choosing),
+    cheating("own-dice", "ignores the seeds of its leases and draws by seeds of its own",
+        OTHER_TOKENS, draw=by_own_seeds),
+    cheating("grind", f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them",
+        OTHER_TOKENS | COPIES, engine=grinding),
+    cheating("greedy", "takes the likeliest token at every step instead of drawing one",
+        OTHER_TOKENS | COPIES, draw=likeliest),
     cheating("cold", f"samples at {COLD} times the temperature of the lease", OTHER_TOKENS, draw=cooled),
-    cheating(
-        "loose",
+    cheating("loose",
         f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature",
-        OTHER_TOKENS, draw=cooled, profile=loosest,
-    ),
+        OTHER_TOKENS, draw=cooled, profile=loosest),
     cheating("edit", "changes one token in the middle of every completion", OTHER_TOKENS, draw=each_completion(edited)),
-    cheating(
-        "answer", "writes the right answer, which everybody can look up, instead of what was drawn",
-        OTHER_TOKENS | COPIES, engine=answering,
-    ),
-    cheating(
-        "early-end", "ends every completion halfway by writing the end-of-sequence token", OTHER_TOKENS,
-        draw=each_completion(ended_early),
-    ),
-    cheating(
-        "cut-short", "stops halfway and says that the length limit was reached", {"termination.early"},
-        draw=each_completion(cut_short),
-    ),
-    cheating(
-        "pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
-        {"termination.past_eos"}, draw=each_completion(padded),
-    ),
-    cheating(
-        "run-on", "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
-        OTHER_TOKENS | {"duplicate.rollout"}, draw=each_completion(running_on),
-    ),
-    cheating(
-        "swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
-        OTHER_WEIGHTS | COPIES, engine=swapping,
-    ),
-    cheating(
-        "copy", "generates one completion of every group and submits it for all of them",
-        OTHER_TOKENS | COPIES | {"proofs.malformed"}, draw=_copied,
-    ),
+    cheating("answer", "writes the right answer, which everybody can look up, instead of what was drawn",
+        OTHER_TOKENS | COPIES, engine=answering),
+    cheating("early-end", "ends every completion halfway by writing the end-of-sequence token",
+        OTHER_TOKENS, draw=each_completion(ended_early)),
+    cheating("cut-short", "stops halfway and says that the length limit was reached",
+        {"termination.early"}, draw=each_completion(cut_short)),
+    cheating("pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
+        {"termination.past_eos"}, draw=each_completion(padded)),
+    cheating("run-on",
+        "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
+        OTHER_TOKENS | {"duplicate.rollout"}, draw=each_completion(running_on)),
+    cheating("swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
+        base.OTHER_WEIGHTS | COPIES, engine=swapping),
+    cheating("copy", "generates one completion of every group and submits it for all of them",
+        OTHER_TOKENS | COPIES | {"proofs.malformed"}, draw=_copied),
     ReplayFirst,
     Steal,
-    cheating(
-        "logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
-        {"logprobs.mismatch"},
-        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE)),
-    ),
-    cheating(
-        "nan", "reports log-probabilities that are NaN, to spoil the weights for everybody", {"shape.logprobs"},
-        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan)),
-    ),
-    cheating(
-        "vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
-        submission=each_rollout(
-            lambda one: changed(one, tokens=pack_tokens(np.full_like(one.token_ids, FAR_TOKEN)))
-        ),
-    ),
-    cheating(
-        "claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
-        submission=lambda given, lease: changed(
-            given, prompt=pack_tokens(lease.prompt_ids[::-1] + lease.prompt_ids[:1])
-        ),
-    ),
-    cheating(
-        "claim-policy", "says openly that another version of the policy generated it",
+    cheating("logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
+        {"logprobs.mismatch"}, submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE))),
+    cheating("nan", "reports log-probabilities that are NaN, to spoil the weights for everybody",
+        {"shape.logprobs"}, submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan))),
+    cheating("vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
+        submission=each_rollout(lambda one: changed(one, tokens=pack_tokens(np.full_like(one.token_ids, FAR_TOKEN))))),
+    cheating("claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
+        submission=lambda given, lease: changed(given, prompt=pack_tokens((*lease.prompt_ids[::-1], 2)))),
+    cheating("claim-policy", "says openly that another version of the policy generated it",
         {"submission.mismatch", "policy.mismatch"},
-        submission=lambda given, _: changed(given, version=given.version + 1, policy_digest="f" * 64),
-    ),
-    cheating(
-        "claim-node", "submits its work in the name of another node", {"submission.mismatch", "lease.mismatch"},
-        submission=lambda given, _: changed(given, node="0" * len(given.node)),
-    ),
-    cheating(
-        "claim-given",
+        submission=lambda given, _: changed(given, version=given.version + 1, policy_digest="f" * 64)),
+    cheating("claim-node", "submits its work in the name of another node", {"submission.mismatch", "lease.mismatch"},
+        submission=lambda given, _: changed(given, node="0" * len(given.node))),
+    cheating("claim-given",
         "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at",
-        OTHER_TOKENS | {"dialogue.forged"}, draw=by_own_seeds, submission=each_rollout(_given),
-    ),
-    cheating(
-        "few", "submits only half of every group", {"submission.group", "shape.rollouts"},
-        submission=lambda given, _: changed(given, rollouts=given.rollouts[: max(1, len(given.rollouts) // 2)]),
-    ),
-    cheating(
-        "show-random", "shows made-up tokens of the groups that it is generating, to keep their leases", LIES,
-        shown=lambda progress, _: ShownProgress([_made_up(chunks) for chunks in progress.chunks]),
-    ),
-    cheating(
-        "show-other", "shows the chunks of one rollout as those of the next, which has another seed", LIES,
-        shown=lambda progress, lease: ShownProgress(
-            [changed(each, rollout=(each.rollout + 1) % len(lease.seeds)) for each in progress.chunks]
-        ),
-    ),
-    cheating(
-        "show-swap", "shows the groups that it generates, and submits them with their rollouts in another order",
-        LIES | OTHER_TOKENS, submission=lambda given, _: changed(given, rollouts=given.rollouts[::-1]),
-    ),
+        OTHER_TOKENS | {"dialogue.forged"}, draw=by_own_seeds, submission=each_rollout(_given)),
+    cheating("few", "submits only half of every group", {"submission.group", "shape.rollouts"},
+        submission=lambda given, _: changed(given, rollouts=given.rollouts[: max(1, len(given.rollouts) // 2)])),
+    cheating("show-random", "shows made-up tokens of the groups that it is generating, to keep their leases",
+        LIES, shown=lambda progress, _: ShownProgress([_made_up(chunks) for chunks in progress.chunks])),
+    cheating("show-other", "shows the chunks of one rollout as those of the next, which has another seed",
+        LIES, shown=shown_as_the_next),
+    cheating("show-swap", "shows the groups that it generates, and submits them with their rollouts in another order",
+        LIES | OTHER_TOKENS, submission=lambda given, _: changed(given, rollouts=given.rollouts[::-1])),
     Sleeper,
 )  # fmt: skip

@@ -49,12 +49,10 @@ def dr_grpo(rewards_G: Tensor) -> Tensor:
 
 
 def max_rl(rewards_G: Tensor) -> Tensor:
-    """`(r − mean(r)) / mean(r)`, and 0 for all where nothing succeeded: the rarer the success, the more it weighs.
-
-    For rewards of 0 and 1 the sum over a group is the mean score of its successes, an estimate of the gradient of
-    log(pass rate): 1, 0, 0, 0 give 3, −1, −1, −1. A reward in between counts as a part of a success; one below 0 (a
-    length penalty) as none, since a mean near or below 0 would turn the sign or explode. So values lie in [−1, G − 1].
-    """
+    """`(r − mean(r)) / mean(r)`, and 0 for all where nothing succeeded: the rarer the success, the more it weighs. For
+    rewards of 0 and 1 the sum over a group is the mean score of its successes, an estimate of the gradient of log(pass
+    rate): 1, 0, 0, 0 give 3, −1, −1, −1. A reward in between counts as a part of a success; one below 0 (a length
+    penalty) as none, since a mean near or below 0 would turn the sign or explode. So values lie in [−1, G − 1]."""
     success_G = rewards_G.clamp(min=0)
     mean = success_G.mean()
     return torch.where(mean > 0, (success_G - mean) / mean, torch.zeros_like(success_G))

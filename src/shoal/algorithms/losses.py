@@ -56,10 +56,6 @@ class LossParameters:
     log_ratio_penalty: float = 1e-3
     recomputed_base: bool = False
 
-    @property
-    def upper_epsilon(self) -> float:
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
 
 @dataclass(frozen=True)
 class LossOutput:
@@ -98,7 +94,8 @@ def ratio(tokens: LossTokens, parameters: LossParameters) -> Tensor:
 
 def clip(ratio_N: Tensor, advantages_N: Tensor, parameters: LossParameters) -> tuple[Tensor, Tensor]:
     """PPO's `min(r·A, clip(r, 1−ε, 1+ε)·A)`, and where it stops: the ratio has moved by more than ε towards A."""
-    low, high = 1 - parameters.epsilon, 1 + parameters.upper_epsilon
+    low, upper = 1 - parameters.epsilon, parameters.epsilon_high
+    high = 1 + (parameters.epsilon if upper is None else upper)
     objective_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
     stopped_N = (advantages_N > 0) & (ratio_N > high) | (advantages_N < 0) & (ratio_N < low)
     return objective_N, stopped_N

@@ -87,8 +87,6 @@ def ratio_sums(difference_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def effective_share(total: float, squares: float, count: int) -> float:
-    """(Σr)² / (N·Σr²): which share of N weighted samples is as good as unweighted ones; between 1/N and 1.
-
-    Ratios 1, 1, 1, 1 give 1; ratios 4, 0, 0, 0 give 1/4: one token decides for all. Without any token it is 1.
-    """
+    """(Σr)² / (N·Σr²): which share of N weighted samples is as good as unweighted ones; between 1/N and 1. Ratios 1, 1,
+    1, 1 give 1; ratios 4, 0, 0, 0 give 1/4: one token decides for all. Without any token it is 1."""
     return total**2 / (count * squares) if count and squares else 1.0

@@ -13,7 +13,7 @@ from shoal.cli import options
 from shoal.runtime.text import count_of, visible, visible_json
 
 if TYPE_CHECKING:
-    from shoal.ledger.verification import Checked
+    from shoal.ledger.evidence import Checked
 
 MAX_ROWS = 50
 

@@ -221,6 +221,8 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
         rows = filtering.original_rows(table, rates, kept, name)
     count, inside = filtering.write_rows(out, rows, about), sum(band.holds(rate.value) for rate in rates.values())
     echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
+    if not rates:
+        raise ConfigError("no task could be measured: nothing was written; mend what the lines above name")
     if count == 0:
         again = "the same command with another band needs no new samples"
         raise ConfigError(f"no task is within --keep {band}: nothing was written; {again}")

@@ -152,11 +152,13 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     yield f"time of a step of {found.tokens:,.0f} tokens, s, on GPUs of the speeds assumed below, not on this machine:"
     for name, seconds, what in found.stages():
         yield f"  {name:<32}{_cell(seconds)}   {what}"
-    yield f"  {'a step':<32}{_cell(found.step_s)}   training, or what takes longer; times {run.steps}"
+    what = "training, or what takes longer" if run.max_staleness else "one stage after another"
+    yield f"  {'a step':<32}{_cell(found.step_s)}   {what}; times {run.steps}"
     machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
     yield f"machines needed: {found.processes} to train, {machines}"
     yield from _remedy_lines(found)
-    if found.validators > (started := found.recipe.validator.count):
+    started = found.recipe.validator.count
+    if found.validators > started and found.kind == "cuda":  # the speeds of GPUs say nothing of a CPU's trainer
         yield f"  the recipe starts {started} of the validators: raise validator.count, or every step waits for audits"
     if gpu_hour_price is not None:
         yield f"money: {found.cost(gpu_hour_price):,.0f}, at {gpu_hour_price:g} for a GPU and hour"

@@ -87,13 +87,14 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
     from rich.console import Console
 
     from shoal.cli.view import choose_display
-    from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, launch, ledger_line, steps_in
+    from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, kept_line, launch, ledger_line, steps_in
 
     display, before = choose_display(Console()), steps_in(folder.path / METRICS)
     with display:
         launched = launch(folder, patience_s, stop_on_signals(supervising=True), display)
     lines, code = conclusion(folder.path, launched, before), launched.ending.exit_code
-    echo("\n".join([*([""] if display.live else []), *lines, *([ledger_line(folder.path)] if code == 0 else [])]))
+    lines += [ledger_line(folder.path), kept_line(folder.path)] if code == 0 else []
+    echo("\n".join([*([""] if display.live else []), *lines]))
     if launched.ending.message:
         _warn(launched.ending.message)
     return code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))

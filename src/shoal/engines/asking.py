@@ -27,8 +27,9 @@ class Asking:
     """Tasks as prompts of one model. One whose prompt the model cannot take is `CannotBeAsked`: another is drawn."""
 
     def __init__(self, files: Mapping[str, bytes], environment: Environment, max_new_tokens: int) -> None:
-        positions = read_config(files).get("max_position_embeddings")
-        self.encoder = PromptEncoder.of(files, prompt_settings_of(environment))
+        config = read_config(files)
+        positions = config.get("max_position_embeddings", config.get("n_positions"))  # as GPT-2's kin calls them
+        self.encoder = PromptEncoder(files, **prompt_settings_of(environment).model_dump())
         self._budget = budget_of(environment)
         self._name = environment.name
         self._room = positions - max_new_tokens if isinstance(positions, int) and positions > 0 else None
@@ -53,6 +54,6 @@ class Asking:
 
     def check(self, task: Task) -> None:
         """Whether a task can be asked, with the length target whose number is longest."""
-        if self._budget is not None and self._budget.settings.targets:
-            task = self._budget.ask(task, max(self._budget.settings.targets, key=lambda target: len(str(target))))
+        if self._budget is not None and self._budget.targets:
+            task = self._budget.ask(task, max(self._budget.targets, key=lambda target: len(str(target))))
         self.ids(task)

@@ -65,13 +65,9 @@ class RowBatch:
     """The rows of one call. `groups` are all rows of every request, for those who are told how far it is."""
 
     def __init__(
-        self,
-        decoder: PagedDecoder,
-        requests: Sequence[GenerationRequest],
-        groups: Sequence[Sequence[Row]],
-        proof: ProofParameters | None,
-        greedy: bool = False,
-    ) -> None:
+        self, decoder: PagedDecoder, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Row]],
+        proof: ProofParameters | None, greedy: bool = False,
+    ) -> None:  # fmt: skip
         self._decoder, self._proof, self._greedy = decoder, proof, greedy
         self._requests, self._groups = requests, groups
         self._waiting = deque(row for group in groups for row in group if row.completion is None)
@@ -80,8 +76,8 @@ class RowBatch:
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
 
     def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
-        """Draw all rows within `memory_bytes`. Returns those for which memory did not suffice, each with the whole
-        chunks that there are of it."""
+        """Draw all rows within `memory_bytes`. Returns those for which it did not suffice, each with its whole
+        chunks."""
         rows = min(len(self._waiting), most_rows)
         needed = max(pages_for(len(each.prompt_ids) + each.sampling.max_new_tokens - 1) for each in self._requests)
         try:

@@ -1,8 +1,7 @@
-"""What is being decoded: the rows still in the batch, their dice, what they have said so far, and its proofs.
+"""What is being decoded: the rows still in the batch, their seeds, what they have said so far, and its proofs.
 
-The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed. A
-block of steps is one chunk of every sequence that lived in it, and is folded into points before the next one begins: so
-memory stays bounded, and only points leave the device.
+The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed, and
+folded into points before the next block begins: memory stays bounded, and only points leave the device.
 
 R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: given tokens.
 """
@@ -36,8 +35,8 @@ Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 class Uniforms:
-    """The streams of all rows, each from its own position `begun`, a block of positions at a time (a long limit would
-    need gigabytes at once)."""
+    """The streams of all rows, each from its position `begun`, a block at a time: a long limit would need gigabytes at
+    once."""
 
     def __init__(self, seeds: Sequence[int], begun: Sequence[int], block: int, device: torch.device) -> None:
         self._seeds_R1 = np.array(seeds, dtype=np.uint64)[:, None]
@@ -109,9 +108,8 @@ class HiddenRows:
 
 @dataclass(eq=False)
 class Row:
-    """One completion to be drawn: of which request, by which seed, and what there is of it so far: all of a finished
-    one, or what is kept of a batch for which memory did not suffice: whole chunks, which are not computed again, so
-    that what was shown of them stays true."""
+    """One completion to be drawn, and what there is of it so far: all of a finished one, or whole chunks that are kept
+    of a batch for which memory did not suffice, so that what was shown of them stays true."""
 
     group: int
     seed: int
@@ -123,9 +121,8 @@ class Row:
 
 @dataclass
 class Decoding:
-    """What has been decoded so far, step by step; rows are those of the whole batch, finished or not. All begin with
-    equally many tokens: none, or those that were kept (`Row`). `line_of` says of a row whether somebody answers its
-    turns: such rows are looked at token by token, the others never."""
+    """What has been decoded so far; rows are those of the whole batch, finished or not, and begin with equally many
+    tokens. `line_of` says of a row whether somebody answers its turns: such rows are looked at token by token."""
 
     rows: Sequence[Row]
     max_new_tokens: int
@@ -150,8 +147,8 @@ class Decoding:
         return line, goes_on and len(row.tokens) < self.max_new_tokens
 
     def record(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> Tensor | None:
-        """Take one token per live row; returns which rows of the batch go on, or None when none does. Finished rows may
-        linger in the batch (dropping them costs a copy of the cache); they write nothing."""
+        """Take one token per live row; returns which rows of the batch continue, or None when none does. Finished rows
+        may linger in the batch (dropping them costs a copy of the cache); they write nothing."""
         if self._alive is None:
             self._alive = torch.ones(self.n_rows, dtype=torch.bool, device=tokens_R.device)
             self.lengths = torch.full((self.n_rows,), self.begun, dtype=torch.long, device=tokens_R.device)

@@ -46,8 +46,7 @@ Texts = TextTokenizer | Characters
 @dataclass(frozen=True)
 class Reading:
     """A completion taken apart: `given` are the spans where the environment spoke, `turns` those of the model. `finish`
-    is how it ended, None if it stops where it must go on. With a `problem` at token `at` (the tool's words are not
-    there, or it goes on after its end) it is taken apart up to there only."""
+    is how it ended, None if it stops where it must continue. With a `problem` it ends at token `at`."""
 
     given: Spans
     turns: int
@@ -151,8 +150,8 @@ class Line:
 
 
 def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
-    """The dialogue of a lease, by the tokenizer among its policy's files; None if it has none. A tool that this shoal
-    does not have is a `ConfigError`."""
+    """The dialogue of a lease, by the tokenizer among its policy's files, if it has one. An unknown tool:
+    `ConfigError`."""
     if lease.dialogue is None:
         return None
     sampling, tool = lease.sampling, TOOLS.get(lease.dialogue.tool)
@@ -184,7 +183,7 @@ class Talks:
         self._environment, self._files, self._sampling = environment, files, sampling
         self._frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if has_dialogues(environment) and "tokenizer.json" in files:
-            self._frame = PromptEncoder.of(files, prompt_settings_of(environment)).frame()
+            self._frame = PromptEncoder(files, **prompt_settings_of(environment).model_dump()).frame()
 
     def of(self, task: str | Task) -> Dialogue | None:
         """The dialogue of a task; None if nobody answers in it."""

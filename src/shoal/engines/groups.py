@@ -21,29 +21,22 @@ def is_finite(group: Sequence[Completion]) -> bool:
 
 
 def generate(
-    loaded: LoadedPolicy,
-    leases: Sequence[Lease],
-    on_tokens: Callable[[str, int], None] | None = None,
+    loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None,
     on_chunks: Callable[[Lease], OnChunks | None] | None = None,
-) -> list[list[Completion]]:
-    """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike). `on_tokens`
-    hears now and then of a lease how many tokens it has; `on_chunks` says who hears of its finished chunks. An engine's
-    failure becomes one sentence."""
+) -> list[list[Completion]]:  # fmt: skip
+    """The groups of leases of one policy, with proofs as the leases want them. `on_tokens` hears now and then how many
+    tokens a lease has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes a sentence."""
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):
             alike = [lease for lease in leases if lease.proof == proof]
-            requests = [
-                GenerationRequest(
-                    lease.prompt_ids,
-                    lease.seed_numbers,
-                    lease.sampling,
-                    on_tokens=partial(on_tokens, lease.lease) if on_tokens is not None else None,
-                    on_chunks=on_chunks(lease) if on_chunks is not None else None,
-                    respond=talk.respond if (talk := dialogue_for(lease, loaded.files)) is not None else None,
-                )
-                for lease in alike
-            ]
+            requests = []
+            for lease in alike:
+                terms = (lease.prompt_ids, lease.seed_numbers, lease.sampling)
+                heard = partial(on_tokens, lease.lease) if on_tokens is not None else None
+                told = on_chunks(lease) if on_chunks is not None else None
+                talk = dialogue_for(lease, loaded.files)
+                requests.append(GenerationRequest(*terms, heard, told, None if talk is None else talk.respond))
             drawn = loaded.engine.generate(requests, proof)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]

@@ -1,9 +1,7 @@
 """How much an engine computes at once: from the memory that is free, and from what did not fit.
 
-    free memory ──► Room.most ──► batches ──► too much? ──► Room.failed: half as much from now on
-                                     └── fits ──► Room.fitted: after many of them, twice as much is tried again
-
-Imports torch only where a device is asked about.
+free memory ──► Room.most ──► batches ──► too much? ──► Room.failed: half as much from now on
+                                 └── fits ──► Room.fitted: after many of them, twice as much is tried again
 """
 
 from __future__ import annotations

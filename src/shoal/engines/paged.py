@@ -1,8 +1,7 @@
 """One step of decoding for many rows as one CUDA graph: feed every row its token, keep the state, draw the next one.
 
 Everything that a step reads and writes lies in a `PagePool` and keeps its place, so that the step of some numbers of
-rows (`SIZES`) is captured once and replayed without a word from the host. Which row is in which slot is the business of
-`batching`. Weights that are changed where they lie are seen by the captured steps.
+rows (`SIZES`) is captured once and replayed. Which row is in which slot is the business of `batching`.
 
 S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden size.
 """
@@ -21,8 +20,7 @@ from torch import Tensor
 from shoal.engines.memory import release_memory
 from shoal.engines.pages import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
-from shoal.sampling.sampler import sample
-from shoal.sampling.stream_torch import LOW_32, as_uniforms, philox4x32
+from shoal.sampling.sampler import sample, uniforms_of
 
 SIZES = (4, 16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 WINDOW = 16  # steps between two looks of the host; at most the rows of a chunk
@@ -114,10 +112,11 @@ class PagedDecoder:
         release_memory()
 
     def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> PagePool | None:
-        """A pool for so many rows of so many pages, or for as many of them as fit; the one that is there, if it does.
-        None if not even one row fits."""
-        size = size_for(min(rows, SIZES[-1]))
-        while size > SIZES[0] and size * self._slot_bytes(chunk) > (1 - POOL_SHARE) * memory_bytes:
+        """A pool for so many rows of so many pages, or for as many as fit (None: not one); the one that is there, if it
+        does."""
+        size, slot_bytes = size_for(min(rows, SIZES[-1])), 4 * chunk * self.hidden + 8 * self.vocabulary
+        # A slot's kept states, and logits with what sampling makes of them.
+        while size > SIZES[0] and size * slot_bytes > (1 - POOL_SHARE) * memory_bytes:
             size = SIZES[SIZES.index(size) - 1]
         pages = min(1 + rows * pages_each, 1 + size * pages_each, int(POOL_SHARE * memory_bytes) // self.page_bytes)
         if pages <= pages_each:
@@ -138,10 +137,6 @@ class PagedDecoder:
             )
         there.slots.clear(slice(None))
         return there
-
-    def _slot_bytes(self, chunk: int) -> int:
-        """What a slot takes beside its pages: kept states, and logits with what sampling makes of them."""
-        return 4 * chunk * self.hidden + 8 * self.vocabulary
 
     def run(self, size: int, steps: int, greedy: bool, proves: bool) -> None:
         """Queue so many steps of the first `size` slots. Nobody waits for them."""
@@ -207,10 +202,8 @@ class PagedDecoder:
         drawn = [(logits.argmax(dim=1), logits.new_zeros(len(logits))) for logits in tiles]
         if not greedy:
             place_R = slots.begun[here] + slots.drawn[here]
-            zero_R = torch.zeros_like(place_R)
-            counter = (place_R & LOW_32, place_R >> 32, zero_R, zero_R)
-            word0, word1, *_ = philox4x32(counter, (slots.key_low[here], slots.key_high[here]))
-            columns = (hidden_RH, as_uniforms(word0, word1), slots.temperature[here])
+            uniforms_R = uniforms_of(place_R, slots.key_low[here], slots.key_high[here])
+            columns = (hidden_RH, uniforms_R, slots.temperature[here])
             for hidden, uniforms, heat in zip(*(torch.split(column, self._tile) for column in columns), strict=True):
                 drawn.append(sample(self.head.logits(hidden), uniforms, heat))
         return (torch.cat(column) for column in zip(*drawn, strict=True))

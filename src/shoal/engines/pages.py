@@ -7,8 +7,8 @@
 `decoding` is on, the layers' attention is `attend` over the pages; a prompt's own attention is left to transformers.
 
 Norms and rotary positions of one token per row are one kernel each (`fuse`), where transformers has eight and ten: most
-of a step's time goes into starting small kernels. What does what these kernels do, as a trial with numbers shows, is
-replaced while this thread is decoding; at any other time, and everywhere else, the model computes as it always does.
+of a step's time goes into starting small kernels. What a trial with numbers shows to be the same is replaced, while
+this thread is decoding only.
 
 R: rows, B: prompts, L: padded length, Q: query heads, K: key heads, D: size of a head, W: pages of a table.
 """

@@ -20,6 +20,7 @@ from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch
 
 Finish = Literal["eos", "length"]
+TokenIds = npt.NDArray[np.int32]
 PLAIN = "torch-plain"
 """In a kind: torch's engine on a GPU without pages and captured steps, which rounds differently."""
 
@@ -42,13 +43,12 @@ OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One group: a prompt, and one 64-bit seed per completion wanted. `on_tokens` is told every few steps how many
-    tokens of the group are drawn so far, in the caller's thread: a lease on which something happens is renewed.
-    `on_chunks` is told in the same way when chunks of tokens are finished, if proofs are asked for; what it does not
-    ask for within the call is not computed. `respond` is asked at every end-of-sequence token whether the completion is
-    finished; what it gives instead is fed to the model, not drawn (see `dialogue`). `begun` tokens at the end of the
-    prompt are the first of the completion: the uniforms of the first token that is drawn here are those of that
-    position."""
+    """One group: a prompt, and one 64-bit seed per completion wanted. `on_tokens` is told every few steps, in the
+    caller's thread, how many tokens of the group are drawn: a lease on which something happens is renewed. `on_chunks`
+    is told in the same way of finished chunks, if proofs are asked for; what it does not ask for within the call is not
+    computed. `respond` is asked at every end-of-sequence token whether the completion is finished; what it gives
+    instead is fed to the model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the
+    completion: the uniforms begin at that position."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -68,8 +68,8 @@ class Completion:
     """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token if `finish` is "eos". `logprobs`
     (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back: one for
     every `rows` tokens, the last may be of fewer. `given` are the spans (start, length) that were not drawn: their
-    log-probabilities are 0, the uniforms of their positions are left out, and proofs are of them as of others. Without
-    any, a completion that is cut off ("length") has no end-of-sequence token."""
+    log-probabilities are 0, and the uniforms of their positions are left out. Without any, one that is cut off
+    ("length") has no end-of-sequence token."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -119,8 +119,8 @@ class Engine(Protocol):
 
     @property
     def kind(self) -> str:
-        """What its rounding depends on, `engine path/device/number format`: the key of a profile. Known for sure once
-        the policy is in place."""
+        """What its rounding depends on, `engine path/device/number format`; known for sure once the policy is in
+        place."""
         ...
 
     @property
@@ -151,9 +151,7 @@ class Engine(Protocol):
         """One result per request, in order; with points if `proof` says of what size."""
         ...
 
-    def greedy(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
-    ) -> list[npt.NDArray[np.int32]]:
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
         ...
 
@@ -169,8 +167,7 @@ class UpdatableEngine(Engine, Protocol):
 
 @runtime_checkable
 class BoundedEngine(Engine, Protocol):
-    """An engine that knows how much fits into memory. `memory_bytes` is the most that it may take, weights included;
-    None: as much as is free."""
+    """An engine that knows how much fits into memory. `memory_bytes`, weights included; None: as much as is free."""
 
     memory_bytes: int | None
 

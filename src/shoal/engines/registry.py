@@ -91,10 +91,7 @@ def _scripted(files: Files, _device: str, _dtype: str) -> Engine:
     return ScriptedEngine(files)
 
 
-ENGINES: dict[str, EngineEntry] = {
-    "torch": TorchEntry("torch", _torch, DTYPES),
-    "scripted": EngineEntry("scripted", _scripted),
-}
+ENGINES = {"torch": TorchEntry("torch", _torch, DTYPES), "scripted": EngineEntry("scripted", _scripted)}
 
 
 def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:

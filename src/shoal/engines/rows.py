@@ -1,9 +1,8 @@
 """The rows of a batch that is being decoded: which are still in it, and how each gets its next hidden state.
 
-Attention has a cache that rows can be repeated in, dropped from and padded on the left. What recurrent layers keep
-instead (a state, the last inputs of a convolution) does not always bear that, so such a model is tried first, and
-refused if it does not agree with itself (`check_cache`). Some such layers continue from what they keep by one token,
-and forget it where several come at once (`follows_with_cache`).
+What recurrent layers keep (a state, the last inputs of a convolution) does not always bear to be repeated, dropped or
+padded, so such a model is tried first, and refused if it does not agree with itself (`check_cache`). Some such layers
+forget their state where several tokens come at once (`follows_with_cache`).
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size.
 """
@@ -96,8 +95,8 @@ class Rows:
 
 
 def bytes_kept(model: Any) -> tuple[int, int, int]:
-    """Measured: what a model's cache takes for each token of a row, what for the row itself, and by how much the
-    tensor that grows fastest grows with each token in the cache (some models expand it at every step)."""
+    """Measured: what a model's cache takes for each token of a row, what for the row itself, and by how much the tensor
+    that grows fastest grows with each token (some models expand the cache at every step)."""
     state = Rows.after(model, [(0,)], torch.tensor([0]))
     kept, made = [], []
     for _ in range(2):
@@ -139,8 +138,8 @@ def follows_with_cache(model: Any) -> bool:
 
 
 def _tried(model: Any, at_once: int) -> bool:
-    """Attention does both. Models with other layers are tried, in inference mode, with the weights that they have; the
-    answer is kept."""
+    """Attention does both. Models with other layers are tried once, in inference mode, with the weights that they
+    have."""
     known = _known.setdefault(model, {})
     if at_once not in known:
         try:
@@ -186,7 +185,7 @@ def growing_cache(config: Any) -> Any:
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # the library is untyped
     """Keys and values [rows, heads, tokens, size], views of the filled part of two buffers that have room for more: the
-    library's own layer concatenates, and so copies all that was decoded so far, at every token."""
+    library's own layer copies all that was decoded so far at every token."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

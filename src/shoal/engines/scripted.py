@@ -1,9 +1,8 @@
 """A toy engine without torch: for tests of workers, validators and hubs, and for the simulator.
 
-Its "model" is a hash: logits depend on the digest of the loaded tensors, the last tokens and the position, and on
-nothing else; after a quarter of all contexts the end of the sequence is the likeliest. It samples through the same
-stream and the same inverse CDF as a real engine, so every check that holds for a real engine holds here, and two
-policies that differ in one bit give different tokens.
+Its "model" is a hash of the loaded tensors' digest, the last tokens and the position; after a quarter of all contexts
+the end of the sequence is the likeliest. It samples as a real engine does, so every check that holds for a real engine
+holds here, and two policies that differ in one bit give different tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
 from shoal.errors import PolicyMismatch
 from shoal.models.folder import read_config
 from shoal.protocol import PolicyRef, ProofParameters, TensorView
@@ -57,12 +56,10 @@ class ScriptedEngine:
         self._digest = digest.digest()
         self.policy, self.size_bytes = ref, sum(view.data.nbytes for view in tensors.values())
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
-        groups: list[list[Completion]] = []
+        groups: Groups = []
         for request in requests:
             group, finished = list[Completion](), dict[int, Chunks]()
             for seed in request.seeds:
@@ -75,9 +72,7 @@ class ScriptedEngine:
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return [self._prefill(request, proof) for request in requests]
 
-    def greedy(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
-    ) -> list[npt.NDArray[np.int32]]:
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         found = []
         for prompt in prompts:
             self._refuse_unknown(prompt)

@@ -1,12 +1,11 @@
-"""Engines by policy: fetched when first needed, a few kept loaded, the one least lately used given up first.
+"""Engines by policy: fetched when first needed, a few kept loaded, the least recently used given up first.
 
     get(policy) ─┬─ loaded ───────────────────────────────────────────────► engine
                  └─ fetch ─► is it the very policy asked for? ─┬─► load into the one given up, or into a new one
                                                                └─► only what changed, where the one given up is
                                                                    the policy that the new one was made from
 
-Each is a whole copy of the weights. The first policy of a model is checked before an engine is made for it: `check`
-compares its files with its manifest.
+Each is a whole copy of the weights. The first policy of a model is checked before an engine is made for it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
                   the hidden states of every `rows` steps are folded into points (`decoding`)
 
 A batch for which memory does not suffice is halved: finished rows are kept, the others are continued from their last
-whole chunk, which is fed to the model again and not drawn. So what was shown of a completion stays true. The limit is
-remembered; a group is split over batches where it must be, down to one row.
+whole chunk. The limit is remembered; a group is split over batches where it must be, down to one row.
 
 Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
 share long prompts is each prompt computed once, and the completions after its cache.
@@ -37,7 +36,7 @@ from shoal.engines.decoding import Decoding, GenerationCall, Row, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory
 from shoal.engines.paged import POOL_SHARE, PagedDecoder
-from shoal.engines.protocol import PLAIN, Completion, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.protocol import PLAIN, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
 from shoal.engines.rows import Rows, bytes_kept, check_cache, follows_with_cache
 from shoal.errors import ModelError, PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
@@ -63,21 +62,16 @@ PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches:
 
 
 class TorchEngine:
-    """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound memory, not what may be asked for; within
-    them, as much is computed at once as fits into free memory, or into `memory_bytes` if those are set."""
+    """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound what is computed at once, not what may be
+    asked for; within them, as much as fits into free memory, or into `memory_bytes` if those are set."""
 
     name = "torch"
     memory_bytes: int | None = None
 
     def __init__(
-        self,
-        files: Mapping[str, bytes],
-        dtype: str = "float32",
-        device: str = "cpu",
-        max_rows: int = 2048,
-        max_prefill_tokens: int | None = None,
-        pages: bool | None = None,
-    ) -> None:
+        self, files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu", max_rows: int = 2048,
+        max_prefill_tokens: int | None = None, pages: bool | None = None,
+    ) -> None:  # fmt: skip
         self._setup(model_from_files(files, dtype, device, filled=False), max_rows, max_prefill_tokens)
         self._may_page = device == "cuda" if pages is None else pages
 
@@ -91,8 +85,7 @@ class TorchEngine:
 
     def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
         """Another engine on the same device with a copy of the policy in place, computing in `dtype`, without `pages`
-        by the plain path. `files` describe the model. Weights that `dtype` cannot hold are a `ModelError`: nobody
-        computes with rounded ones."""
+        by the plain path. Weights that `dtype` cannot hold are a `ModelError`: nobody computes with rounded ones."""
         self._refuse_unloaded()
         model, state = model_from_files(files, dtype, self._model.device.type, filled=False), policy_state(self._model)
         with torch.no_grad():
@@ -147,9 +140,7 @@ class TorchEngine:
         change_state(self._model, changes)
         self._loaded, self.policy = True, ref
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         return self._drawn(GenerationCall.of(requests, proof))
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
@@ -167,9 +158,7 @@ class TorchEngine:
                     left = left[size:]
         return [results[index] for index in range(len(requests))]
 
-    def greedy(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
-    ) -> list[npt.NDArray[np.int32]]:
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         sampling = SamplingParameters.model_construct(  # not checked: an eos of -1 means that nothing ends a completion
             temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
         )
@@ -242,7 +231,7 @@ class TorchEngine:
         computed = memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
         return max(1, self._usable // (computed + memory.scores_bytes(config) * longest))
 
-    def _drawn(self, drawing: GenerationCall) -> list[list[Completion]]:
+    def _drawn(self, drawing: GenerationCall) -> Groups:
         self._measure_cache()
         self._measure_room()
         with self._inference():
@@ -316,10 +305,8 @@ class TorchEngine:
         left = decoding.salvage()
         if len(batch) == 1 and left:
             longest, limit = len(drawing.requests[batch[0].group].prompt_ids), decoding.max_new_tokens
-            raise ResourceError(
-                f"one completion of up to {limit} tokens, after a prompt of {longest}, does not fit into the memory "
-                f"that is free for {self.kind}"
-            )
+            short = f"does not fit into the memory that is free for {self.kind}"
+            raise ResourceError(f"one completion of up to {limit} tokens, after a prompt of {longest}, {short}")
         self._room.failed(size)
         log.warning(
             "memory did not suffice for %d completions at once: %d of them are continued from token %d, half as many "
@@ -391,10 +378,8 @@ class TorchEngine:
         elif self._tile_elements() > LEAST_TILE:
             self._tile_divisor *= 4
         else:
-            raise ResourceError(
-                f"the prefill of one sequence of {longest} tokens does not fit into the memory that is "
-                f"free for {self.kind}"
-            )
+            short = f"does not fit into the memory that is free for {self.kind}"
+            raise ResourceError(f"the prefill of one sequence of {longest} tokens {short}")
         log.warning("memory did not suffice for a prefill of %d sequences at once: trying less", len(batch))
         return None
 
@@ -461,12 +446,9 @@ class TorchEngine:
         head = Head.of(self._model)
         tokens_N, temperatures_N = tokens_N.to(hidden_NH.device), temperatures_N.double().to(hidden_NH.device)
         rows = max(1, self._tile_elements() // self.vocabulary_size)
-        tiles = [
-            token_statistics(head.logits(hidden), tokens, temperatures[:, None])
-            for hidden, tokens, temperatures in zip(
-                *(torch.split(column, rows) for column in (hidden_NH, tokens_N, temperatures_N)), strict=True
-            )
-        ]
+        columns = (torch.split(column, rows) for column in (hidden_NH, tokens_N, temperatures_N))
+        parts = zip(*columns, strict=True)
+        tiles = [token_statistics(head.logits(hidden), tokens, heat[:, None]) for hidden, tokens, heat in parts]
         return [torch.cat(column) for column in zip(*tiles, strict=True)]
 
     def _tile_elements(self) -> int:

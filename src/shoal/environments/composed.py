@@ -5,40 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.environments.protocol import Environment, Score, Split, Task, require_scoring
 from shoal.environments.settings import EnvironmentSettings as Settings
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import EnvironmentSetupError
-
-
-@dataclass(frozen=True)
-class LengthBudget:
-    """The rule of a run; see `LengthSettings` for the forms."""
-
-    settings: LengthSettings
-
-    def target(self, run: str, unit: int) -> int:
-        """The target of a unit; every one of `targets` equally often."""
-        digest = hashlib.sha256(f"shoal/length/v1\n{run}\n{unit}".encode()).digest()
-        return self.settings.targets[int.from_bytes(digest[:8], "big") % len(self.settings.targets)]
-
-    def ask(self, task: Task, target: int) -> Task:
-        return replace(task, prompt=f"{task.prompt} {self.settings.text.replace('{target}', str(target))}")
-
-    def worth(self, score: Score, target: int, tokens: int) -> Score:
-        """What a completion of so many tokens is worth."""
-        settings, task = self.settings, score.value
-        if settings.form == "exact":
-            value = task - settings.alpha * abs(target - tokens)
-        elif settings.form == "max":
-            value = task * min(1.0, max(0.0, settings.alpha * (target - tokens) + settings.delta))
-        else:
-            value = task if tokens <= target else 0.0
-        parts = {**score.parts, "task": task, "length": value - task, "target": float(target)}
-        return replace(score, value=value, parts=parts)
 
 
 class Composed:
@@ -49,7 +21,7 @@ class Composed:
         self.version = int(getattr(inner, "version", 1))
         self.data_digest = str(getattr(inner, "data_digest", ""))
         self.prompt = settings.prompt or PromptSettings()
-        self.length = None if settings.length is None else LengthBudget(settings.length)
+        self.length = settings.length
         self.judges = settings.judges
         self.scoring = settings.scoring or ScoringSettings()
         self.digest = _digest(inner, settings)
@@ -107,7 +79,7 @@ def inner_of(environment: Environment) -> Environment:
     return environment.inner if isinstance(environment, Composed) else environment
 
 
-def budget_of(environment: Environment) -> LengthBudget | None:
+def budget_of(environment: Environment) -> LengthSettings | None:
     return environment.length if isinstance(environment, Composed) else None
 
 

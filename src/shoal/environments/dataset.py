@@ -20,9 +20,9 @@ import numpy as np
 
 from shoal.environments.data import scanning
 from shoal.environments.data.scanning import Opened, Problems, Splits
-from shoal.environments.formats import DatasetOptions
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES, DemandingGrader, grader
-from shoal.environments.protocol import LazyTasks, Score, Split, Task
+from shoal.environments.formats import DatasetOptions, known_kinds
+from shoal.environments.graders.registry import grader
+from shoal.environments.protocol import LazyTasks, Score, Split, Task, require_scoring
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.text import count_of
 
@@ -112,8 +112,8 @@ class DatasetEnvironment:
 
     def _task(self, opened: Opened, row: int) -> Task:
         layout = opened.layout
-        if opened.checked is not None and row in opened.checked.bad:
-            raise UnusableTask(_named(opened, row, opened.checked.bad[row]))
+        if opened.checked is not None and row in opened.checked:
+            raise UnusableTask(_named(opened, row, opened.checked[row]))
         try:
             values = opened.table.row(row, tuple(dict.fromkeys([*filter(None, [layout.id]), *layout.asks])))
             question = layout.question(values)
@@ -144,9 +144,7 @@ class DatasetEnvironment:
 
     def prepare(self) -> None:
         for kind in self._kinds:
-            chosen = self._grader(kind)
-            if isinstance(chosen, DemandingGrader):
-                chosen.prepare()
+            require_scoring(self._grader(kind))
 
     def prompt_digests(self, split: Split) -> Iterable[bytes]:
         """The digest of every prompt of a split, without reading the prompts again."""
@@ -156,16 +154,14 @@ class DatasetEnvironment:
     def check(self, progress: Callable[[int, int], None]) -> tuple[Opened, ...]:
         """Each data set (a held-out file is one of its own), after a look at every answer."""
         for opened in self._opened:
-            opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
+            if opened.checked is None:
+                opened.checked = scanning.check(opened, self._grader, progress)
         return self._opened
-
-    def where(self, row: int) -> str:
-        return self._main.where(row)
 
     @property
     def description(self) -> str:
         table, layout, graders = self._main.table, self._main.layout, ", ".join(self._main.found.graders)
-        files = f"{count_of(table.rows, 'row')} in {count_of(len(table.files), 'file')}"
+        files = f"{count_of(table.rows, 'row')} in {count_of(len(table.paths), 'file')}"
         told = f"{self._main.path}: {files}, format {layout.name} ({graders}): {'; '.join(self._counts())}"
         return f"{told}; data digest {self.data_digest}"
 
@@ -204,13 +200,12 @@ class DatasetEnvironment:
                 rows = np.flatnonzero(opened.found.kind_of == number)
                 usable = rows[good[rows]]
                 looked = usable[np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int)].tolist()
-                fine = looked and (opened.checked or any(not self._wrong(opened, row) for row in looked))
+                fine = looked and (opened.checked is not None or any(not self._wrong(opened, row) for row in looked))
                 if kind and not fine:
                     why = self._wrong(opened, looked[0] if looked else int(rows[0]))
                     told.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
-            types = opened.layout.kinds and "task_type" in "".join(told)
             if told:
-                yield opened, "; ".join(told) + (f" (known are {', '.join([*TASK_TYPES, *GRADERS])})" if types else "")
+                yield opened, "; ".join(told) + known_kinds("".join(told))
 
     def _wrong(self, opened: Opened, row: int) -> str:
         try:
@@ -221,15 +216,13 @@ class DatasetEnvironment:
 
     def _divide(self, held_out_size: int) -> Splits:
         found = self._main.found
-        if len(self._opened) > 1:
-            splits = scanning.split_two(found, self._held_out.found, held_out_size)
-        else:
-            splits = scanning.split_one(found, held_out_size)
+        splits = scanning.split(found, self._held_out.found if len(self._opened) > 1 else None, held_out_size)
         if len(splits.train):
             return splits
         why = "all of its questions are held-out ones"
         if found.problems.count:
-            why = found.problems.sentence(self.where)
+            why = found.problems.sentence(self._main.where)
+            why += known_kinds(why)
         elif not found.kept.all():
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")

@@ -23,9 +23,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
-from shoal.environments.generated import Options
 from shoal.environments.graders.mathematics.answer import final_answer
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Row = Mapping[str, Any]
@@ -124,10 +124,8 @@ def required(value: object, column: str) -> str:
 
 
 def answer_text(value: object, column: str) -> str:
-    """An answer of any simple type as text: numbers as they are written, lists and mappings as JSON.
-
-    Of `true` nobody can say how a model should write it (yes? True? correct?), so its row must.
-    """
+    """An answer of any simple type as text: numbers as they are written, lists and mappings as JSON. Of `true` nobody
+    can say how a model should write it (yes? True? correct?), so its row must."""
     if isinstance(value, bool):
         raise UnusableTask(f"{column} is {json.dumps(value)}, neither text nor a number: write it as text")
     if isinstance(value, float):
@@ -193,17 +191,24 @@ def described(columns: Names, wanted: DatasetOptions) -> Format:
 def kind_of(task_type: object) -> str:
     known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
     if known not in GRADERS:
-        raise UnusableTask(f"task_type {str(task_type)[:60]!r} is unknown: no grader judges it")
+        said = "is missing" if task_type is None else f"{str(task_type)[:60]!r} is unknown"
+        raise UnusableTask(f"task_type {said}: no grader judges it")
     return str(known)
+
+
+def known_kinds(problem: str) -> str:
+    """What to do where a problem is that a kind is not known; empty if it is another one."""
+    ways = f"known are {', '.join([*TASK_TYPES, *GRADERS])}; one for all rows: --set environment.options.grader=NAME"
+    return f" ({ways})" if "task_type" in problem else ""
 
 
 def _verification(column: str, row: Row) -> str:
     """The verification info as JSON, which graders read: an object, or a list of test cases."""
     value = row.get(column)
     text = json.dumps(value) if isinstance(value, dict | list) else required(value, column)
-    if text.startswith("{'"):  # as Python writes a dictionary, which is how SYNTHETIC-1 has it: read, never run
+    if text.lstrip().startswith(("{'", "[{'")):  # as Python writes it, which is how SYNTHETIC-1 has it: read, never run
         try:
-            text = json.dumps(ast.literal_eval(text))
+            text = json.dumps(ast.literal_eval(text.strip()))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise UnusableTask(f"{column} is neither JSON nor a dictionary as Python writes it") from None
     info = parsed(text, column)
@@ -223,6 +228,8 @@ ANSWERS = (
 )  # fmt: skip
 WORKED = ("####", "\\boxed", "\\fbox")
 """What a worked solution has where it comes to its answer."""
+LONGEST_BARE = 300
+"""Characters of a solution that may be an answer without such a mark; proofs and programs are longer."""
 KINDS = ("question_type", "problem_type", "ability")
 """Columns that say of which kind a row is: those of NuminaMath and Eurus-2-RL-Data."""
 AIME_LARGEST = 999
@@ -254,9 +261,13 @@ def _answer(column: str, grader: str, row: Row) -> str:
     if isinstance(value, list) and mathematics:
         return json.dumps({"answers": value})
     text = answer_text(value, column)
-    if not mathematics or column.lower() not in ("answer", "solution") or not any(mark in text for mark in WORKED):
+    if not mathematics or column.lower() not in ("answer", "solution"):
         return text
-    return final_answer(text) or text
+    if any(mark in text for mark in WORKED):
+        return final_answer(text) or text
+    if column.lower() == "solution" and len(text) > LONGEST_BARE and "answer is" not in text:
+        raise UnusableTask(f"{column} is long and ends in no answer (\\boxed{{}} or ####) to compare with")
+    return text
 
 
 def aime(columns: Names, wanted: DatasetOptions) -> Format:
@@ -302,11 +313,13 @@ def gpqa(columns: Names, wanted: DatasetOptions) -> Format:
     )  # fmt: skip
 
 
-# Programming problems: LiveCodeBench, and those with one column of tests (APPS, TACO, DeepCoder and others)
+# Programming problems: LiveCodeBench, and those with columns of tests (APPS, TACO, DeepCoder, code_contests and others)
 
 PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", "starter_code", "metadata"
 TESTS = ("input_output", "tests", "test_cases", "official_tests")
+CONTESTS = ("public_tests", "private_tests", "generated_tests")
 PROBLEMS = ("problem", "question", "prompt", "description")
+STATED = {"input_format": "Input", "output_format": "Output"}  # what Codeforces states beside the description
 UNPACKED_LIMIT_BYTES = 256 * 2**20
 HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
@@ -317,13 +330,26 @@ ASK_STARTER = "Complete this Python code so that it solves the problem, and put 
 def code(columns: Names, wanted: DatasetOptions) -> Format:
     """The tests are in any spelling that the code grader reads."""
     question = wanted.question or first_of(columns, PROBLEMS) or PROBLEMS[0]
-    tests = wanted.answer or first_of(columns, TESTS) or TESTS[0]
-    need(columns, question, tests, what="code")
+    found = wanted.answer or first_of(columns, TESTS)
+    contests = () if found else tuple(name for name in CONTESTS if name in columns)
+    tests = found or TESTS[0]
+    need(columns, question, *(contests or (tests,)), what="code")
 
     def answer(row: Row) -> str:
+        if contests:
+            return json.dumps([case for name in contests for case in _contest_cases(row.get(name), name)])
         return json.dumps({"test_cases": answer_text(row.get(tests), tests), METADATA: row.get(METADATA)})
 
-    return _programming("code", columns, question, (tests,), answer, wanted.id or first_of(columns, IDS))
+    return _programming("code", columns, question, contests or (tests,), answer, wanted.id or first_of(columns, IDS))
+
+
+def _contest_cases(value: object, column: str) -> list[dict[str, Any]]:
+    """What a column of code_contests holds: {"input": […], "output": […]}."""
+    given = parsed(value, column) or {"input": [], "output": []}
+    inputs, outputs = (given.get(side) if isinstance(given, dict) else None for side in ("input", "output"))
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
+        raise UnusableTask(f"{column} is no object of as many inputs as outputs")
+    return [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 
 
 def livecodebench(columns: Names, wanted: DatasetOptions) -> Format:
@@ -347,9 +373,11 @@ def _programming(
         if not isinstance(starter, str):
             raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")
         asked = f"{ASK_STARTER}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else ASK
-        return f"{content.rstrip()}\n\n{asked}"
+        parts = [f"{title}:\n{row[name]}" for name, title in STATED.items() if row.get(name)]
+        return "\n\n".join([*(part.rstrip() for part in (content, *parts)), asked])
 
-    asks, answers = ([one for one in some if one in columns] for some in ((question, STARTER), (*tests, METADATA)))
+    wanted = ((question, *STATED, STARTER), (*tests, METADATA))
+    asks, answers = ([one for one in some if one in columns] for some in wanted)
     return Format(name, tuple(asks), tuple(answers), answer, id=row_id, write=written, grader="code")
 
 
@@ -396,11 +424,12 @@ TELLING: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
+    ("code", frozenset({"description", "public_tests", "private_tests"})),
 )
 """Columns by which a format is known; any other has a column of tests, or question and answer columns."""
 
 
-class DatasetOptions(Options):
+class DatasetOptions(Table):
     """How to read a data set, [environment.options]; with none of these, the columns tell."""
 
     grader: str = Field(default="", description="who scores all rows; empty: by row (task_type), or by the format")

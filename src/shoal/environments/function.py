@@ -164,9 +164,7 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
 
 def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Path) -> dict[Split, tuple[Task, ...]]:
     """Put tasks without a split aside by the hash of their prompt: at most `held_out_size` prompts, at most a fifth.
-
-    Tasks of one prompt stay together, so that no held-out prompt is ever trained on.
-    """
+    Tasks of one prompt stay together, so that no held-out prompt is ever trained on."""
     train = [task for task, split in tasks if split == "train"]
     held_out = [task for task, split in tasks if split == "held_out"]
     free = [task for task, split in tasks if split is None]

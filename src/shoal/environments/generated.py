@@ -14,9 +14,10 @@ from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from shoal.environments.protocol import DEFAULT_TURNS, MAX_TURNS, SPLITS, DialogueRule, LazyTasks, Score, Split, Task
+from shoal.environments.settings import Table
 from shoal.environments.tools import evaluate, is_number, shown
 from shoal.errors import EnvironmentSetupError
 
@@ -41,19 +42,13 @@ def is_held_out(prompt: str) -> bool:
     return hashlib.sha256(b"shoal/split\n" + prompt.encode()).digest()[0] < HELD_OUT_PER_256
 
 
-class Options(BaseModel):
-    """Base of an environment's own options: frozen, unknown names refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class IndexedEnvironment(ABC):
     """Base of environments whose tasks are made from their index; `version` is part of the digest."""
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
 
-    def __init__(self, options: Options, sizes: dict[Split, int], **more: Any) -> None:
+    def __init__(self, options: Table, sizes: dict[Split, int], **more: Any) -> None:
         """`more` is what else determines the tasks."""
         self.options, self._sizes = options, dict(sizes)
         said = options.model_dump(mode="json")
@@ -102,7 +97,7 @@ class GeneratedEnvironment(IndexedEnvironment):
         raise EnvironmentSetupError(f"environment {self.name}: {self.options!r} leaves no {split} task")
 
 
-class SortOptions(Options):
+class SortOptions(Table):
     min_digits: int = Field(default=6, ge=1, le=64)
     max_digits: int = Field(default=8, ge=1, le=64)
 
@@ -115,9 +110,7 @@ class SortOptions(Options):
 
 class SortEnvironment(GeneratedEnvironment):
     """Put digits in ascending order, `3142=` wants `1234`: `min_digits` to `max_digits`, every length equally often.
-
-    The built-in tiny policy was shown lists of up to five digits; the default tasks have six to eight.
-    """
+    The built-in tiny policy was shown lists of up to five digits; the default tasks have six to eight."""
 
     name: ClassVar[str] = "sort"
     options: SortOptions
@@ -129,7 +122,7 @@ class SortEnvironment(GeneratedEnvironment):
         return "".join(digits) + "=", "".join(sorted(digits))
 
 
-class AdditionOptions(Options):
+class AdditionOptions(Table):
     max_digits: int = Field(default=2, ge=1, le=64)
 
 
@@ -145,7 +138,7 @@ class AdditionEnvironment(GeneratedEnvironment):
         return f"{left}+{right}=", str(left + right)
 
 
-class CalculatorOptions(Options):
+class CalculatorOptions(Table):
     terms: int = Field(default=3, ge=2, le=16, description="numbers in an expression")
     max_digits: int = Field(default=2, ge=1, le=9, description="digits of a number, at most")
     operators: str = Field(default="+-*", pattern=r"^[-+*]{1,16}$", description="signs that stand between the numbers")

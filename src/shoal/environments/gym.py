@@ -35,9 +35,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from shoal.environments.generated import IndexedEnvironment, Options, is_held_out
-from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.generated import IndexedEnvironment, is_held_out
+from shoal.environments.graders import after_thinking
 from shoal.environments.protocol import Score, Split, Task
+from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.runtime.text import install_command, meant
 
@@ -47,7 +48,7 @@ OPENING, CLOSING = "<answer>", "</answer>"
 FULL = 1.0 - 1e-9
 
 
-class GymOptions(Options):
+class GymOptions(Table):
     """Which generator, how difficult, and how the answer is asked for."""
 
     generator: str = Field(default="chain_sum", description="a generator of reasoning-gym, by its name")
@@ -159,10 +160,8 @@ class Generator:
         return self.name not in INTEGRALS or "Integral(" not in str(entry["answer"])
 
     def score(self, entry: Mapping[str, Any], answer: str) -> tuple[float, str]:
-        """What the generator gives for an answer, within [0, 1], and a note if its scorer could not read it.
-
-        A scorer that fails for another reason is a `ScoringFailure`; that memory does not suffice is for its caller.
-        """
+        """What the generator gives for an answer, within [0, 1], and a note if its scorer could not read it. A scorer
+        that fails for another reason is a `ScoringFailure`; that memory does not suffice is for its caller."""
         if len(answer) > MOST_ANSWER_CHARACTERS:
             return 0.0, "the answer is too long"
         try:
@@ -378,10 +377,8 @@ MOST_POWERS_OF_NUMBERS = 64
 
 
 def checked_expression(text: str) -> str:
-    """The text itself, if it is made of numbers, one-letter names, `+ - * / **`, brackets and known functions.
-
-    Anything else is a `ValueError`; so is a power of numbers whose exponent is large.
-    """
+    """The text itself, if it is made of numbers, one-letter names, `+ - * / **`, brackets and known functions. Anything
+    else is a `ValueError`; so is a power of numbers whose exponent is large."""
     if len(text) > MOST_CHARACTERS or not text.isascii() or "_" in text:
         raise ValueError("not an expression of numbers and letters")
     try:

@@ -23,16 +23,16 @@ from typing import ClassVar
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
 from shoal.environments.protocol import (
-    DialogueEnvironment,
+    UNUSABLE,
     DialogueRule,
     Environment,
-    GeneratingEnvironment,
     LazyTasks,
     Score,
     Split,
     Task,
+    task_digest,
+    task_digests,
 )
-from shoal.environments.questions import UNUSABLE, task_digest, task_digests
 from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
@@ -90,7 +90,7 @@ class Part:
 
     @cached_property
     def generates(self) -> bool:
-        return isinstance(self.environment, GeneratingEnvironment)
+        return isinstance(self.environment, protocol.GeneratingEnvironment)
 
     def labelled(self, task: Task) -> Task:
         return replace(task, id=f"{self.label}:{task.id}")
@@ -101,11 +101,9 @@ class Part:
 
 
 class MixedEnvironment:
-    """Implements `Environment`, and hands on what its parts can do beyond that.
-
-    The train split has `train_size` positions; if that is None, as many as it takes until every part has had a turn for
-    each of its tasks. The held-out split has each part in proportion and no task twice, `held_out_size` tasks at most.
-    """
+    """Implements `Environment`, and hands on what its parts can do beyond that. The train split has `train_size`
+    positions; if that is None, as many as it takes until every part has had a turn for each of its tasks. The held-out
+    split has each part in proportion and no task twice, `held_out_size` tasks at most."""
 
     name: ClassVar[str] = "mix"
     version: ClassVar[int] = 2
@@ -248,12 +246,12 @@ def has_dialogues(environment: Environment) -> bool:
     inner = inner_of(environment)
     if isinstance(inner, MixedEnvironment):
         return any(has_dialogues(part.environment) for part in inner.parts)
-    return isinstance(inner, DialogueEnvironment)
+    return isinstance(inner, protocol.DialogueEnvironment)
 
 
 def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
     inner = inner_of(environment)
-    return inner.dialogue(task) if isinstance(inner, DialogueEnvironment) else None
+    return inner.dialogue(task) if isinstance(inner, protocol.DialogueEnvironment) else None
 
 
 def _hash(label: str, content: object) -> str:

@@ -1,14 +1,17 @@
-"""What an environment is: a sequence of tasks per split, and a function that scores a completion."""
+"""What an environment is: a sequence of tasks per split, and a function that scores a completion; and when two tasks
+ask the same question."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from shoal.environments.tools import TOOLS
-from shoal.errors import EnvironmentSetupError
+from shoal.errors import EnvironmentSetupError, UnusableTask
 
 DEFAULT_TURNS = 3
 MAX_TURNS = 64  # as many as a lease can say
@@ -116,16 +119,16 @@ class GeneratingEnvironment(Environment, Protocol):
 
 
 @runtime_checkable
-class DemandingEnvironment(Environment, Protocol):
-    """An environment whose scoring needs something of the machine: a sandbox for programs, say."""
+class Demanding(Protocol):
+    """An environment or a grader whose scoring needs something of the machine: a sandbox for programs, say."""
 
     def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
 
 
-def require_scoring(environment: Environment) -> None:
-    """Refuse once, at the start, a machine that lacks what scoring needs."""
-    if isinstance(environment, DemandingEnvironment):
-        environment.prepare()
+def require_scoring(scoring: object) -> None:
+    """Refuse once, at the start, a machine that lacks what an environment or a grader needs."""
+    if isinstance(scoring, Demanding):
+        scoring.prepare()
 
 
 @dataclass(frozen=True)
@@ -150,3 +153,48 @@ RESERVED_NAMES = f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"  # parts of a s
 
 def is_reserved(name: str) -> bool:
     return name in RESERVED or name.startswith(RESERVED_PREFIX)
+
+
+# Whether two prompts are the same question
+
+DIGEST_BYTES = 16
+LOWER = bytes(range(256)).lower()
+SPACES = bytes([*range(9, 14), *range(28, 33)])
+"""What `str.isspace` says of ASCII."""
+UNUSABLE = b""
+"""Stands for a task that cannot be asked: no question has this digest."""
+
+
+def prompt_digest(text: str) -> bytes:
+    """Sixteen bytes that name a question, however it is spaced and capitalised."""
+    if text.isascii():  # in one pass: a hundred thousand prompts take a tenth of a second
+        plain = text.encode().translate(LOWER, SPACES)
+    else:
+        words = "".join(unicodedata.normalize("NFKC", text).casefold().split())
+        plain = words.encode(errors="surrogatepass")
+    return sha256(plain).digest()[:DIGEST_BYTES]
+
+
+def question_digest(prompt: str, history: Iterable[tuple[str, str]] = ()) -> bytes:
+    """The digest of a prompt with what was said before it: the same last words ask for something else after others.
+    What the system said does not count: it tells how to answer, not what is asked."""
+    before = [role.encode() + prompt_digest(text) for role, text in history if role != "system"]
+    asked = prompt_digest(prompt)
+    return sha256(b"\n".join([*before, asked])).digest()[:DIGEST_BYTES] if before else asked
+
+
+def task_digest(task: Task) -> bytes:
+    return question_digest(task.prompt, task.history)
+
+
+def task_digests(environment: Environment, split: Split) -> Iterator[bytes]:
+    """The digest of every task of a split, in order; `UNUSABLE` for those that cannot be used."""
+    if isinstance(environment, DigestedEnvironment):
+        yield from environment.prompt_digests(split)
+        return
+    tasks = environment.tasks(split)
+    for index in range(len(tasks)):
+        try:
+            yield task_digest(tasks[index])
+        except UnusableTask:
+            yield UNUSABLE

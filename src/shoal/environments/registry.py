@@ -14,7 +14,7 @@ from shoal.environments.function import FunctionEnvironment
 from shoal.environments.gym import GymEnvironment, GymOptions
 from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
-from shoal.environments.settings import EnvironmentSettings, Ingredient
+from shoal.environments.settings import EnvironmentSettings, Ingredient, Table
 from shoal.errors import EnvironmentSetupError
 from shoal.runtime.text import meant
 
@@ -33,7 +33,7 @@ def _generating(make: Callable[[Any, dict[Split, int]], Environment]) -> Callabl
     return lambda said, given: make(said, {"train": given.train_size or GENERATED, "held_out": given.held_out_size})
 
 
-ENVIRONMENTS: dict[str, tuple[type[generated.Options], Callable[[Any, Ingredient], Environment]]] = {
+ENVIRONMENTS: dict[str, tuple[type[Table], Callable[[Any, Ingredient], Environment]]] = {
     "sort": (generated.SortOptions, _generating(generated.SortEnvironment)),
     "addition": (generated.AdditionOptions, _generating(generated.AdditionEnvironment)),
     "calculator": (generated.CalculatorOptions, _generating(generated.CalculatorEnvironment)),
@@ -68,7 +68,6 @@ def build_ingredient(settings: Ingredient) -> Environment:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "options"
-        raise EnvironmentSetupError(
-            f"environment {settings.name}: {where}: {first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise EnvironmentSetupError(f"environment {settings.name}: {where}: {said}") from None
     return make(options, settings)

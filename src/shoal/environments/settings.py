@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from shoal.environments.protocol import Score, Task
+
 
 class Table(BaseModel):
-    """Base of every table of the section: frozen, unknown names refused."""
+    """Base of every table of the section, and of an environment's own options: frozen, unknown names refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,6 +59,26 @@ class LengthSettings(Table):
         description="added to the prompt, at its end; {target} is where the number goes",
     )  # fmt: skip
 
+    def target(self, run: str, unit: int) -> int:
+        """The target of a unit; every one of `targets` equally often."""
+        digest = hashlib.sha256(f"shoal/length/v1\n{run}\n{unit}".encode()).digest()
+        return self.targets[int.from_bytes(digest[:8], "big") % len(self.targets)]
+
+    def ask(self, task: Task, target: int) -> Task:
+        return replace(task, prompt=f"{task.prompt} {self.text.replace('{target}', str(target))}")
+
+    def worth(self, score: Score, target: int, tokens: int) -> Score:
+        """What a completion of so many tokens is worth."""
+        task = score.value
+        if self.form == "exact":
+            value = task - self.alpha * abs(target - tokens)
+        elif self.form == "max":
+            value = task * min(1.0, max(0.0, self.alpha * (target - tokens) + self.delta))
+        else:
+            value = task if tokens <= target else 0.0
+        parts = {**score.parts, "task": task, "length": value - task, "target": float(target)}
+        return replace(score, value=value, parts=parts)
+
 
 class PromptSettings(Table):
     """How a task becomes a prompt of the model: its chat template, a system message, how its answer begins."""
@@ -66,9 +90,7 @@ class PromptSettings(Table):
 
 class JudgeSettings(Table):
     """A further reward beside the task's: a sequence classifier that the validator runs, or a model behind an address.
-
-    What an address answers cannot be computed again by anybody else: verdicts mark it so.
-    """
+    What an address answers cannot be computed again by anybody else: verdicts mark it so."""
 
     label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
     weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")

@@ -29,10 +29,8 @@ class NoValue(Exception):
 
 
 def calculator(turns: Sequence[str]) -> str | None:
-    """What is said to the last turn. A bare number is a question the first time, and an answer ever after.
-
-    So a dialogue is: calculate once or more, then say the result; or say in words what it is at once.
-    """
+    """What is said to the last turn. A bare number is a question the first time, and an answer ever after. So a
+    dialogue is: calculate once or more, then say the result; or say in words what it is at once."""
     turn = turns[-1].strip(_BLANK)
     if not _DIGITS & set(turn) or not set(turn) <= _SIGNS or (len(turns) > 1 and is_number(turn)):
         return None

@@ -33,7 +33,7 @@ from shoal.engines.asking import Asking, CannotBeAsked
 from shoal.engines.dialogue import Talks, greedy_lines
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, identity_of
 from shoal.environments.mix import part_of
-from shoal.environments.questions import prompt_digest
+from shoal.environments.protocol import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.evaluation import records as kept
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
@@ -172,7 +172,7 @@ def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[
         parts = {str(name): float(value) for name, value in score.parts.items() if math.isfinite(value)}
         target = length_target(chosen.environment, chosen.plan, record.index)
         if budget is not None and target is not None:
-            ended = budget.settings.count_eos and sample.finish == "eos"
+            ended = budget.count_eos and sample.finish == "eos"
             parts |= {"reward": budget.worth(score, target, sample.tokens + ended).value, "target": float(target)}
         return replace(sample, score=score.value, parts=parts)
 

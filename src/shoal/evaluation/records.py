@@ -1,11 +1,7 @@
 """What an evaluation found, task by task: in a journal while it runs, in a Parquet file when it is done.
 
-    out/evaluation.json    what is evaluated, written before anything is; another evaluation is refused here
-    out/completions.jsonl  a line for each batch of tasks with what was drawn, before it is scored; kept
-    out/progress.jsonl     a line for each batch with its scores; gone when all is done
-
-A line is on the disk before it counts; one that a crash cut short is cut off. Nothing that a grader noted is written
-down: notes may tell the answers, and results are there to be shown.
+`job` lists the files. A line of a journal, for a batch of tasks, is on the disk before it counts; one that a crash cut
+short is cut off. Nothing that a grader noted is written down: notes may tell the answers, and results are to be shown.
 """
 
 from __future__ import annotations

@@ -157,9 +157,6 @@ class Waits:
         self._lock = threading.Lock()
         self._entries: dict[str, tuple[Wait, int]] = {}  # and when it was last seen; in that order
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def waiting(self, who: str, what: str, now_ms: int) -> None:
         with self._lock:
             self._forget(now_ms)

@@ -2,8 +2,8 @@
 
     chain         append, verify; Chain and Pin, entry by entry; ForkProof: two documents that cannot both be true
     accounts      fold: who earned what; shares_of: which part of the run is whose
-    evidence      Keys, Proofs: each row against the signed receipt and verdict that it points to
-    verification  check_rows: all of it in one pass over a ledger
+    evidence      Keys, Proofs: each row against the signed receipt and verdict that it points to; check_rows: all of
+                  it in one pass over a ledger
 
 Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, check every
 row of credit against the receipt and the verdict behind it, and recompute every account: no number of the hub has to be

@@ -188,7 +188,9 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"config.json names no known causal language model (model_type {str(kind)[:80]!r})")
     made = CONFIG_MAPPING[kind]
-    check_kind(kind, made.sub_configs)
+    inside = set(made.sub_configs) - PLAIN_TABLES.get(kind, set())
+    if inside:  # an architecture that has others inside it
+        raise _composite(kind, ", ".join(sorted(inside)))
     check_values(values, kind)
     try:
         return made.from_dict(without_loading_keys(values, {field.name for field in fields(made)}))
@@ -245,13 +247,6 @@ def check_values(values: Mapping[str, Any], kind: str) -> None:
     positions = values.get("max_position_embeddings", 0)
     if kind == "xglm" and isinstance(positions, int) and positions > MAX_TABLE:
         raise ModelError(f"models of type {kind} have at most {MAX_TABLE} positions here, not {positions}")
-
-
-def check_kind(kind: str, sub_configs: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for an architecture that has others inside it."""
-    inside = set(sub_configs) - PLAIN_TABLES.get(kind, set())
-    if inside:
-        raise _composite(kind, ", ".join(sorted(inside)))
 
 
 def without_loading_keys(values: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:

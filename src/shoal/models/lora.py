@@ -88,9 +88,7 @@ def adapter_shape(files: Mapping[str, bytes]) -> AdapterShape | None:
         return None
     try:
         values = json.loads(files[ADAPTER_FILE])
-        shape = AdapterShape(
-            int(values["rank"]), float(values["alpha"]), tuple(str(name) for name in values["targets"])
-        )
+        shape = AdapterShape(int(values["rank"]), float(values["alpha"]), tuple(map(str, values["targets"])))
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the policy's {ADAPTER_FILE} cannot be read: {error!r}") from error
     if not (0 < shape.rank <= 65_536 and shape.alpha > 0 and shape.targets):

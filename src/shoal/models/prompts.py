@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
 from shoal.errors import ModelError
 from shoal.models.folder import read_config
@@ -27,17 +27,6 @@ FROZEN_NOW = datetime(2024, 7, 26)
 """What a template that asks for the date is told: the same prompt every day, on every machine."""
 OPENING, CLOSING = "\U0010fff0", "\U0010fff1"
 """Around the number of a control token that a message spelt; of the private use area, which text does not contain."""
-
-
-class Manner(Protocol):
-    """How tasks are asked: `PromptSettings` of an environment is one."""
-
-    @property
-    def chat(self) -> bool | None: ...
-    @property
-    def system(self) -> str: ...
-    @property
-    def thinking(self) -> str: ...
 
 
 class PromptEncoder:
@@ -56,15 +45,8 @@ class PromptEncoder:
             raise ModelError(f"environment.prompt.chat is true, but the model {told}: leave chat out")
         self._template, self._words, self._controls = None, dict[str, str](), dict[str, int]()
         if source is not None:
-            self._template, self._words, self._controls = (
-                _compiled(source),
-                special_words(files),
-                _control_tokens(files),
-            )
-
-    @classmethod
-    def of(cls, files: Mapping[str, bytes], manner: Manner) -> Self:
-        return cls(files, manner.chat, manner.system, manner.thinking)
+            self._template, self._words = _compiled(source), special_words(files)
+            self._controls = _control_tokens(files)
 
     @property
     def uses_template(self) -> bool:
@@ -144,13 +126,11 @@ def template_source(files: Mapping[str, bytes]) -> str | None:
             return files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
             raise ModelError(f"the model's chat_template.jinja is no text: {error}") from error
-    given = (
-        read_config(files, "tokenizer_config.json").get("chat_template") if "tokenizer_config.json" in files else None
-    )
+    config = read_config(files, "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    given = config.get("chat_template")
     if isinstance(given, list):
-        given = next(
-            (one.get("template") for one in given if isinstance(one, dict) and one.get("name") == "default"), None
-        )
+        named = (one for one in given if isinstance(one, dict) and one.get("name") == "default")
+        given = next(named, {}).get("template")
     return given if isinstance(given, str) and given else None
 
 

@@ -31,6 +31,11 @@ class PolicyRef(Message):
     digest: str = Field(pattern=HEX_256)
 
     @property
+    def place(self) -> tuple[int, int]:
+        """What versions are ordered by."""
+        return self.incarnation, self.version
+
+    @property
     def label(self) -> str:
         return f"{self.incarnation}.{self.version}"
 

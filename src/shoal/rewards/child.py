@@ -20,11 +20,11 @@ from functools import cache
 from pathlib import Path
 
 from shoal.environments import Environment, EnvironmentSettings, build
+from shoal.environments.composed import inner_of
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, PatientGrader, grader
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import JobAnswer, read_message, write_message
-from shoal.rewards.protocol import core_digest
 
 TASKS_TRIED = 32
 grader_of = cache(grader)
@@ -60,7 +60,7 @@ def _serve(source: int, sink: int) -> None:
         write_message(sink, frames.Ready(problem=f"{type(error).__name__}: {error}"[:1000]))
         return
     _warm_up(environment)
-    write_message(sink, frames.Ready(core_digest(environment), _limit_memory(setup.memory_bytes)))
+    write_message(sink, frames.Ready(inner_of(environment).digest, _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
     while isinstance(work := read_message(source), frames.Work):
         for task, completion in work.jobs:
@@ -114,11 +114,9 @@ def _warm_up(environment: Environment) -> None:
 
 
 def _limit_memory(size_bytes: int) -> str:
-    """Bound what this process writes to beyond what it has now; what cannot be bounded is said.
-
-    Not the address space: data sets are mapped, and mappings of files are no use of memory. Only the soft limit: what a
-    sandbox starts has limits of its own.
-    """
+    """Bound what this process writes to beyond what it has now; what cannot be bounded is said. Not the address space:
+    data sets are mapped, and mappings of files are no use of memory. Only the soft limit: what a sandbox starts has
+    limits of its own."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))

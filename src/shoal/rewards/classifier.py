@@ -141,7 +141,6 @@ class Classifier:
             told = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise EnvironmentSetupError(f"the classifier in {self._folder} does not load: {told}") from error
         if model.config.pad_token_id is None:
-            model.config.pad_token_id = next(
-                (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0
-            )
+            known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+            model.config.pad_token_id = next(each for each in known if each is not None)
         self._model, self._tokenizer = model.to(self._device).eval(), tokenizer

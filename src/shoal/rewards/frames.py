@@ -94,12 +94,9 @@ class ChannelClosed(Exception):
 
 @dataclass
 class Channel:
-    """The parent's end. Every wait has a limit (`within_s`), and ends when `stop` is set.
-
-    Only time in which this process looked counts: one look counts `LOOK_S` at most, however long it took. So a process
-    that was stopped for minutes, or a machine that slept, uses up nobody's time, and an answer that came meanwhile is
-    found.
-    """
+    """The parent's end. Every wait has a limit (`within_s`), and ends when `stop` is set. Only time in which this
+    process looked counts: one look counts `LOOK_S` at most, however long it took. So a process that was stopped for
+    minutes, or a machine that slept, uses up nobody's time, and an answer that came meanwhile is found."""
 
     source: int
     sink: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shoal.environments import Score, Task
-from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.graders import after_thinking
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import ScoringFailure
 from shoal.rewards.protocol import NotBegun
@@ -83,10 +83,8 @@ class Panel:
         return tuple(seat.part for seat in self.seats if seat.settings.kind == "openai")
 
     def add(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
-        """The scores of each group with what every judge says; a group that one of them fails on has none.
-
-        At least the first group is judged, however long it takes.
-        """
+        """The scores of each group with what every judge says; a group that one of them fails on has none. At least the
+        first group is judged, however long it takes."""
         ends_s = self.clock.monotonic_s() + self.all_s
         results: list[list[Score] | ScoringFailure] = []
         for group in groups:

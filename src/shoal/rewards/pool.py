@@ -28,11 +28,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
+from shoal.environments.composed import inner_of
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer
-from shoal.rewards.protocol import Job, NotBegun, Scores, ScoringPatience, child_settings, core_digest, process_count
+from shoal.rewards.protocol import Job, NotBegun, Scores, ScoringPatience, process_count
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import describe_exit
@@ -80,7 +81,8 @@ class DiedEarly(ScoringFailure):
 
 @dataclass(frozen=True)
 class Ground:
-    """What all processes of a pool have in common. `digest` is that of the environment they must build."""
+    """What all processes of a pool have in common. `digest` is that of the environment they must build: a file that was
+    edited since must not score for this run."""
 
     settings: EnvironmentSettings
     limits: ScoringSettings
@@ -171,20 +173,16 @@ class ScoringProcess:
             return outcome
 
     def _ready(self) -> None:
-        """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`.
-
-        The limit counts from here, not from the start: a process that nobody has asked yet cannot be late.
-        """
+        """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`. The limit counts from
+        here, not from the start: a process that nobody has asked yet cannot be late."""
         if self._is_ready:
             return
         within_s, digest = self._ground.patience.start_s, self._ground.digest
         try:
             message = self._channel.receive(within_s)
         except TimeoutError:
-            told = (
-                f"within {within_s:g} s: the environment or one of its first tasks hangs, or this machine is very busy"
-            )
-            raise ScoringFailure(f"a scoring process was not ready {told}") from None
+            why = "the environment or one of its first tasks hangs, or this machine is very busy"
+            raise ScoringFailure(f"a scoring process was not ready within {within_s:g} s: {why}") from None
         except ChannelClosed:
             raise DiedEarly(f"a scoring process did not start: it {self._how_it_ended().what}") from None
         if not isinstance(message, frames.Ready) or message.problem:
@@ -198,11 +196,11 @@ class ScoringProcess:
         self._is_ready = True
 
     def _answers(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        within_s = SEND_S
+        within_s, limits, patience = SEND_S, self._ground.limits, self._ground.patience
         try:
             self._channel.send(frames.Work([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
             for _job in jobs:
-                within_s = self._ground.patience.job_within_s(self._ground.limits)
+                within_s = 60.0 + 3 * limits.seconds if patience.job_s is None else patience.job_s
                 answer = self._channel.receive(within_s)
                 if isinstance(answer, frames.Allows):  # what the task allows beside that
                     within_s += answer.seconds
@@ -262,8 +260,10 @@ class ScoringPool:
         stop: StopToken | None = None,
         patience: ScoringPatience = ScoringPatience(),
     ) -> None:
-        limits = scoring_of(environment)
-        self._ground = Ground(child_settings(settings), limits, core_digest(environment), patience, stop or StopToken())
+        limits, digest = scoring_of(environment), inner_of(environment).digest
+        # judges and length budgets are added here, and judges may take long to load
+        settings = settings.model_copy(update={"judges": (), "length": None, "pools": None})
+        self._ground = Ground(settings, limits, digest, patience, stop or StopToken())
         self._processes = [ScoringProcess(self._ground) for _ in range(process_count(limits))]
         self._busy = threading.Lock()
 

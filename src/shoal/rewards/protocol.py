@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shoal.environments import Environment, EnvironmentSettings, Score
-from shoal.environments.composed import inner_of
+from shoal.environments import Environment, Score
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
@@ -43,10 +42,8 @@ class Scorer(Protocol):
 
 
 def settled(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
-    """What is said of each job, in order, however long it takes: what was not begun is asked again until it was.
-
-    It comes to an end: a scorer that is asked begins something, and what it has begun it settles.
-    """
+    """What is said of each job, in order, however long it takes: what was not begun is asked again until it was. It
+    comes to an end: a scorer that is asked begins something, and what it has begun it settles."""
     found = ask(jobs)
     while left := [place for place, said in enumerate(found) if isinstance(said, NotBegun)]:
         for place, said in zip(left, ask([jobs[place] for place in left]), strict=True):
@@ -86,21 +83,8 @@ class ScoringPatience:
     job_s: float | None = None
     all_s: float = 600.0
 
-    def job_within_s(self, settings: ScoringSettings) -> float:
-        return 60.0 + 3 * settings.seconds if self.job_s is None else self.job_s
-
 
 def process_count(settings: ScoringSettings) -> int:
     """How many processes score: what the settings say, or one for each core that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return settings.processes or min(MOST_PROCESSES, usable)
-
-
-def child_settings(settings: EnvironmentSettings) -> EnvironmentSettings:
-    """What scores a completion: judges and length budgets are added by the parent, and judges may take long to load."""
-    return settings.model_copy(update={"judges": (), "length": None, "pools": None})
-
-
-def core_digest(environment: Environment) -> str:
-    """The digest of what `child_settings` leaves: a file that was edited since must not score for this run."""
-    return inner_of(environment).digest

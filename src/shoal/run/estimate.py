@@ -12,6 +12,7 @@ from math import ceil, log, log2, pow
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.engines.memory import ALLOWANCE
 from shoal.hub.settings import CONCURRENT_UPLOADS
 from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
@@ -155,10 +156,11 @@ class Planning:
             yield f"trainer, {self.processes} on one host", 0, together, ""
         models = {
             "validator": (self.loaded + 1, self.recipe.validator.dtype, f"{self.loaded} loaded, 1 for second looks"),
-            "worker": (1, self.worker_dtype, "weights; sequences take the rest"),
+            "worker": (1, self.worker_dtype, "weights and one sequence; more take the rest"),
         }
         for role, (count, dtype, what) in models.items():
             device, host = count * self.shape.weights * WIDTHS[dtype] + base, self.payload + base
+            device += self._row // ALLOWANCE if role == "worker" else 0
             yield role, device + (0 if on_gpu else self.payload), host if on_gpu else 0, f"{what}; a payload is mapped"
         upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
         yield "hub", 0, PROCESS_BYTES["hub"] + CONCURRENT_UPLOADS * upload, f"with {CONCURRENT_UPLOADS} uploads"
@@ -193,10 +195,14 @@ class Planning:
 
     @property
     def _rows(self) -> int:
-        run, weights = self.recipe.run, self.shape.weights * WIDTHS[self.worker_dtype]
-        row = max(1, self.shape.cached_bytes * run.max_new_tokens)
-        fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / row)
+        weights = self.shape.weights * WIDTHS[self.worker_dtype]
+        fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / self._row)
         return max(1, min(fit, self._sequences))
+
+    @property
+    def _row(self) -> int:
+        """What an engine reckons with for one sequence at its longest: keys and values, and room for as much again."""
+        return max(1, self.shape.cached_bytes * self.recipe.run.max_new_tokens)
 
     @property
     def _token_s(self) -> float:
@@ -255,17 +261,16 @@ class Planning:
     def step_s(self) -> float:
         """The trainer decides how long a step takes, where there are as many machines as are needed; but a completion
         must not take longer than the steps that it may be old. With staleness 0 one stage follows another."""
+        if self.recipe.run.max_staleness == 0:
+            return sum(seconds for _, seconds, _ in self.stages())
         tokens_s = min(self.workers * self.worker_tokens_s, self.validators * self.audit_tokens_s)
         return max(self._wanted_s, self.tokens / tokens_s)
 
     @property
     def _wanted_s(self) -> float:
-        completion_s, publish_s = self._batch_s(self._rows), self.publish_s
-        if self.recipe.run.max_staleness == 0:
-            checked_s = self.tokens / self.audit_tokens_s
-            return completion_s + checked_s + self.train_s + self._saving_s + publish_s + self._apply_s
-        most_s = completion_s / (self.recipe.run.max_staleness + 1)
-        return max(self.train_s, publish_s + self._saving_s, self._transfer_s, most_s)
+        """So long generating may take, and checking: as long as what else a step has to wait for."""
+        most_s = self._batch_s(self._rows) / (self.recipe.run.max_staleness + 1)
+        return max(self.train_s, self.publish_s + self._saving_s, self._transfer_s, most_s)
 
     @property
     def _transfer_s(self) -> float:

@@ -21,6 +21,7 @@ from shoal.run.folder import RunFolder
 from shoal.run.progress import Display, History, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
 from shoal.runtime import logs
+from shoal.runtime.limits import folder_bytes, show_bytes
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import kept_when_finished
@@ -123,6 +124,14 @@ def ledger_line(path: Path) -> str:
     return f"the ledger is in {path / 'ledger.jsonl'}: {rows:,} entries; to check it: {check}"
 
 
+def kept_line(path: Path) -> str:
+    """What a finished run keeps on this disk, the largest folders first."""
+    sizes = {one.name: folder_bytes(one) for one in path.iterdir() if one.is_dir()}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name} {show_bytes(size)}" for name, size in largest)
+    return f"{path} keeps {show_bytes(sum(sizes.values()))}: {named}, …"
+
+
 def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     """What a run came to, and what to do next. `before`: steps that were done when it was started."""
     lines, code = summary(path / METRICS, launched.status, launched.elapsed_s, before), launched.ending.exit_code
@@ -177,7 +186,7 @@ def steps_in(metrics_file: Path) -> int:
 
 def when_stopped(path: Path) -> tuple[bool, str]:
     steps, metrics = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS)
-    done, scores = max((int(row["step"]) for row in metrics.rows()), default=0), scores_of(metrics)
+    done, scores = steps_in(path / METRICS), scores_of(metrics)
     score = f", held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}" if scores else ""
     if done >= steps:
         export, measure = path / "trainer" / "export", f"to measure it: {shoal_command()} eval {path} --env SPEC"

@@ -16,7 +16,7 @@ from shoal.engines.asking import Asking
 from shoal.environments import Environment, EnvironmentSettings, Task, build, prompt_settings_of, require_scoring
 from shoal.environments.composed import inner_of
 from shoal.environments.dataset import DatasetEnvironment
-from shoal.environments.graders.thinking import OPENING
+from shoal.environments.graders import OPENING
 from shoal.environments.mix import MixedEnvironment, part_of
 from shoal.environments.protocol import SPLITS
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask

@@ -53,10 +53,10 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
     """No role reads standard input: nothing that it loads can ask the person at the terminal. A supervisor keeps the
     log file."""
-    stop = stop_on_signals()
-    follow_supervisor(stop)
+    supervised, stop = SUPERVISED in os.environ, stop_on_signals()
+    follow_supervisor(stop)  # takes SUPERVISED away
     close_standard_input()
-    file = None if SUPERVISED in os.environ or folder is None else folder / "logs" / f"{name}.log"
+    file = None if supervised or folder is None else folder / "logs" / f"{name}.log"
     logs.setup(name, file, verbose)
     return stop
 
@@ -64,7 +64,8 @@ def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
 def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.engines.asking import Asking
     from shoal.environments import build, has_dialogues
-    from shoal.hub import EvaluationPlan, HubConfig, run_hub
+    from shoal.hub import EvaluationPlan, HubConfig
+    from shoal.hub.http.server import run_hub
     from shoal.models import model_folder, read_files
     from shoal.run.estimate import announced_size
     from shoal.validator import measurable_kinds, profile_keys
@@ -114,10 +115,10 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
 
     recipe = folder.recipe
     if recipe.trainer.processes > 1 and own_rank() is None:  # the same in several processes, which this one watches
-        from shoal.trainer.elastic import run_group
+        from shoal.trainer.ranks import run_group
 
         return run_group(command_of(folder.path, "trainer"), recipe.trainer.processes, stop)
-    from shoal.trainer.process import run_trainer
+    from shoal.trainer.loop import run_trainer
     from shoal.trainer.settings import TrainerConfig
 
     config = TrainerConfig(

@@ -25,7 +25,7 @@ from shoal.runtime.stop import StopToken
 from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
 from shoal.validator.canary import SelfTest
 from shoal.validator.profiles import load_profiles, to_toml
-from shoal.validator.specimens import Machine
+from shoal.validator.verdicts import Machine
 
 POLICY_PATIENCE_S = 600.0
 

@@ -24,7 +24,7 @@ LITTLE_S = 600.0  # of a whole run: what one machine does in so long needs no se
 TWO_CHECKPOINTS_BYTES = 240 * 10**9
 
 
-def _assumed(value: float, source: str) -> Any:
+def _from(value: float, source: str) -> Any:
     return field(default=value, metadata={"source": source})
 
 
@@ -33,40 +33,32 @@ class Speeds:
     """What is assumed of machines and links, each with where it is from (files are in benchmarks/results). GPU speeds
     are of one H200. `delta_share` is of a policy in bfloat16."""
 
-    delta_share: float = _assumed(0.0015, "plan_check.md: one optimizer step at 1e-6; grows as rate^0.86, steps^0.83")
-    float32_delta_share: float = _assumed(
-        0.41, "plan_check.md: at 1e-6; ten times that rate adds 0.1, above 0.6: whole"
-    )
-    publish_gb_s: float = _assumed(1.75, "plan_check.md: 1.2 GB; large_shape.md: 2.05 of 16 GB")
-    publish_least_s: float = _assumed(0.08, "plan_check.md: of any version: files, signature, announcement")
-    apply_gb_s: float = _assumed(1.2, "plan_check.md: fetch, apply on disk, verify; swap_in_place.md: 0.9 to 1.0")
-    load_gb_s: float = _assumed(2.7, "swap_in_place.md: a full load into the engine")
-    disk_gb_s: float = _assumed(1.0, "assumed: a checkpoint written and hashed (two cores: 0.2, publish_hidden.md)")
-    link_mbit: float = _assumed(1000.0, "assumed: the link of each machine")
-    link_overhead: float = _assumed(1.2, "cast_links.md: 1.25 to 1.31 times one link")
-    audit_tflops: float = _assumed(160.0, "check_overhead.md: 134,907 tokens/s of 0.6 B weights, 2 operations each")
-    audit_group_s: float = _assumed(
-        0.052, "plan_check.md: of one group beside its prefill: papers, rewards, statistics"
-    )
-    branch_share: float = _assumed(
-        0.02, "steered_branches.md: of a node's tokens that are decoded again; at first 0.08"
-    )
-    train_tflops: float = _assumed(266.0, "train_throughput.md: 74,412 tokens/s, recomputed, 6 operations a weight")
-    eager_tflops: float = _assumed(127.0, "train_throughput.md: the same without trainer.memory.compile")
-    train_least_s: float = _assumed(1.0, "plan_check.md: of any step: samples, optimizer, numbers")
-    token_s: float = _assumed(0.03, "assumed: least time for one token of the slowest worker's sequences")
-    worker_gb_s: float = _assumed(330.0, "assumed: weights read a second by the slowest worker, groups in parts")
-    generate_gb_s: float = _assumed(
-        1500.0, "large_shape.md: weights read a second by a worker that plans are made with"
-    )
-    cache_gb_s: float = _assumed(3300.0, "gpu_decode.md: keys and values read a second; 256 and 1,024 rows")
-    decode_s: float = _assumed(0.0015, "gpu_decode.md: for one token of all sequences, beside what is read")
-    batch_s: float = _assumed(0.25, "plan_check.md: of a worker's batch beside its tokens: prompts, proofs, upload")
-    worker_tokens_s: float = _assumed(0.0, "0: by the sequences that fit a worker's memory, and what they read")
-    workers_per_relay: float = _assumed(10.0, "assumed: workers that fetch from one relay (docs/concepts/broadcast.md)")
-    length_share: float = _assumed(0.25, "assumed: mean completion, as a part of run.max_new_tokens")
-    submission_bytes: float = _assumed(14.0, "a token as submitted: proof 8 (128 points of 32 tokens), number 4, id 2")
-    group_row_bytes: float = _assumed(10_000.0, "plan_check.md: rows of one group in the hub's database")
+    delta_share: float = _from(0.0015, "plan_check.md: one optimizer step at 1e-6; grows as rate^0.86, steps^0.83")
+    float32_delta_share: float = _from(0.41, "plan_check.md: at 1e-6; ten times that rate adds 0.1, above 0.6: whole")
+    publish_gb_s: float = _from(1.75, "plan_check.md: 1.2 GB; large_shape.md: 2.05 of 16 GB")
+    publish_least_s: float = _from(0.08, "plan_check.md: of any version: files, signature, announcement")
+    apply_gb_s: float = _from(1.2, "plan_check.md: fetch, apply on disk, verify; swap_in_place.md: 0.9 to 1.0")
+    load_gb_s: float = _from(2.7, "swap_in_place.md: a full load into the engine")
+    disk_gb_s: float = _from(1.0, "assumed: a checkpoint written and hashed (two cores: 0.2, publish_hidden.md)")
+    link_mbit: float = _from(1000.0, "assumed: the link of each machine")
+    link_overhead: float = _from(1.2, "cast_links.md: 1.25 to 1.31 times one link")
+    audit_tflops: float = _from(160.0, "check_overhead.md: 134,907 tokens/s of 0.6 B weights, 2 operations each")
+    audit_group_s: float = _from(0.052, "plan_check.md: of one group beside its prefill: papers, rewards, statistics")
+    branch_share: float = _from(0.02, "steered_branches.md: of a node's tokens that are decoded again; at first 0.08")
+    train_tflops: float = _from(266.0, "train_throughput.md: 74,412 tokens/s, recomputed, 6 operations a weight")
+    eager_tflops: float = _from(127.0, "train_throughput.md: the same without trainer.memory.compile")
+    train_least_s: float = _from(1.0, "plan_check.md: of any step: samples, optimizer, numbers")
+    token_s: float = _from(0.03, "assumed: least time for one token of the slowest worker's sequences")
+    worker_gb_s: float = _from(330.0, "assumed: weights read a second by the slowest worker, groups in parts")
+    generate_gb_s: float = _from(1500.0, "large_shape.md: weights read a second by a worker that plans are made with")
+    cache_gb_s: float = _from(3300.0, "gpu_decode.md: keys and values read a second; 256 and 1,024 rows")
+    decode_s: float = _from(0.0015, "gpu_decode.md: for one token of all sequences, beside what is read")
+    batch_s: float = _from(0.25, "plan_check.md: of a worker's batch beside its tokens: prompts, proofs, upload")
+    worker_tokens_s: float = _from(0.0, "0: by the sequences that fit a worker's memory, and what they read")
+    workers_per_relay: float = _from(10.0, "assumed: workers that fetch from one relay (docs/concepts/broadcast.md)")
+    length_share: float = _from(0.25, "assumed: mean completion, as a part of run.max_new_tokens")
+    submission_bytes: float = _from(14.0, "a token as submitted: proof 8 (128 points of 32 tokens), number 4, id 2")
+    group_row_bytes: float = _from(10_000.0, "plan_check.md: rows of one group in the hub's database")
 
     @property
     def link_bytes_s(self) -> float:

@@ -1,9 +1,8 @@
 """Seeded sampling: the lease gives the seed, so the worker has no choice of tokens, and anyone can check it.
 
-    stream        uniforms, uniforms_matrix, uniforms_at, philox4x32: one uniform per (seed, position), integers only
-    stream_torch  uniforms_block: the same bits, made on a device (imports torch; not re-exported here)
+    stream        uniforms, uniforms_at, philox4x32: one uniform per (seed, position), integers only
     inverse       sample, intervals: inverse-CDF sampling in numpy, the statement of what is meant
-    sampler       sample, token_statistics: the same on torch tensors (imports torch; not re-exported here)
+    sampler       sample, token_statistics, uniforms_of: the same in torch (imports it; not re-exported here)
     kernels       what the sampler does on CUDA: one read of the logits, float64 sums (triton_kernels: its Triton code)
     check         SeedTolerance, SeedCheck, check_seeded: does a sequence follow its seed?
 
@@ -12,6 +11,6 @@ contains u[t]. The end-of-sequence token is a token like any other.
 """
 
 from shoal.sampling.check import SeedCheck, SeedTolerance, check_seeded
-from shoal.sampling.stream import philox4x32, uniforms, uniforms_at, uniforms_matrix
+from shoal.sampling.stream import philox4x32, uniforms, uniforms_at
 
-__all__ = ["SeedCheck", "SeedTolerance", "check_seeded", "philox4x32", "uniforms", "uniforms_at", "uniforms_matrix"]
+__all__ = ["SeedCheck", "SeedTolerance", "check_seeded", "philox4x32", "uniforms", "uniforms_at"]

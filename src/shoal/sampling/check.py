@@ -55,7 +55,6 @@ class SeedCheck:
     sum_distance: float
     max_distance: float
     position: int | None
-    min_probability_outside: float
 
     @property
     def passed(self) -> bool:
@@ -82,7 +81,6 @@ def check_seeded(
         reason=reason, n_tokens=len(uniforms_T), n_outside=n_outside,
         sum_distance=float(np.minimum(distance_T, 1.0).sum()),  # in probability: at most 1, also where it is NaN
         max_distance=float(distance_T.max(initial=0.0)), position=int(np.argmax(distance_T)) if n_outside else None,
-        min_probability_outside=probability,
     )  # fmt: skip
 
 

@@ -9,12 +9,14 @@ N: rows (tokens to check, or sequences to continue), V: vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.sampling import kernels
+from shoal.sampling.stream import LOW_32, philox4x32
 
 # A few rows at a time keep the float64 tables in the processor's cache: twice as fast at 49,152 tokens.
 CPU_TILE_ELEMENTS = 2**18
@@ -47,8 +49,7 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, temperature: float | Tensor) -
     inverse_N = _inverse_temperature(logits_NV, temperature)
     if kernels.usable(logits_NV):
         return Draw(*kernels.sample(logits_NV.float(), uniforms_N.double(), inverse_N))
-    parts = _cpu_tiles(logits_NV, uniforms_N.double(), inverse_N)
-    return Draw(*_joined([_sample_tile(*part) for part in parts]))
+    return Draw(*_in_tiles(_sample_tile, logits_NV, uniforms_N.double(), inverse_N))
 
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | Tensor = 1.0) -> TokenStatistics:
@@ -56,8 +57,7 @@ def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | T
     inverse_N = _inverse_temperature(logits_NV, temperature)
     if kernels.usable(logits_NV):
         return TokenStatistics(*kernels.token_statistics(logits_NV.float(), tokens_N, inverse_N))
-    parts = _cpu_tiles(logits_NV, tokens_N, inverse_N)
-    return TokenStatistics(*_joined([_statistics_tile(*part) for part in parts]))
+    return TokenStatistics(*_in_tiles(_statistics_tile, logits_NV, tokens_N, inverse_N))
 
 
 def _inverse_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tensor:
@@ -67,13 +67,11 @@ def _inverse_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tens
     return torch.full((rows,), 1.0 / temperature, dtype=torch.float64, device=logits_NV.device)
 
 
-def _cpu_tiles(logits_NV: Tensor, values_N: Tensor, inverse_N: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _in_tiles(tile: Callable[..., tuple[Tensor, ...]], logits_NV: Tensor, *others: Tensor) -> list[Tensor]:
+    """What a function of rows gives, on a CPU for a few of them at a time."""
     rows = max(1, CPU_TILE_ELEMENTS // max(1, logits_NV.shape[1])) if logits_NV.device.type == "cpu" else 2**31
-    split = (torch.split(tensor, rows) for tensor in (logits_NV, values_N, inverse_N))
-    return list(zip(*split, strict=True))
-
-
-def _joined(tiles: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    split = (torch.split(tensor, rows) for tensor in (logits_NV, *others))
+    tiles = [tile(*part) for part in zip(*split, strict=True)]
     return [torch.cat(column) for column in zip(*tiles, strict=True)] if len(tiles) > 1 else list(tiles[0])
 
 
@@ -106,3 +104,12 @@ def _statistics_tile(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> 
     entropy_N = torch.log(total_N) - first_N
     varentropy_N = (second_N - first_N.square()).clamp(min=0.0)
     return low_N, high_N, logprobs_N, entropy_N.float(), varentropy_N.float()
+
+
+def uniforms_of(positions: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """`stream.uniforms_at` on a device, bit for bit, made where it is used: of positions and the halves of seeds, all
+    int64, of shapes that broadcast."""
+    zero = torch.zeros_like(positions)
+    word0, word1, *_ = philox4x32((positions & LOW_32, positions >> 32, zero, zero), (low, high))
+    uniforms: Tensor = ((word0 >> 5) * 2**26 + (word1 >> 6)).double() * 2.0**-53
+    return uniforms

@@ -40,23 +40,10 @@ def uniforms(seed: int, start: int, count: int) -> npt.NDArray[np.float64]:
     >>> float(uniforms(0, 0, 1)[0]) == (0x6627E8D5 >> 5) * 2.0**-27 + (0xE169C58D >> 6) * 2.0**-53
     True
     """
-    row: npt.NDArray[np.float64] = uniforms_matrix((seed,), start, count)[0]
-    return row
-
-
-def uniforms_matrix(seeds: Sequence[int], start: int, count: int) -> npt.NDArray[np.float64]:
-    """Uniforms of many seeds at once: row i is `uniforms(seeds[i], start, count)`."""
-    check_range(seeds, start, count)
-    seed_S1 = np.asarray(seeds, dtype=np.uint64)[:, None]
-    position_1T = np.arange(start, start + count, dtype=np.uint64)[None, :]
-    return uniforms_at(seed_S1, position_1T)
-
-
-def check_range(seeds: Sequence[int], start: int, count: int) -> None:
-    if not all(0 <= seed < 2**64 for seed in seeds):
-        raise ValueError("a seed is an unsigned 64-bit number")
-    if start < 0 or count < 0:
-        raise ValueError(f"positions start at 0, not {start}, and a count is not negative: {count}")
+    if not 0 <= seed < 2**64 or start < 0 or count < 0:
+        told = "a seed is an unsigned 64-bit number, positions start at 0, and a count is not negative"
+        raise ValueError(f"{told}: {seed}, {start}, {count}")
+    return uniforms_at(np.array([seed], dtype=np.uint64), np.arange(start, start + count, dtype=np.uint64))
 
 
 def uniforms_at(seeds: Words, positions: Words) -> npt.NDArray[np.float64]:

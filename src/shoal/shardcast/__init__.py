@@ -30,36 +30,17 @@ for `/have/…`, which it does not know: clients ask, and do without):
     stop.set("done")
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from shoal.protocol.codec import TensorView
-    from shoal.shardcast.content import Content, digest_of
-    from shoal.shardcast.download import Downloader, DownloadSettings, Prefetch, Progress
-    from shoal.shardcast.limits import RelayConfig, RelaySettings
-    from shoal.shardcast.origin import Origin, OriginSettings
-    from shoal.shardcast.payload import ChangedValues, Payload
-    from shoal.shardcast.plan import SourceScores
-    from shoal.shardcast.relay import run_relay
-    from shoal.shardcast.server import run_origin
+from shoal.protocol.codec import TensorView
+from shoal.shardcast.content import Content, digest_of
+from shoal.shardcast.download import Downloader, DownloadSettings, Prefetch, Progress
+from shoal.shardcast.limits import RelayConfig, RelaySettings
+from shoal.shardcast.origin import Origin, OriginSettings
+from shoal.shardcast.payload import ChangedValues, Payload
+from shoal.shardcast.plan import SourceScores
+from shoal.shardcast.relay import run_relay
+from shoal.shardcast.server import run_origin
 
 __all__ = [
     "ChangedValues", "Content", "DownloadSettings", "Downloader", "Origin", "OriginSettings", "Payload", "Prefetch",
     "Progress", "RelayConfig", "RelaySettings", "SourceScores", "TensorView", "digest_of", "run_origin", "run_relay",
 ]  # fmt: skip
-
-_HOMES = {
-    "content": "Content TensorView digest_of", "download": "DownloadSettings Downloader Prefetch Progress",
-    "limits": "RelayConfig RelaySettings", "origin": "Origin OriginSettings", "payload": "ChangedValues Payload",
-    "relay": "run_relay", "server": "run_origin", "plan": "SourceScores",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """Each name is imported when it is first used: a relay needs neither numpy nor what publishes and fetches."""
-    for module, names in _HOMES.items():
-        if name in names.split():
-            globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

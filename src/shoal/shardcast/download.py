@@ -33,7 +33,7 @@ from shoal.shardcast.cache import Filling, PayloadCache
 from shoal.shardcast.connection import Deadline
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.lookup import Lookup, Route, plan
-from shoal.shardcast.manifest import place_of, read_head
+from shoal.shardcast.manifest import read_head
 from shoal.shardcast.payload import Payload
 from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
@@ -139,7 +139,7 @@ class Downloader:
         with self._turn(deadline, "the newest version"):
             head, data = self._lookup.newest(self._head, deadline)
             self._cache.run = head.run
-            if self._head is None or place_of(head) > place_of(self._head):
+            if self._head is None or head.policy.place > self._head.policy.place:
                 write_atomically(self._head_path, data)
             self._head = head
             return head.policy

@@ -29,7 +29,7 @@ from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
-from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, place_of, read_head, read_manifest
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
 from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.tree import HEAD, manifest_key
 
@@ -139,7 +139,7 @@ class Lookup:
         self._refusal = None
         while True:
             if heads := self.heads(deadline).values():
-                newest = max(heads, key=lambda found: place_of(found[0]))
+                newest = max(heads, key=lambda found: found[0].policy.place)
                 manifests.check_not_rolled_back(newest[0], known)
                 return newest
             if deadline.passed() or self._stop.wait(min(1.0, max(0.0, deadline.remaining_s()))):
@@ -159,7 +159,7 @@ class Lookup:
         except BroadcastError as error:
             self._scores.note(source, str(error))
             return None
-        if found is None or (self.known is not None and place_of(found) <= place_of(self.known)):
+        if found is None or (self.known is not None and found.policy.place <= self.known.policy.place):
             return None
         self.known = found
         return found.policy
@@ -167,7 +167,7 @@ class Lookup:
     def check_not_gone(self, ref: PolicyRef, heads: Mapping[str, SignedHead]) -> None:
         """Raise `VersionNotFound` if the trainer has signed that it does not offer `ref` any more."""
         for source, (head, _) in heads.items():
-            if place_of(head) >= (ref.incarnation, ref.version) and ref.label not in head.kept_versions:
+            if head.policy.place >= ref.place and ref.label not in head.kept_versions:
                 gone = f"policy {ref.label} is no longer offered"
                 raise VersionNotFound(
                     f"{gone}: {source} is at {head.policy.label} and keeps {', '.join(head.kept_versions)}"
@@ -177,7 +177,7 @@ class Lookup:
         self._connections.close()
 
     def _ask_manifest(self, source: str, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
-        target, connection = manifest_key((ref.incarnation, ref.version)), self._connections.to(source)
+        target, connection = manifest_key(ref.place), self._connections.to(source)
         data = get_document(connection, target, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
         if data is None:
             return None
@@ -217,8 +217,12 @@ class Route:
     steps: tuple[Step, ...]
 
     @property
+    def delta_bytes(self) -> int:
+        return sum(step.delta.size_bytes for step in self.steps)
+
+    @property
     def size_bytes(self) -> int:
-        return (self.whole.size_bytes if self.whole else 0) + sum(step.delta.size_bytes for step in self.steps)
+        return (self.whole.size_bytes if self.whole else 0) + self.delta_bytes
 
     def manifests(self) -> list[PolicyManifest]:
         """Of the versions whose chunks are fetched on it."""

@@ -24,20 +24,10 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal.errors import ManifestRefused, ProtocolError
-from shoal.protocol import (
-    BroadcastHead,
-    Chunk,
-    Document,
-    Entry,
-    PolicyManifest,
-    SignedDocument,
-    SigningKey,
-    content_digest,
-    first_problem,
-    open_document,
-    sign_document,
-)
 from shoal.protocol.codec import ITEM_BYTES
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.policy import BroadcastHead, Chunk, Entry, PolicyManifest, content_digest
+from shoal.protocol.signing import Document, SignedDocument, first_problem, open_document, sign_document
 
 MIB = 1024 * 1024
 CHUNK_SIZE_BYTES = 4 * MIB
@@ -117,18 +107,14 @@ def _opened(data: bytes, max_bytes: int, kind: type[D], what: str, run: str | No
     return document
 
 
-def place_of(document: PolicyManifest | BroadcastHead) -> Place:
-    return document.policy.incarnation, document.policy.version
-
-
 def check_not_rolled_back(head: BroadcastHead, known: BroadcastHead | None) -> None:
     """Raise `ManifestRefused` if `head` is older than `known`, or names other weights for the same version."""
     if known is None:
         return
-    if place_of(head) < place_of(known):
+    if head.policy.place < known.policy.place:
         back = f"it goes back to policy {head.policy.label} although {known.policy.label} is known"
         raise ManifestRefused(f"a head is refused: {back}")
-    if place_of(head) == place_of(known) and head.policy.digest != known.policy.digest:
+    if head.policy.place == known.policy.place and head.policy.digest != known.policy.digest:
         raise ManifestRefused(f"a head is refused: it names other weights for policy {head.policy.label}")
 
 
@@ -149,7 +135,7 @@ def _deltas_problem(manifest: PolicyManifest) -> str:
     if not manifest.anchor and not manifest.deltas:
         return "it is neither an anchor nor reached by a delta"
     for delta in manifest.deltas:
-        if (delta.base.incarnation, delta.base.version) >= place_of(manifest):
+        if delta.base.place >= manifest.policy.place:
             return f"a delta starts from policy {delta.base.label}, which does not come before it"
         if delta.size_bytes > manifest.size_bytes:
             return f"the delta from policy {delta.base.label} is larger than the whole"

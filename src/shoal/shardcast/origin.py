@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.errors import DeltaRefused, ManifestRefused, PolicyMismatch
+from shoal.errors import DeltaRefused, ManifestRefused, PolicyMismatch, VersionNotFound
 from shoal.protocol import BroadcastHead, Chunk, Delta, LedgerHead, PolicyManifest, PolicyRef, SigningKey, TensorView
 from shoal.protocol.policy import content_digest
 from shoal.runtime.clock import Clock, SystemClock
@@ -34,7 +35,8 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.content import THREADS, Content, chunk_of, in_order
-from shoal.shardcast.manifest import Place, offered, place_of
+from shoal.shardcast.lookup import Route, plan
+from shoal.shardcast.manifest import Place, offered
 from shoal.shardcast.tree import HEAD, ChunkFiles, Tree, chunk_key, manifest_key
 
 log = logging.getLogger(__name__)
@@ -68,24 +70,6 @@ class _Draft:
     chunk_size_bytes: int
     head: BroadcastHead | None
     ledger_head: LedgerHead | None
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a version is made from what the tree offers: an anchor, then deltas, each with the version it leads to."""
-
-    anchor: PolicyManifest
-    steps: tuple[tuple[PolicyManifest, Delta], ...] = ()
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(delta.size_bytes for _, delta in self.steps)
-
-    @property
-    def chunked(self) -> list[tuple[Sequence[Chunk], int]]:
-        """The chunks of the anchor, then of every delta; with their size."""
-        steps = [(delta.chunks, manifest.chunk_size_bytes) for manifest, delta in self.steps]
-        return [(self.anchor.chunks, self.anchor.chunk_size_bytes), *steps]
 
 
 class _DeltaWriter:
@@ -153,8 +137,8 @@ class Origin:
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
             published = self._published(place)
-            superseded = head is not None and place < place_of(head)
-            if head is None or place > place_of(head):
+            superseded = head is not None and place < head.policy.place
+            if head is None or place > head.policy.place:
                 published = None  # written before a crash and never announced: nobody knows it
             size = self._settings.chunk_size_bytes or manifests.chunk_size_for(content.size_bytes)
             size = size if published is None else published.chunk_size_bytes
@@ -167,7 +151,7 @@ class Origin:
                 except Exception:
                     self._collect(self.known())  # what it has written is of no use, and the disk may be full of it
                     raise
-            if not superseded and (head is None or place_of(head) != place):
+            if not superseded and (head is None or head.policy.place != place):
                 self._advance(manifest, self._settings.kept_versions)
             return manifest
 
@@ -175,7 +159,7 @@ class Origin:
         """The run is finished: so many versions stay, back to an anchor."""
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
-            newest = None if head is None else self._published(place_of(head))
+            newest = None if head is None else self._published(head.policy.place)
             if newest is not None:
                 self._advance(newest, versions)
 
@@ -194,13 +178,14 @@ class Origin:
 
     def _first_time(self, draft: _Draft, on_progress: OnProgress | None) -> PolicyManifest:
         content, chunk_size = draft.content, draft.chunk_size_bytes
-        ways = self._ways(draft.place)
+        routes = self._routes(draft.place)
         # A small payload (an adapter) travels whole: one chunk more or less costs nobody anything.
         small = not content.entries or content.size_bytes <= self._settings.delta_from_bytes
-        deltas = () if small or not ways else self._deltas(draft, ways[max(ways)])
+        deltas = () if small or not routes else self._deltas(draft, routes[max(routes)])
         # Every version kept is reached from an anchor, by deltas that are together no larger than the payload.
-        (incarnation, version), last = draft.place, max((place_of(way.anchor) for way in ways.values()), default=None)
-        costs = [ways[delta.base.incarnation, delta.base.version].size_bytes + delta.size_bytes for delta in deltas]
+        anchors = (place for place, route in routes.items() if not route.steps)
+        (incarnation, version), last = draft.place, max(anchors, default=None)
+        costs = [routes[delta.base.place].delta_bytes + delta.size_bytes for delta in deltas]
         far = last is None or last[0] != incarnation or version - last[1] >= self._settings.anchor_every
         anchor = far or min(costs, default=content.size_bytes + 1) > content.size_bytes
         scratch = threading.local()
@@ -228,36 +213,33 @@ class Origin:
         self._tree.write(manifest_key(draft.place), signed)
         return manifest
 
-    def _ways(self, place: Place) -> dict[Place, _Way]:
-        """How each version before `place` is made from an anchor, by the fewest bytes of deltas."""
-        ways: dict[Place, _Way] = {}
-        for other, manifest in sorted(self.known().items()):
-            if other >= place:
-                break
-            bases = (((delta.base.incarnation, delta.base.version), delta) for delta in manifest.deltas)
-            known = ((ways[base], delta) for base, delta in bases if base in ways)
-            found = [_Way(way.anchor, (*way.steps, (manifest, delta))) for way, delta in known]
-            found += [_Way(manifest)] if manifest.anchor else []
-            if found:
-                ways[other] = min(found, key=lambda way: way.size_bytes)
-        return ways
+    def _routes(self, place: Place) -> dict[Place, Route]:
+        """To each version before `place` from an anchor, by the fewest bytes."""
+        known = {manifest.policy: manifest for other, manifest in self.known().items() if other < place}
+        routes: dict[Place, Route] = {}
+        for manifest in known.values():
+            with suppress(VersionNotFound):
+                routes[manifest.policy.place] = plan(manifest, (), known.get)
+        return routes
 
-    def _deltas(self, draft: _Draft, way: _Way) -> tuple[Delta, ...]:
+    def _deltas(self, draft: _Draft, route: Route) -> tuple[Delta, ...]:
         """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.
         Every version has one to the version before it; one whose number is a multiple of a longer stride also skips
         back by that stride, so that whoever lags by n versions needs about log n deltas. All of these bases lie on the
-        way to the version before, unless an anchor lies between: its own delta leads there."""
+        route to the version before, unless an anchor lies between: its own delta leads there."""
         incarnation, version = draft.place
-        passed = [way.anchor, *(manifest for manifest, _ in way.steps)]
-        if any(manifest.entries != draft.content.entries for manifest in passed) or not self._is_whole(way):
+        passed, chunked = route.manifests(), _chunked(route)
+        if any(manifest.entries != draft.content.entries for manifest in passed):
+            return ()
+        if not self._is_whole({chunk.hash: chunk for chunks, _ in chunked for chunk in chunks}):
             return ()
         skipped = [(incarnation, version - stride) for stride in DELTA_STRIDES if version % stride == 0]
         last = len(passed) - 1
-        wanted = [index for index, base in enumerate(passed) if index == last or place_of(base) in skipped]
+        wanted = [index for index, base in enumerate(passed) if index == last or base.policy.place in skipped]
         from shoal.shardcast.delta import MAGIC, differences  # needs numpy; a first version does not
 
         writers = {index: _DeltaWriter(self._put, draft.chunk_size_bytes, MAGIC) for index in reversed(wanted)}
-        payload, *steps = (ChunkFiles(self._tree, *chunked) for chunked in way.chunked)
+        payload, *steps = (ChunkFiles(self._tree, *each) for each in chunked)
         try:
             for end, parts in differences(payload, [BufferedReader(step) for step in steps], draft.content, wanted):
                 most = DELTA_PAYS * max(end, min(JUDGED_AFTER, draft.content.size_bytes))
@@ -272,14 +254,13 @@ class Origin:
             return ()
         return tuple(each.finish(passed[index].policy) for index, each in writers.items())
 
-    def _is_whole(self, way: _Way) -> bool:
-        """Whether every chunk that a version is made from has the hash that was signed."""
+    def _is_whole(self, chunks: Mapping[str, Chunk]) -> bool:
+        """Whether each of these, which a version is made from, has the hash that was signed."""
 
         def check(chunk: Chunk) -> bool:
             data = self._tree.read(chunk_key(chunk.hash))
             return data is not None and chunk_of(memoryview(data)) == chunk
 
-        chunks = {chunk.hash: chunk for chunked, _ in way.chunked for chunk in chunked}
         if not all(in_order(check, [chunk for hash_, chunk in chunks.items() if hash_ not in self._written])):
             return False
         self._written = set(chunks)
@@ -315,10 +296,10 @@ class Origin:
 
     def _advance(self, manifest: PolicyManifest, kept_versions: int) -> None:
         """Make `manifest` the head, then remove what is no longer kept. Clients see the new head before that."""
-        data = self._tree.read(manifest_key(place_of(manifest)))
+        data = self._tree.read(manifest_key(manifest.policy.place))
         assert data is not None
         known = self.known()
-        places = [place for place in self._tree.places() if place <= place_of(manifest)]
+        places = [place for place in self._tree.places() if place <= manifest.policy.place]
         anchors = {place: place not in known or known[place].anchor for place in places}
         kept = manifests.kept_places(anchors, kept_versions)
         head = BroadcastHead(
@@ -355,3 +336,10 @@ class Origin:
             log.warning("old chunks are not removed this time: a manifest here cannot be read")
             return
         self._tree.remove_chunks_except({chunk.hash for manifest in known.values() for chunk in offered(manifest)})
+
+
+def _chunked(route: Route) -> list[tuple[Sequence[Chunk], int]]:
+    """The chunks of the anchor, then of every delta; with their size."""
+    anchor = route.manifests()[0]
+    steps = [(step.delta.chunks, step.manifest.chunk_size_bytes) for step in route.steps]
+    return [(anchor.chunks, anchor.chunk_size_bytes), *steps]

@@ -36,7 +36,7 @@ from shoal.protocol import Chunk, PolicyManifest
 from shoal.runtime.clock import Backoff
 from shoal.shardcast.connection import Address
 from shoal.shardcast.limits import FEW_FLIGHTS, FLIGHT_BYTES_S
-from shoal.shardcast.manifest import Place, offered, place_of
+from shoal.shardcast.manifest import Place, offered
 
 SMOOTHING = 0.3
 HEALING = 0.01  # a source that always fails keeps 0.01 / 0.3 of its success, so that it is still asked now and then
@@ -260,7 +260,7 @@ class Plan:
 
     def want(self, manifest: PolicyManifest, chunks: Iterable[Chunk], now_s: float) -> None:
         """Chunks that a version offers. One that is wanted twice is fetched once."""
-        place = place_of(manifest)
+        place = manifest.policy.place
         if place not in self._versions:
             deltas = (1 << sum(len(delta.chunks) for delta in manifest.deltas)) - 1
             hashes = tuple(chunk.hash for chunk in offered(manifest))

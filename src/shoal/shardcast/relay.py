@@ -37,7 +37,7 @@ from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.limits import PoolSettings, RelayConfig, ServerLimits
 from shoal.shardcast.lookup import MANIFEST_S, get_document, get_head
-from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, place_of, read_head
+from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, read_head
 from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
 from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, serve
@@ -58,37 +58,31 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
     for peer in config.peers:
         Address.parse(peer)
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):
-        _run(config, stop, on_ready)
+        mirror, closing = Mirror(config), StopToken()
+        server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
+        mirror.load()
+        sources = dict.fromkeys((*config.upstreams, *config.peers))
+        followers = [Follower(source, config, mirror, server.instance, closing) for source in sources]
 
+        def error() -> Exception | None:
+            return next(filter(None, [mirror.pool.error, *(follower.error for follower in followers)]), None)
 
-def _run(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-    """The wiring of one relay."""
-    mirror, closing = Mirror(config), StopToken()
-    server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
-    mirror.load()
-    sources = dict.fromkeys((*config.upstreams, *config.peers))
-    followers = [Follower(source, config, mirror, server.instance, closing) for source in sources]
+        def ready(url: str) -> None:  # only once the port is ours
+            mirror.pool.start()
+            for follower in followers:
+                follower.thread.start()
+            on_ready(url)
 
-    def error() -> Exception | None:
-        return next(filter(None, [mirror.pool.error, *(follower.error for follower in followers)]), None)
-
-    def ready(url: str) -> None:  # only once the port is ours
-        mirror.pool.start()
-        for follower in followers:
-            follower.thread.start()
-        on_ready(url)
-
-    try:
-        asyncio.run(serve(server, config.host, config.port, lambda: stop.is_set() or error() is not None, ready))
-    finally:
-        closing.set(stop.reason or "closed")
-        mirror.pool.close()
-        for follower in followers:
-            if follower.thread.ident is not None:
-                follower.thread.join(Timeouts().connect_s + 2)
-    found = error()
-    if found is not None:
-        raise found
+        try:
+            asyncio.run(serve(server, config.host, config.port, lambda: stop.is_set() or error() is not None, ready))
+        finally:
+            closing.set(stop.reason or "closed")
+            mirror.pool.close()
+            for follower in followers:
+                if follower.thread.ident is not None:
+                    follower.thread.join(Timeouts().connect_s + 2)
+        if (found := error()) is not None:
+            raise found
 
 
 class Follower:
@@ -162,8 +156,8 @@ class Follower:
             return False
         head, news, known = read_head(data, self._config.run, self._config.trusted_key), False, self._mirror.head
         check_not_rolled_back(head, known)
-        if known is None or place_of(head) != place_of(known):
-            manifest = self._get_manifest(place_of(head))
+        if known is None or head.policy.place != known.policy.place:
+            manifest = self._get_manifest(head.policy.place)
             if manifest is None:
                 raise BroadcastError(f"{self._source} names policy {head.policy.label}, but not its manifest")
             news = self._mirror.adopt_head(head, data, manifest)
@@ -303,7 +297,7 @@ class Mirror(Catalogue):
         data = self._tree.read(HEAD)
         try:
             head = None if data is None else read_head(data, self._run, self._trusted_key)
-            self.head = head if head is not None and place_of(head) in self._manifests else None
+            self.head = head if head is not None and head.policy.place in self._manifests else None
         except ManifestRefused as error:
             log.warning("%s; it is fetched again", error)
         with self._lock:
@@ -313,14 +307,14 @@ class Mirror(Catalogue):
         """Take a newer head with its manifest; false if another upstream was faster with this or a newer one."""
         if manifests.manifest_hash(manifest_data) != head.manifest_hash:
             raise ManifestRefused(f"the manifest of policy {head.policy.label} is not the one that its head names")
-        manifest = self._read(manifest_data, place_of(head))
+        manifest = self._read(manifest_data, head.policy.place)
         if manifest.policy != head.policy:
             raise ManifestRefused(f"the head of policy {head.policy.label} names the manifest of another policy")
         with self._lock:
-            if self.head is not None and place_of(head) <= place_of(self.head):
+            if self.head is not None and head.policy.place <= self.head.policy.place:
                 check_not_rolled_back(head, self.head)
                 return False
-            self._take(place_of(head), manifest, manifest_data)
+            self._take(head.policy.place, manifest, manifest_data)
             self._tree.write(HEAD, head_data)  # after its manifest, so that whoever sees the head finds the manifest
             self.head = head
             self._settle()
@@ -357,7 +351,7 @@ class Mirror(Catalogue):
 
     def _read(self, data: bytes, place: Place) -> PolicyManifest:
         manifest = manifests.read_manifest(data, self._run, self._trusted_key)
-        if place_of(manifest) != place:
+        if manifest.policy.place != place:
             raise ManifestRefused(f"the manifest of policy {manifest.policy.label} is offered as another version")
         return manifest
 

@@ -1,8 +1,7 @@
 """What was trained on, for people: every batch as a Parquet file with texts, tokens, log-probabilities and rewards.
 
-A file is written while its step is trained, whatever comes of it: one that diverges can be looked at. A step that is
-repeated after a crash has the same batch, and its file the same bytes. A step without any group has a file without
-rows: a missing file means that the step was never reached. Nothing here is ever read back by shoal.
+A file is written while its step is trained, so that one that diverges can be looked at. A step that is repeated has the
+same batch, and its file the same bytes. A step without any group has a file without rows. shoal never reads them back.
 
     pyarrow.parquet.read_table("runs/NAME/trainer/rollouts").to_pandas()     # the whole run
 """

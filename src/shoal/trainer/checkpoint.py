@@ -9,10 +9,8 @@
     hidden folder ─► files, several at a time, each synced and hashed ─► checkpoint.json ─► rename ─► parent synced
                                                                               `folder.Retention` removes others ◄─┘
 
-What is written is a copy (`Captured`), so that it may be written while training continues (`Copies`):
-
-    weights, moments of a CPU ─── copied in front of the next step ──► host memory that every later copy uses again
-                     of a GPU ─── copied beside it, on a stream of its own; the optimizer waits for the copy ──┘
+What is written is a copy (`Copies`), so that training continues meanwhile: taken in front of the next step on a CPU,
+beside it on a GPU, where the optimizer waits for it.
 
 Of several ranks the first gathers all rows and writes; any number of ranks reads them again, each its own rows. The
 version is the only cursor: rates, the order of minibatches, rows and batches follow from it. No pickle: nothing in a
@@ -102,8 +100,8 @@ def read_tensors(folder: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def captured_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
-    """The state of a learner in this process: its weights, and what `training_state` says of it, in parts of about
-    `PART_BYTES` where it is large, which are written and hashed at the same time."""
+    """The state of a learner in this process: weights, and `training_state`, in parts of about `PART_BYTES` where it is
+    large, which are written and hashed at the same time."""
     sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
     count = max(1, -(-sizes[-1] // PART_BYTES))
     parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
@@ -176,7 +174,7 @@ class CheckpointStore:
 
     def prune(self, scores: Mapping[int, float], *written: Place) -> None:
         """Remove the checkpoints that are kept for no reason any more, but none of those just `written`. One that is
-        known to be damaged keeps no other from being kept. It is left there: somebody may mend it."""
+        known to be damaged keeps no other from being kept, and is left there: somebody may mend it."""
         sound = self.sound()
         for place in set(sound) - self._retention.kept(sound, scores) - set(written):
             shutil.rmtree(self.folder / "{}.{}".format(*place))
@@ -274,8 +272,8 @@ def _file_hash(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Copied:
-    """The state of one version: may be read once `arrived` has returned, and until the next copy is taken. `weights`
-    are of the type that is published; `captured` is None where no checkpoint is due."""
+    """The state of one version: may be read once `arrived` has returned, until the next copy is taken. `weights` are of
+    the type that is published; `captured` is None where no checkpoint is due."""
 
     weights: Mapping[str, Tensor]
     captured: Captured | None
@@ -300,8 +298,8 @@ class CopyStream:
 
 
 class GpuCopyStream(CopyStream):
-    """A stream of its own: copies run beside the next step's forward and backward passes, which only read weights. The
-    optimizer waits for them on the device, the publisher's thread on the host; the main thread waits for nothing."""
+    """A stream of its own: copies run beside the next step's forward and backward passes, which only read weights. Only
+    the optimizer (on the device) and the publisher's thread (on the host) wait for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -324,8 +322,8 @@ class GpuCopyStream(CopyStream):
 
 class Copies:
     """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished. For a
-    GPU it is page-locked, so that copies run by themselves at the speed of the bus; locking takes seconds, so that the
-    pages of a checkpoint are locked beside the first step. Weights that are not trained are copied once."""
+    GPU it is page-locked, so that copies run at the speed of the bus; locking takes seconds, so it is done beside the
+    first step. Weights that are not trained are copied once."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -415,6 +413,5 @@ def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed:
             recorded = f"unknown: {error}"
         if digest() != recorded:
             said = f"measured from the weights that this run began with ({path}: {recorded})"
-            raise CheckpointError(
-                f"trainer.objective.kl is {said}: put them back into the model folder, or begin a new run"
-            )
+            todo = "put them back into the model folder, or begin a new run"
+            raise CheckpointError(f"trainer.objective.kl is {said}: {todo}")

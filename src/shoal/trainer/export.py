@@ -2,9 +2,9 @@
 
     hidden folder ─► weights, configuration, tokenizer, README.md, shoal.json, all synced ─► rename
 
-`shoal.json` marks an export and lists its files. A folder without it is somebody's and is never overwritten. In one
-that is an export already, or empty, files take the places of the older ones, the weights last; whatever else is there
-(LICENSE, .git) stays. A kill in between leaves a folder without weights, which nobody takes for a model.
+`shoal.json` marks an export and lists its files; a folder without it is never overwritten. In an older export, or an
+empty folder, files take the places of the older ones, the weights last; whatever else is there (LICENSE, .git) stays. A
+kill in between leaves a folder without weights, which nobody takes for a model.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Which = int | Literal["newest", "best"]  # a version, the newest checkpoint, or 
 @dataclass(frozen=True)
 class ModelCard:
     """What a reader of the exported model wants to know. `metrics` is the last row that measured each number, `scores`
-    the held-out score by version, `chosen` which of the run's versions this is, `files` what the export consists of."""
+    the held-out score by version, `chosen` which of the run's versions this is."""
 
     progress: Progress
     base_model: str = ""
@@ -180,9 +180,8 @@ def export_checkpoint(
     trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32",
     manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
 ) -> Path:  # fmt: skip
-    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. Of a given
-    card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the manifest
-    under which that version was published."""
+    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. The card is
+    completed by what the folder tells, and by the manifest of that version (digest, ledger head)."""
     rows = MetricsLog(trainer_folder / "metrics.jsonl")
     scores, store = scores_of(rows), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     stored, chosen = _choose(store, which, scores)

@@ -8,7 +8,7 @@ Which checkpoints are kept is a function of their numbers and of the scores know
     first of every block           of `lookback` versions, back to one that is that old: whatever a guard stops the run
                                    for, there is a checkpoint from before it began
 
-Never more than the sum of all. A version that was trained twice (two incarnations) counts as the newer one.
+A version that was trained twice (two incarnations) counts as the newer one.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     rows so far ─┬► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
                  └► judge ◄─ the step's numbers ─► alarm_NAME in the row, sentences for log and hub; stop: the run ends
 
-One table has all guards. A measure is a function of the rows in metrics.jsonl (never `held_out`, which may come later)
-and of the numbers at hand: a resumed run decides as the uninterrupted one did. It is None where there is too little to
-judge by. Imports no torch.
+A measure is a function of the rows in metrics.jsonl (never `held_out`, which may come later) and of the numbers at
+hand, so that a resumed run decides the same. It is None where there is too little to judge by. Imports no torch.
 """
 
 from __future__ import annotations
@@ -135,8 +134,9 @@ LOWER = "What to do: lower trainer.learning_rate"
 
 @dataclass(frozen=True)
 class Guard:
-    """`of_step` judges a row, `of_update` one update before it is made. It may be `rows` older than what shows it.
-    `of_beginning`: of the policy that a step begins with: it refuses all its updates, and judges the last version."""
+    """`of_step` judges a row, `of_update` an update before it is made; the cause may be `rows` older than what shows
+    it. `of_beginning`: of the policy that a step begins with: it refuses all its updates, and judges the last
+    version."""
 
     name: str
     limit: float

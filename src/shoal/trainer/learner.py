@@ -4,9 +4,9 @@
          ▲                                                                                  │ optimizer, on masters
          └───────────────────────────── rounded once ──────────────────────── master ◄──────┘
 
-A step moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away. A gradient
-is taken over as soon as it is there, so that those in bfloat16 never exist all at once. Weights that are not trained
-have no masters: what they were before is kept in the host's memory, and saved, published and exported.
+A step moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away. Gradients
+in bfloat16 never exist all at once. Weights that are not trained have no masters: their exact values stay in the host's
+memory, and are saved, published and exported.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Masters:
         self._masters: list[Tensor] = list(self.named.values())
 
     def attach(self, dtype: torch.dtype) -> None:
-        """Round the model's weights to `dtype`, and take over their gradients from now on. Buffers keep their type: the
-        frequencies of rotary positions would lose what tells far positions apart."""
+        """Round the model's weights to `dtype`, and take over their gradients from now on. Buffers keep their type:
+        rotary frequencies would lose what tells far positions apart."""
         for own in self._model.parameters():
             own.data = own.data.to(dtype)
 
@@ -147,8 +147,8 @@ class Learner:
 
 
 def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:
-    """The model is put in evaluation mode: dropout would be noise in the ratio. One whose weights are spread over the
-    ranks already comes in float32 and with its `reference`, if that is another model; they are not touched here."""
+    """The model is put in evaluation mode: dropout would be noise in the ratio. One that is spread over the ranks
+    already comes in float32 and with its `reference`, if that is another model."""
     model.eval()
     ranks = ranks or Ranks()
     masters = None
@@ -184,7 +184,7 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
 
 def cost_of(model: Any) -> Cost:
     """Multiplications of a forward pass, by the model's shape: each weight once per token; queries with keys, and
-    weights with values, once per pair of tokens that see each other. A model without heads has no such pairs."""
+    weights with values, once per pair of tokens that see each other."""
     shape = model.config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 0)
     size = vars(shape).get("head_dim") or shape.hidden_size // max(1, heads)  # layers of some models differ in it
@@ -193,8 +193,7 @@ def cost_of(model: Any) -> Cost:
 
 
 def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> float:
-    """The rate of an optimizer step: a function of its number alone, so that a resume has no schedule to restore. Four
-    warm-up steps in two minibatches: ¼ and ½ of it in step 0, ¾ and all of it in step 1."""
+    """The rate of an optimizer step: a function of its number alone, so that a resume has no schedule to restore."""
     updates = step * settings.minibatches + minibatch + 1
     return settings.learning_rate * min(1.0, updates / max(1, settings.warmup_steps))
 

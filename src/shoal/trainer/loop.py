@@ -1,4 +1,4 @@
-"""What a trainer does, from wherever the run stands to its last step.
+"""The trainer process, and what it does from wherever the run stands to its last step.
 
                  ┌───────────────────────────── the hub ────────────────────────────┐
                  │ status      batch n (long poll)    rollouts n                    │ report n     announce n+1
@@ -7,11 +7,9 @@
                                       ▲         archive                   thread
                                       └─────────── next step ◄──┘               … the last: look back ─► export
 
-Beside training, rows are reported, checkpoints written and versions published (`publisher`); validators measure
-held-out scores. The batch is only asked for when it is wanted: the hub writes it down then, and rollouts would be older
-than they need be. The trainer waits for it up to `batch_deadline_s`, naming what the hub waits for, and before it
-writes the row of a step for the version that the step began with to be out. Workers never wait for the trainer as long
-as the staleness bound has room. The order that a crash anywhere relies on, one after the other for every version n:
+The batch is only asked for when it is wanted: the hub writes it down then, and rollouts would be older than they need
+be. The trainer waits for it up to `batch_deadline_s`, naming what the hub waits for, and before it writes the row of a
+step for the version that the step began with to be out. The order that a crash anywhere relies on, for every version n:
 
     row n-1 in the metrics ─► report n-1 at the hub ─► checkpoint n durable ─► n at the origin ─► n announced ─► row n
 
@@ -26,28 +24,36 @@ that it was made of before it is saved, published and exported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.client import Activity, HubClient
+from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
+from shoal.models.folder import model_folder, read_files
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, SigningKey, TrainingBatch
+from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, RunInfo, SigningKey, TrainingBatch
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.files import ensure_folder
+from shoal.runtime.lock import FolderLock
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.origin import Origin
+from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer.archive import RolloutArchive
-from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
-from shoal.trainer.export import ModelCard, beside_the_best, export_policy, write_card
+from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start, weights_digest
+from shoal.trainer.export import ModelCard, beside_the_best, export_policy, hub_name, write_card
 from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import Judged, Watch
-from shoal.trainer.learner import Learner
+from shoal.trainer.learner import Learner, make_deterministic, new_learner, starting_model
+from shoal.trainer.memory import within_memory
 from shoal.trainer.publisher import Publisher
-from shoal.trainer.record import RunRecord, Stopwatch, Trackers
-from shoal.trainer.shards import Actions
+from shoal.trainer.ranks import RankGroup, join_ranks, lost_peers
+from shoal.trainer.record import RunRecord, Stopwatch, Tracked, Trackers, open_trackers, require_trackers
+from shoal.trainer.settings import TrainerConfig
+from shoal.trainer.shards import Actions, lead
 from shoal.trainer.step import StepWork, Stopped
 
 log = logging.getLogger(__name__)
@@ -55,6 +61,8 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0  # a failed publication, or a request to stop, is noticed within this
 LAST_WAIT_S = 120.0  # for the score of the last version
 LOOK_S = 0.5
+HEARTBEAT_S = 5.0
+LOCK_WAIT_S = 10.0  # a supervisor may start the next trainer while the last one is still ending
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,6 @@ class TrainingParts:
     base_model: str = ""
     seed: int = 0
     clock: Clock = field(default_factory=SystemClock)
-    actions: Actions = field(default_factory=Actions)
     trackers: Trackers = field(default_factory=Trackers)
     start: Callable[[], str] = lambda: ""  # tells the weights that the run begins with from others
 
@@ -86,6 +93,7 @@ class TrainingRun:
         self._store = CheckpointStore(parts.folder / "checkpoints", kept)
         self._record = RunRecord(parts.folder / "metrics.jsonl", parts.hub, parts.trackers, parts.clock)
         self._archive = RolloutArchive(parts.folder / "rollouts", TextTokenizer(parts.files).decode)
+        self._actions = Actions()
         self._copied: Copied | None = None  # of the version that was handed over last
         self._saved: int | None = None  # the newest version that is in a checkpoint, or on its way into one
         self._last: StepWork | None = None  # what the run's last step was trained on
@@ -137,7 +145,7 @@ class TrainingRun:
                 here = f"version {progress.version} of run {progress.run}"
                 told = f"the hub has seen version {seen} of run {self._info.run} at most: restore the hub's folder, or"
                 raise CheckpointError(f"{self._store.folder} holds {here}, but {told} move the checkpoints away")
-            parts.actions.restore(parts.learner, stored)
+            self._actions.restore(parts.learner, stored)
             self.version = self._saved = progress.version
             incarnation = max(incarnation, progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
@@ -178,22 +186,22 @@ class TrainingRun:
         step = self._info.steps - 1
         work = self._last or self._work(*self._batch_of(step))
         with self.activity.busy(f"looking at version {self.version}, the last"):
-            seen = self._parts.actions.look_back(self._parts.learner, work, self._stop.is_set)
+            seen = self._actions.look_back(self._parts.learner, work, self._stop.is_set)
         judged = self._watch.conclude(step, seen)
         self._record.amend(step, judged.numbers)
         self._heed(judged)
         self._last = None
 
     def _hand_over(self, publish: bool = True) -> None:
-        """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
-        Nothing that the thread uses changes before it is done: the next copy waits for it."""
+        """Copy this version; the publisher's thread reports the rows before it, saves it if that is due, and publishes
+        it. Nothing that it uses changes before it is done: the next copy waits for it."""
         self._publisher.wait()
         # Whether it is to be in a checkpoint and is in none; one that is measured may be the best.
         version, may_be_best = self.version, self._settings.keep_best > 0 and self._is_measured(self.version)
         asked_for = version % self._chosen.checkpoint_every == 0 or version == self._info.steps
         save = version != self._saved and (asked_for or may_be_best)
         with self._stopwatch.lap("copy_s"):
-            self._copied = self._parts.actions.copies.take(self._parts.learner, save)
+            self._copied = self._actions.copy(self._parts.learner, save)
         if self._copied.captured is not None:
             self._saved = self.version
         rows, scores = self._record.take(), dict(self._record.scores)
@@ -236,7 +244,7 @@ class TrainingRun:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
             archived = beside.submit(self._archive.write, batch, rollouts)
             with self.activity.busy(f"training step {batch.step}"), self._stopwatch.lap("train_s"):
-                metrics = self._parts.actions.train(self._parts.learner, work, self._stop.is_set, self._watch.veto)
+                metrics = self._actions.train(self._parts.learner, work, self._stop.is_set, self._watch.veto)
             archived.result()
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
@@ -272,9 +280,8 @@ class TrainingRun:
 
 @dataclass
 class HeldOut:
-    """The greedy scores on held-out tasks, by validators: `page` asks the hub for those of versions from a number on.
-    What comes twice, or again after a resume, changes nothing; a score of a part of the tasks (`Evaluation.partial`) is
-    none: beside those of other versions it would be read as a rise or a fall."""
+    """The greedy scores on held-out tasks, by validators: `page` asks the hub for those of versions from a number on. A
+    score of a part of the tasks (`Evaluation.partial`) is none: it would be read as a rise or a fall."""
 
     every: int
     page: Callable[[int], EvaluationPage]
@@ -311,3 +318,58 @@ class HeldOut:
                 raise Stopped
         log.info("validators have not measured all of version %d: it stays unscored", version)
         return None
+
+
+def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
+    """Train until the run's last step, or until told to stop. Failures are `ShoalError`s; stopping is none."""
+    settings = config.settings
+    require_trackers(settings.tracking)
+    make_deterministic(settings)
+    ensure_folder(config.folder)
+    options = ClientOptions(patience_s=settings.batch_deadline_s)
+    with (
+        _in_ranks() as ranks,
+        FolderLock(config.folder).acquire(stop, LOCK_WAIT_S),
+        closing(HubClient(config.hub_url, config.key, stop, config.root_fingerprint, options=options)) as hub,
+    ):
+        try:
+            hub.register("trainer", "trainer", config.certificate)
+            info = hub.run_info()
+            folder = model_folder(config.model)
+            weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            with within_memory(settings, read_files(folder), ranks.world if ranks else 1, weight_bytes):
+                run = TrainingRun(_parts(config, hub, info, ranks), stop)
+                with RegularHeartbeat(hub, HEARTBEAT_S, run.activity, lambda _reply: None):
+                    run.run()
+        except DeadlineExceeded:
+            if not stop.is_set():
+                raise
+            log.info("the trainer stopped (%s)", stop.reason)
+
+
+@contextmanager
+def _in_ranks() -> Iterator[RankGroup | None]:
+    """The other processes that `torchrun` has started, of which this is the first; None without it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    ranks = join_ranks()
+    try:
+        with lost_peers(ranks):
+            yield ranks
+    finally:
+        ranks.end()
+
+
+def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGroup | None) -> TrainingParts:
+    settings = config.settings
+    loaded = starting_model(config.model, settings, device=None if ranks is None else "cpu")
+    learner = new_learner(loaded.model, settings) if ranks is None else lead(loaded, settings, ranks)
+    kept = OriginSettings(kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2))
+    shown = {**settings.model_dump(mode="json"), "model": Path(config.model).name, "seed": config.seed}
+    return TrainingParts(
+        folder=config.folder, hub=hub, origin=Origin(config.origin_folder, info.run, config.key, settings=kept),
+        learner=learner, files=loaded.files, key=config.key, base_model=hub_name(config.model), seed=config.seed,
+        trackers=open_trackers(settings.tracking, Tracked(config.folder, info.run, shown)),
+        start=lambda: weights_digest(config.model),
+    )  # fmt: skip

@@ -2,14 +2,14 @@
 
     fixed        weights, float32 masters, gradients, two moments, the reference      exact: from the shapes
     gathered     with several processes: the layer that computes, and embeddings and head, whole
-    activations  what the backward pass keeps of one micro-batch: counted in a forward pass on torch's meta device,
-                 which has shapes and no numbers; attention is taken to keep its inputs and output (flash)
+    activations  what the backward pass keeps of one micro-batch: counted in a forward pass on torch's meta device;
+                 attention is taken to keep its inputs and output (flash)
     head         the tile of logits and what the softmax makes of it; on a CPU also copies of the head's size
     copy         the state that is saved and published: in the memory of a GPU's host, or beside it all on a CPU
     copying      on a GPU, of that: the one weight that leaves it while training continues
     holes        on a CPU: what is free, and is not given back to the system
 
-What is compiled keeps less, by COMPILED: cheap operations are computed again. That and HOLES are measured, not derived.
+What is compiled keeps less, by COMPILED. That and HOLES are measured, not derived.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def within_memory(
     settings: TrainerSettings, files: Mapping[str, bytes], processes: int, weight_bytes: int = 0
 ) -> Iterator[None]:
     """Load and train a model inside: what cannot fit, and what does not after all, is a `ResourceError` with the
-    numbers. Before weights are loaded only what is certain refuses: weights, gradients and moments; an estimate that is
-    too large is a warning. Models that are small for this machine, by `weight_bytes` on disk, are not looked at."""
+    numbers. Before weights are loaded only what is certain refuses; an estimate that is too large is a warning. Models
+    that are small for this machine, by `weight_bytes` on disk, are not looked at."""
     kind, memory_bytes = available(settings, processes)
     if weight_bytes * SMALL >= memory_bytes:
         planned = plan(shape_of(files, settings), settings, processes, kind=kind)

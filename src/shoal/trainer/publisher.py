@@ -51,10 +51,9 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Publisher:
-    """Publishes one version at a time in its own thread; its failures are raised in the main one. `incarnation` is the
-    one to begin with. Versions up to `republished_until` were out before this process started: past it a conflict of
-    digests means a second trainer, and is an error. `worked_s` is how long the thread worked on the version that went
-    out last, `saved_s` the part before it was published: reports, and the checkpoint if one was due."""
+    """Publishes one version at a time in its own thread; its failures are raised in the main one. Versions up to
+    `republished_until` were out before this process started: past it a conflict of digests means a second trainer.
+    `worked_s` is how long the thread worked on the last version, `saved_s` the part before it was published."""
 
     origin: Origin
     hub: HubClient
@@ -80,8 +79,8 @@ class Publisher:
         publish: bool = True,
     ) -> None:  # fmt: skip
         """Start with a version, once the one before is out (or has failed: then its failure is raised). `rows` are
-        reported first, with `scores` it is saved if `copied` is captured, and then published, unless that is not asked
-        for. Nobody writes to the memory of `copied` before it is out."""
+        reported first; it is saved, with `scores`, if `copied` is captured, whose memory nobody writes to before it is
+        out."""
         self.wait()
         self._current = self._pool.submit(self._work, version, copied, rows, scores, publish)
 
@@ -130,9 +129,8 @@ class Publisher:
             try:
                 head = self.hub.ledger_head()
                 manifest = self.origin.publish(version, content, incarnation=self.incarnation, ledger_head=head)
-                announcement = PolicyAnnouncement(
-                    run=self.run, policy=manifest.policy, created_at_ms=self.clock.now_ms()
-                )
+                now_ms = self.clock.now_ms()
+                announcement = PolicyAnnouncement(run=self.run, policy=manifest.policy, created_at_ms=now_ms)
                 point("trainer.publish.before_announce")
                 self.hub.announce(sign_document(announcement, self.key))
                 point("trainer.publish.after_announce")

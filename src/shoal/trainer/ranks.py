@@ -1,6 +1,4 @@
-"""The ranks that train together: one process by default, several under `torchrun`.
-
-Everything a step needs of the others is here, so that the step itself reads the same on one CPU and on many GPUs.
+"""The ranks that train together: one process by default, several under `torchrun`, or started by `run_group`.
 
     Ranks       one process: every answer is its own
     RankGroup   a `torchrun` group, each with a shard of every weight: gloo between CPUs, NCCL between GPUs
@@ -9,29 +7,47 @@ Everything a step needs of the others is here, so that the step itself reads the
            └───────────────── broadcast of its bytes ────────────────┘
 
 The others wait at the store and not in a collective: a wait that Python can leave when it is told to stop, as long as
-rank 0 waits for rollouts. Collectives have a deadline of their own; a process that dies closes its connections, which
-ends the collectives of the others at once.
+rank 0 waits for rollouts. A process that dies closes its connections, which ends the collectives of the others at once.
+
+    run_group ─► rank 0, rank 1, … (stdin: a pipe that only this process holds open)
+        │ one dies ─► the others are stopped, all are started again: they resume from the last checkpoint
+        │ one ends with 2, 3 or 5 ─► starting again cannot help: the group ends with that code and message
+        └ this process is gone, even by kill -9 ─► the pipes close ─► every rank stops
+
+The ranks meet at a store of this process, on the loopback address, by the variables that `torchrun` sets: by hand,
+`torchrun … -m shoal.cli trainer --dir RUN` does the same, also over several machines.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import DeadlineExceeded, ResourceError, ShoalError
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import SUPERVISED, StopToken
+from shoal.runtime.supervise import HOPELESS_CODES, describe_exit
+from shoal.trainer.settings import ERROR_FILE
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -40,6 +56,10 @@ LISTEN_S = 0.02
 GRACE_S = 10.0  # rank 0, told to stop as well, needs a moment to say so
 OVER = "over"
 RUN_METHOD = "run_with_weights"
+RESTARTS = 3
+LOOK_S = 0.1
+LAST_WORDS_S = 1.0  # the others mostly end, too, with a collective that nobody answers: the cause is among the first
+SHUT_DOWN_S = 8  # less than the grace period of a supervisor
 
 
 class Ranks:
@@ -150,9 +170,8 @@ class RankGroup(Ranks):
         if kind != "cuda":
             return
         if local_rank >= torch.cuda.device_count():
-            found = (
-                f"there are {torch.cuda.device_count()} GPUs here, and process {local_rank + 1} needs one of its own"
-            )
+            count = torch.cuda.device_count()
+            found = f"there are {count} GPUs here, and process {local_rank + 1} needs one of its own"
             raise ResourceError(f"{found}: set trainer.processes (torchrun: --nproc-per-node) to the number of GPUs")
         self.device = torch.device(f"cuda:{local_rank}")
         torch.cuda.set_device(self.device)
@@ -186,3 +205,76 @@ def lost_peers(ranks: RankGroup) -> Iterator[None]:
             raise
         lost = f"rank {ranks.rank} of the trainer has lost another of its {ranks.world} processes: {error}"
         raise ShoalError(lost) from error
+
+
+def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restarts: int = RESTARTS) -> None:
+    """Run `python -m shoal.cli ARGUMENTS` in so many processes until all are done, or `stop` is set, or they fail."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "shoal.cli", *arguments]
+    with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
+        for life in range(restarts + 1):
+            told = [Path(folder) / f"{life}-{rank}.json" for rank in range(processes)]
+            shared = {**os.environ, SUPERVISED: "1", "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+            shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            shared |= {"TORCHELASTIC_RESTART_COUNT": str(life)}
+            ranks = [
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(path)},
+                )
+                for rank, path in enumerate(told)
+            ]  # fmt: skip
+            try:
+                failed = _watch(ranks, stop)
+            finally:
+                _end(ranks)
+            if stop.is_set() or not failed:
+                return
+            error = group_error({rank: (code, _message(told[rank])) for rank, code in failed.items()})
+            if error.exit_code in HOPELESS_CODES:
+                break
+    raise error
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopToken) -> dict[int, int]:
+    """The codes of those that have failed; nothing once all are done, or `stop` is set."""
+    until_s = float("inf")
+    while not stop.wait(LOOK_S):
+        codes = [rank.poll() for rank in ranks]
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        if None not in codes or time.monotonic() > until_s:
+            for rank, code in failed.items():
+                log.warning("rank %d %s", rank, describe_exit(code))
+            return failed
+        if failed and until_s == float("inf"):
+            until_s = time.monotonic() + LAST_WORDS_S
+    return {}
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End those that still run, in good order if they can."""
+    for rank in ranks:
+        rank.terminate()
+    until_s = time.monotonic() + SHUT_DOWN_S
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, until_s - time.monotonic()))
+        rank.kill()
+        rank.communicate()
+
+
+def _message(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_bytes())["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def group_error(failures: Mapping[int, tuple[int, str]]) -> ShoalError:
+    """Why a group has failed, by code and message of each: the rank that starting again cannot help, else the first."""
+    rank, (code, told) = min(failures.items(), key=lambda item: item[1][0] not in HOPELESS_CODES)
+    hopeless = code in HOPELESS_CODES
+    named = f"rank {rank} of the trainer {describe_exit(code)}"
+    error = ShoalError(told if hopeless and told else ": ".join(filter(None, (named, told))))
+    error.exit_code = code if hopeless else 1
+    return error

@@ -2,10 +2,9 @@
 
     add(step), amend(step) ─► row in the file, trackers, unreported ─take─► report ─► the hub, with alarms
 
-The file is what a resume relies on: a tracker that fails is warned about once and left alone. Reports go out in the
-publisher's thread, before the version that came of them. Trackers (`trainer.tracking`) are TensorBoard and Weights &
-Biases, online with a key, else offline (`wandb sync` later). After a resume no step appears twice, and one that was
-never tracked is made up for. Nothing here imports torch, and nothing waits for a person, or without end.
+The file is what a resume relies on: a tracker (`trainer.tracking`: TensorBoard, Weights & Biases) that fails is warned
+about once and left alone. After a resume no step appears twice, and one that was never tracked is made up for. Torch is
+imported for TensorBoard only; nothing waits for a person, or without end.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """Somewhere that rows go. Whatever it raises ends its part, never training. `begin`: training resumes after `rows`.
-    `write`: the row of a step, whole. `amend`: what became known of an earlier step."""
+    """Somewhere that rows go. Whatever it raises ends its part, never training. Training resumes (`begin`) after
+    `rows`; `write` gets the row of a step, `amend` what became known of an earlier one."""
 
     def begin(self, rows: Sequence[Row]) -> None: ...
     def write(self, row: Row) -> None: ...
@@ -135,17 +134,15 @@ class TensorBoard:
     anew, with the rows of the steps before."""
 
     def __init__(self, tracked: Tracked) -> None:
-        self._path = tracked.folder / "tensorboard" / "events.out.tfevents.0.shoal"
-        self._events: Any = None
+        self._folder = tracked.folder / "tensorboard"
+        self._writer: Any = None
 
     def begin(self, rows: Sequence[Row]) -> None:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        ensure_folder(self._path.parent)
-        self._path.unlink(missing_ok=True)
-        self._events = RecordWriter(self._path.open("xb"))
-        self._put(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        for before in self._folder.glob("events.out.tfevents.*"):
+            before.unlink()
+        self._writer = SummaryWriter(str(self._folder))
         for row in rows:
             self.write(row)
 
@@ -153,21 +150,14 @@ class TensorBoard:
         self.amend(int(row["step"]), row)
 
     def amend(self, step: int, numbers: Row) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-
-        shown = {name: value for name, value in numbers.items() if name not in NOT_SHOWN}
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         at_s = numbers["at_ms"] / 1000 if "at_ms" in numbers else time.time()
-        self._put(event_pb2.Event(wall_time=at_s, step=step, summary=summary_pb2.Summary(value=values)))
+        for name in numbers.keys() - set(NOT_SHOWN):
+            self._writer.add_scalar(name, numbers[name], step, at_s)
+        self._writer.flush()  # what a kill leaves is whole
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
-
-    def _put(self, event: Any) -> None:
-        """To the system at once: what a kill leaves is whole."""
-        self._events.write(event.SerializeToString())
-        self._events.flush()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:
@@ -262,7 +252,7 @@ class RunRecord:
 
     def add(self, step: int, metrics: Row, measured: Mapping[int, float]) -> None:
         """The row of a step, without numbers that overflowed (rewards of 1e200 have no variance). Of the held-out
-        scores `measured` meanwhile, its own goes into it, others into theirs."""
+        scores that were `measured` meanwhile, its own goes into it, others into theirs."""
         left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
         if left_out:
             log.warning("step %d: no finite number, so not in its row: %s", step, ", ".join(left_out))

@@ -4,10 +4,9 @@
                        └ counted: unscored   └ counted: without_signal         └ counted: truncated
     samples ─lay─► Laid (tensors on the device) ─score(model)─► log-probability and entropy of every drawn token
 
-The hub has dropped, and replaced, groups whose *task* rewards are equal. What is left out here has no advantage to
-learn from, whatever its parts are: the rewards as a whole are equal, or `advantage` makes 0 of all of them. With one
-reward missing, the mean of a group means nothing: none of it is trained on. Samples are packed where the model can be
-(`models.packed`), in padded rows elsewhere: the same numbers up to rounding.
+The hub has replaced groups whose *task* rewards are equal; here groups are left out whose rewards as a whole give no
+advantage. With one reward missing, the mean of a group means nothing: none of it is trained on. Samples are packed
+where the model can be (`models.packed`), in padded rows elsewhere: the same numbers up to rounding.
 
 Legend: T tokens end to end, B rows, L positions, N completion tokens that the model drew (flat), H hidden size.
 """
@@ -36,8 +35,8 @@ from shoal.protocol.submission import drawn_mask
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn. `drawn`
-    says which tokens the model drew; the others were given by the environment: they are read, and carry no loss."""
+    """One completion to train on. `behaviour` is the log-probability of each token when it was drawn, `drawn` whether
+    the model drew it; the others were given by the environment: they are read, and carry no loss."""
 
     prompt_ids: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
@@ -62,8 +61,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The groups that are trained on, each a list of samples, and what was left out. `unscored` are rollouts of which a
-    number is missing: the reward, or the log-probability of a token that was drawn."""
+    """The groups that are trained on, each a list of samples, and what was left out. `unscored` rollouts lack a number:
+    the reward, or the log-probability of a token that was drawn."""
 
     groups: list[list[Sample]]
     without_signal: int
@@ -106,8 +105,8 @@ def all_recorded(groups: Sequence[TrainingGroup]) -> list[Sample]:
 
 
 def check_groups(groups: Sequence[TrainingGroup], step: int, max_staleness: int, vocabulary: int) -> None:
-    """The hub keeps the bound, and validators let no other token pass; a batch that breaks either is refused whole. A
-    token that a model does not have would end the process without saying where it came from, on a GPU not at once."""
+    """A batch that breaks the staleness bound, or holds a token that the model does not have, is refused whole: such a
+    token would end the process without saying where it came from, on a GPU not at once."""
     for group in groups:
         if not 0 <= step - group.version <= max_staleness:
             versions = f"versions {max(0, step - max_staleness)}…{step} that max_staleness = {max_staleness} allows"

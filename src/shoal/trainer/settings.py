@@ -38,9 +38,7 @@ class ObjectiveSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    normalisation: Normalisation = Field(
-        "tokens", description="what a token weighs (docs/concepts/objective.md). gspo: samples, dr_grpo: constant"
-    )
+    normalisation: Normalisation = Field("tokens", description="what a token weighs. gspo: samples, dr_grpo: constant")
     ratio_base: Literal["behaviour", "recomputed"] = Field(
         "behaviour", description="ratios are against what the worker recorded, or the trainer's own when a step begins"
     )
@@ -48,7 +46,7 @@ class ObjectiveSettings(BaseModel):
         None, gt=0, description="ε above 1, if it is another than clip_epsilon; cispo: its cap is 1 + this. gspo: 4e-4"
     )
     ratio_cap: Real = Field(
-        2.0, gt=1, description="where an importance weight is cut off (tis, cispo, decoupled, geometric_mask, kl)"
+        2.0, gt=1, description="importance weights' cap (tis, cispo, decoupled, geometric_mask, kl)"
     )
     kl: Real = Field(0.0, ge=0, description="weight of the divergence from the policy that training began with")
     entropy: Real = Field(0.0, ge=0, description="weight of the entropy that is rewarded")
@@ -87,9 +85,7 @@ class TrainerSettings(BaseModel):
 
     learning_rate: Real = Field(1e-6, gt=0, description="AdamW's rate once warm")
     betas: tuple[Real, Real] = Field((0.9, 0.99), description="AdamW's decay of its two moments")
-    weight_decay: Real = Field(
-        0.01, ge=0, description="AdamW's decoupled weight decay, of all that is trained: norms and embeddings, too"
-    )
+    weight_decay: Real = Field(0.01, ge=0, description="AdamW's decoupled weight decay, of norms and embeddings, too")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps over which the rate rises linearly")
     grad_clip: Real = Field(0.1, gt=0, description="largest norm of an update's gradient")
     minibatches: int = Field(4, ge=1, description="optimizer steps per training step")
@@ -112,9 +108,7 @@ class TrainerSettings(BaseModel):
     threads: int = Field(1, ge=1, le=256, description="CPU threads; a resume is exact only with the same number")
     publish_dtype: Literal["float32", "bfloat16"] = Field("float32", description="type that is published and exported")
 
-    checkpoint_every: int | None = Field(
-        None, ge=1, description=f"steps between checkpoints; those between are replayed; {DERIVED} 1"
-    )
+    checkpoint_every: int | None = Field(None, ge=1, description=f"steps between checkpoints; {DERIVED} 1")
     keep_checkpoints: int | None = Field(None, ge=1, description=f"newest checkpoints that are kept; {DERIVED} 2")
     keep_best: int = Field(1, ge=0, description="checkpoints with the best held-out scores, kept beside those")
     evaluate_every: int = Field(5, ge=0, description="steps between held-out evaluations by validators; 0: never")

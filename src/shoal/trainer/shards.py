@@ -7,17 +7,15 @@
     Restore(folder) ────────────────────► read their rows of a checkpoint
     (over) ─────────────────────────────► end
 
-Commands are msgpack of known structures, never pickles. Rank 0 alone talks to the hub and writes checkpoints, and only
-it ever holds a whole model, in the memory of its host; the others need nothing but config.json, and the same folder of
-checkpoints (on several machines: a shared file system). A layer's weights are gathered when it computes and dropped
-afterwards; gradients are summed over the ranks and arrive as rows again.
+Commands are msgpack of known structures, never pickles. Rank 0 alone talks to the hub, writes checkpoints, and ever
+holds a whole model, in the memory of its host; the others need config.json, and the same folder of checkpoints (on
+several machines: a shared file system). A layer's weights are gathered when it computes and dropped afterwards.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -71,15 +69,30 @@ def _send(ranks: Ranks, command: Begin | Train | Copy | Restore) -> None:
         ranks.send(msgspec.msgpack.encode(command))
 
 
-@dataclass(frozen=True)
 class Actions:
-    """What a run does with its learner, all ranks at the same time: train a step, look back at it, put a checkpoint in
-    place, copy the state. By itself here; `leading_actions` are those of rank 0."""
+    """What a run does with its learner. Other ranks, if there are any, are told before, and do the same."""
 
-    train: Callable[..., dict[str, float]] = train_step
-    look_back: Callable[..., dict[str, float]] = look_back
-    restore: Callable[[Learner, StoredCheckpoint], None] = checkpoint.restore
-    copies: Copies = field(default_factory=Copies)
+    def __init__(self) -> None:
+        self._copies = Copies()
+
+    def train(self, learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
+        _send(learner.ranks, Train(work))
+        return train_step(learner, work, *arguments)
+
+    def look_back(self, learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
+        _send(learner.ranks, Train(work, look_back=True))
+        return look_back(learner, work, *arguments)
+
+    def restore(self, learner: Learner, stored: StoredCheckpoint) -> None:
+        _send(learner.ranks, Restore(str(stored.folder)))
+        if isinstance(learner.ranks, RankGroup):
+            restore_shard(learner, stored.folder, learner.ranks)
+        else:
+            checkpoint.restore(learner, stored)
+
+    def copy(self, learner: Learner, with_training: bool) -> Copied:
+        _send(learner.ranks, Copy(with_training))
+        return self._copies.take(learner, with_training)
 
 
 def lead(loaded: LoadedModel, settings: TrainerSettings, ranks: RankGroup) -> Learner:
@@ -87,24 +100,6 @@ def lead(loaded: LoadedModel, settings: TrainerSettings, ranks: RankGroup) -> Le
     ranks.use(choose_device(settings.device))
     _send(ranks, Begin(settings.model_dump_json(), dict(loaded.files)))
     return _learner(loaded.model, settings, loaded.files, ranks)
-
-
-def leading_actions(ranks: RankGroup) -> Actions:
-    """Rank 0: what it does with the learner, the others do as well."""
-
-    def train(learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
-        _send(ranks, Train(work))
-        return train_step(learner, work, *arguments)
-
-    def look(learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
-        _send(ranks, Train(work, look_back=True))
-        return look_back(learner, work, *arguments)
-
-    def restore(learner: Learner, stored: StoredCheckpoint) -> None:
-        _send(ranks, Restore(str(stored.folder)))
-        restore_shard(learner, stored.folder, ranks)
-
-    return Actions(train, look, restore, ShardedCopies(ranks))
 
 
 def run_rank(stop: StopToken) -> None:
@@ -148,7 +143,7 @@ def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], 
 
 def spread(whole: nn.Module | None, files: Mapping[str, bytes], precision: str, ranks: RankGroup) -> Any:
     """The model of `files` with the weights of rank 0's `whole` (None elsewhere), in shards. Collective. Weights stay
-    in float32: they are what learns. With `precision` "bfloat16" they are rounded when they are gathered."""
+    in float32; with `precision` "bfloat16" they are rounded when they are gathered."""
     with torch.device("meta"):
         model = model_from_files(files, device="meta")
     shard(model, precision, ranks)
@@ -208,20 +203,8 @@ def _send_weights(whole: nn.Module | None, model: nn.Module, ranks: RankGroup) -
             own.copy_(values)
 
 
-class ShardedCopies(Copies):
-    """Rank 0's `Copies` of a learner that is spread over ranks: the others send their rows."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._ranks = ranks
-
-    def take(self, learner: Learner, with_training: bool) -> Copied:
-        _send(self._ranks, Copy(with_training))
-        return super().take(learner, with_training)
-
-
 def _send_rows(learner: Learner, with_training: bool) -> None:
-    """The other side of `ShardedCopies.take`: the same tensors in the same order."""
+    """The other side of `Copies.take`: the same tensors in the same order."""
     training = checkpoint.training_state(learner) if with_training else {}
     for value in [*learner.state().values(), *training.values()]:
         learner.ranks.whole(value)

@@ -7,10 +7,9 @@
         not finite?                 ─► TrainingDiverged, nothing is updated by it
         else                        ─► clip, optimizer step
 
-Normalisation: a minibatch's loss is (its tokens' losses, each weighted) × minibatches, and the weights follow from the
-counts of the whole step. So a token weighs the same in whatever minibatch, micro-batch or process it stands. Tokens
-that the environment gave are read, and carry no loss. A process with fewer micro-batches than the others computes
-dummies: a forward and backward pass that adds zero. Numbers are summed over tokens, micro-batches, ranks and updates:
+A minibatch's loss is (its tokens' losses, each weighted) × minibatches, and the weights follow from the counts of the
+whole step: a token weighs the same in whatever minibatch, micro-batch or process it stands. A process with fewer
+micro-batches than the others computes dummies, which add zero. Numbers are summed over tokens, ranks and updates:
 
     micro-batch ─add─► Tally (tensors, so that a GPU is not waited for) ─reduced─► Numbers (floats, the same in every
     rank) ─veto, then add─► Totals ─► the row of metrics
@@ -56,8 +55,8 @@ RATIO, RATIO_SQUARED = "_ratio", "_ratio_squared"
 
 @dataclass
 class Numbers:
-    """Sums and peaks over all processes, of one update or several. `tokens`: how many tokens each sum is of, so that
-    an update that did not measure something does not count in its mean."""
+    """Sums and peaks over all processes, of one update or several. `tokens`: how many tokens each sum is of, so that an
+    update that did not measure something does not count in its mean."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
@@ -132,14 +131,16 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """What a step needs to know beside its samples."""
+class StepWork:
+    """Everything that determines a step, beside the learner's state. A warm start has samples instead of `groups`."""
 
     step: int
-    temperature: float
+    groups: Sequence[TrainingGroup] = ()
+    temperature: float = 1.0
+    max_staleness: int = 0
     seed: int = 0
-    rate_factor: float = 1.0  # of the learning rate: its decay in a warm start
     max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
+    rate_factor: float = 1.0  # of the learning rate: its decay in a warm start
     recorded: bool = True  # whether samples bring the log-probabilities that they were drawn with
 
 
@@ -159,14 +160,14 @@ class Update:
     """The parts of a step that all its optimizer steps share."""
 
     learner: Learner
-    plan: StepPlan
+    work: StepWork
     interrupted: Callable[[], bool]
     veto: Veto = lambda _numbers: None
     totals: Totals = field(default_factory=Totals)
 
     def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
-        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for. In the
-        `first` update the trained policy is the one that the step began with."""
+        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch, if asked for. In the `first`
+        update the trained policy is the one that the step began with."""
         learner, tally = self.learner, Tally()
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):
@@ -199,7 +200,7 @@ class Update:
         return lay(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
 
     def _score(self, model: object, laid: Laid) -> TokenLogprobs:
-        return self.learner.ranks.run(model, lambda: score(model, laid, self.plan.temperature))
+        return self.learner.ranks.run(model, lambda: score(model, laid, self.work.temperature))
 
     def _accumulate(self, batch: Micro, tally: Tally, recomputed_N: Tensor | None, *, first: bool) -> None:
         """Forward and backward of one micro-batch."""
@@ -228,9 +229,9 @@ class Update:
         assert tokens.entropy_N is not None
         values = {TOKENS: ones_N, "loss": output.loss_N, "entropy": tokens.entropy_N, **output.mean}
         peaks = dict(output.peak)
-        if self.plan.recorded:
+        if self.work.recorded:
             values[RATIO], values[RATIO_SQUARED] = ratio_sums(tokens.logprobs_N - laid.behaviour_N)
-        if self.plan.recorded and tokens.recomputed_N is not None:
+        if self.work.recorded and tokens.recomputed_N is not None:
             difference_N = tokens.recomputed_N - laid.behaviour_N
             peaks["mismatch_max"] = values["mismatch"] = difference_N.abs()
             values["mismatch_kl"] = divergence(difference_N)
@@ -251,10 +252,10 @@ class Update:
             totals.made_norms += [] if refused else [seen["grad_norm"]]
         if refused:
             totals.skipped += 1
-            log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
+            log.warning("an update of step %d was skipped: %s", self.work.step, reason or "another process refused it")
         elif not finite:
             told = f"loss {seen['loss']}, gradient norm {seen['grad_norm']}; the last checkpoint is good"
-            raise TrainingDiverged(f"step {self.plan.step} diverged: {told}; lower learning_rate, or look at its batch")
+            raise TrainingDiverged(f"step {self.work.step} diverged: {told}; lower learning_rate, or look at its batch")
         else:
             torch.nn.utils.clip_grads_with_norm_(learner.trained().values(), learner.settings.grad_clip, norm)
             learner.optimizer.step()
@@ -262,38 +263,22 @@ class Update:
                 learner.masters.write_back()
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """Everything that determines a step, beside the learner's state."""
-
-    step: int
-    groups: Sequence[TrainingGroup]
-    temperature: float
-    max_staleness: int
-    seed: int = 0
-    max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
-
-    @property
-    def plan(self) -> StepPlan:
-        return StepPlan(self.step, self.temperature, self.seed, max_new_tokens=self.max_new_tokens)
-
-
 def train_step(
     learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:  # fmt: skip
     """Train on the groups of one step; the same learner and work give the same weights, bit for bit on a CPU. A step
-    without any signal changes nothing (not even by weight decay) and says so: `tokens` is 0."""
+    without any signal changes nothing, not even by weight decay: `tokens` is 0."""
     vocabulary = learner.model.get_output_embeddings().weight.shape[0]
     check_groups(work.groups, work.step, work.max_staleness, vocabulary)
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
-    return {**_batch_metrics(work, prepared), **train_samples(learner, prepared, work.plan, interrupted, veto)}
+    return {**_batch_metrics(work, prepared), **train_samples(learner, prepared, work, interrupted, veto)}
 
 
 def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
     """How the policy as it is now sees the groups of a step that it was trained on: forward passes only. `mismatch` and
     `mismatch_kl` as of a step that begins; not finite where weights are not, or might as well not be."""
-    update, tally, samples = Update(learner, work.plan, interrupted), Tally(), all_recorded(work.groups)
+    update, tally, samples = Update(learner, work, interrupted), Tally(), all_recorded(work.groups)
     for batch in _share(learner, samples, lambda _own: 0.0) if samples else ():
         update.look(batch, tally)
     # Every weight must be a number that can be computed with; a norm turns what overflows into a calm 0.
@@ -304,21 +289,21 @@ def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] 
 
 def mean_loss(learner: Learner, samples: Sequence[Sample], interrupted: Callable[[], bool]) -> float:
     """What the tokens of these samples cost the policy as it is, in nats each: forward passes only, in one process."""
-    update, batches = Update(learner, StepPlan(0, 1.0), interrupted), _share(learner, samples, lambda _own: 0.0)
+    update, batches = Update(learner, StepWork(0), interrupted), _share(learner, samples, lambda _own: 0.0)
     total = sum(float(update.logprobs(batch).double().sum()) for batch in batches)
     return -total / sum(sample.trained for sample in samples)
 
 
 def train_samples(
-    learner: Learner, prepared: Prepared, plan: StepPlan, interrupted: Callable[[], bool] = lambda: False,
+    learner: Learner, prepared: Prepared, work: StepWork, interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:  # fmt: skip
     """The same for samples that no hub has sent. `veto` is asked before every optimizer step, with its numbers."""
-    rate, update, settings = 0.0, Update(learner, plan, interrupted, veto), learner.settings
+    rate, update, settings = 0.0, Update(learner, work, interrupted, veto), learner.settings
     groups = [group for each in prepared.groups if (group := [sample for sample in each if sample.trained])]
-    split = minibatches(len(groups), settings.minibatches, seed=plan.seed, step=plan.step)
+    split = minibatches(len(groups), settings.minibatches, seed=work.seed, step=work.step)
     lengths = [sample.trained for group in groups for sample in group]
-    own_weight = normalised(settings.objective.normalisation, lengths, plan.max_new_tokens)
+    own_weight = normalised(settings.objective.normalisation, lengths, work.max_new_tokens)
     # The micro-batches of this process, by minibatch; as many as every other process has.
     weight = lambda own: own_weight(own) * len(split)  # noqa: E731
     parts = [_share(learner, [sample for index in part for sample in groups[index]], weight) for part in split]
@@ -328,7 +313,7 @@ def train_samples(
     if settings.loss in NEEDS_RECOMPUTED or settings.objective.ratio_base == "recomputed":
         recomputed[1:] = [[update.logprobs(batch) for batch in batches] for batches in parts[1:]]
     for number, batches in enumerate(parts):
-        rate = learning_rate(settings, plan.step, number) * plan.rate_factor
+        rate = learning_rate(settings, work.step, number) * work.rate_factor
         for parameters in learner.optimizer.param_groups:
             parameters["lr"] = rate
         update.run(batches, recomputed[number], first=number == 0)

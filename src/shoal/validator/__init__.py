@@ -1,17 +1,12 @@
 """The validator: checks every submission before it may be trained on, and computes its reward. Trusted.
 
-settings   ValidatorSettings, ValidatorConfig, profile_keys, measurable_kinds
-calibrate  measure: the limits of one kind of worker; limits: Calibrator, which keeps them in force
-profiles   Profile, load_profiles, to_toml: what honest rounding may explain, by what a worker generates with
-loop       run_validator, Validator: claim audits, judge, report
-judge      Judge: verdicts on the submissions of one policy, with one batched prefill, and a second look at what fails;
-           recheck: once more, later
-checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the table of reason codes
-case       Case, Finding: what a check sees and says; replay_all: the prefill; SeenWork: so that copies show
-canary     Canary: a known cheat now and then, which must be caught; SelfTest: the same before joining
-rewards    Scoring, shuffled: the reward, computed here and nowhere else; Notebook: its notes, for the owner
-side_jobs  SliceRunner, Generating, Ahead: what a validator does beside audits
-verdicts   Docket: findings to verdicts
+settings, profiles    what it is told, and what it measures with; what rounding may explain, by kind of worker
+calibrate, limits     measuring the limits of one kind of worker; keeping those of a run in force
+loop, side_jobs       claim audits, judge, report; evaluate, generate and load ahead beside that
+judge, verdicts       verdicts on the submissions of one policy, with one batched prefill and a second look
+checks, case          every check, cheapest first, and the table of reason codes; what a check sees and says
+rewards, branches     the reward, computed here and nowhere else; whether reward was bought with tolerance
+canary                a known cheat now and then, which must be caught; the same before joining
 """
 
 from shoal.validator.judge import Judge

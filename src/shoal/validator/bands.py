@@ -2,12 +2,12 @@
 
     cases with replays ─► Bands.of ─► joined over validators and kernels ─► limits_from ─► a `Profile`
 
-Two kinds of limits. Of single tokens and proofs: what one token in three million exceeds, by continuing the tail
-from the 99 % and 99.9 % quantiles as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to
-1.8 times as far). Beyond it is an accident, and these are counted. Of sums: the mean, which is the largest of those of
-the first, the second and the later parts of rollouts (next to the prompt two engines of one format agree to the bit,
-further on they do not), with a quarter more and three standard errors; how it varies between rollouts, and between
-submissions. Nothing is tighter than the float32 profile.
+Limits of single tokens and proofs: what one token in three million exceeds, by continuing the tail from the 99 % and
+99.9 % quantiles as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to 1.8 times as far).
+Beyond it is an accident, and these are counted. Limits of sums: the mean, which is the largest of those of the first,
+the second and the later parts of rollouts (next to the prompt two engines of one format agree to the bit), with a
+quarter more and three standard errors; how it varies between rollouts, and between submissions. Nothing is tighter than
+the float32 profile.
 """
 
 from __future__ import annotations
@@ -26,19 +26,10 @@ from shoal.sampling import SeedTolerance
 from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, ProofTolerance
 from shoal.toploc.check import LARGEST_ERROR
+from shoal.validator import profiles
 from shoal.validator.case import Case, joined
-from shoal.validator.evidence import MOST_NATS, SUM_VARIANCE, Measures, weights
-from shoal.validator.profiles import (
-    COUNTS,
-    ON_REQUEST,
-    AccidentLimits,
-    CertainLimits,
-    ChannelLimits,
-    LogprobLimits,
-    NoiseLimits,
-    Profile,
-    widest,
-)
+from shoal.validator.evidence import COUNTS, MOST_NATS, SEEDS, SUM_VARIANCE, Measures, weights
+from shoal.validator.profiles import AccidentLimits, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 
 Floats = npt.NDArray[np.float64]
 
@@ -93,22 +84,18 @@ class Bands:
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
-            tokens=len(pool.distance),
-            limits=functools.reduce(_raised, beside, limits),
+            tokens=len(pool.distance), limits=functools.reduce(_raised, beside, limits),
             outside_rate=float(pool.outside.mean()),
             outside_distance=float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
-            distance_max=float(pool.distance.max()),
-            logprob_mean=float(np.abs(pool.delta).mean()),
-            logprob_max=float(np.abs(pool.delta).max()),
-            exponent_rate=mismatches / values,
-            mantissa_mean=float(compared.mant_err_sum.sum()) / max(1, values - mismatches),
-            accidents=int(odd_C.sum()),
-        )
+            distance_max=float(pool.distance.max()), logprob_mean=float(np.abs(pool.delta).mean()),
+            logprob_max=float(np.abs(pool.delta).max()), exponent_rate=mismatches / values,
+            mantissa_mean=float(compared.mant_err_sum.sum()) / max(1, values - mismatches), accidents=int(odd_C.sum()),
+        )  # fmt: skip
 
     def joined(self, other: Bands) -> Bands:
         """The wider of both in everything: limits for a validator of either kind."""
         worst = {name: max(value, getattr(other, name)) for name, value in self._plain().items()}
-        limits, tokens = widest(self.limits, other.limits), min(self.tokens, other.tokens)
+        limits, tokens = profiles.widest(self.limits, other.limits), min(self.tokens, other.tokens)
         return Bands(**{**vars(self), **worst, "tokens": tokens, "limits": limits})
 
     def numbers(self) -> dict[str, float]:
@@ -144,25 +131,20 @@ class _Pool:
         names = ("low", "high", "uniforms", "entropy", "logprobs")
         low, high, uniforms, entropy, logprobs = map(replayed, names)
         return cls(
-            distance=distances(uniforms, low, high),
-            outside=~((low <= uniforms) & (uniforms < high)),
-            nats=np.clip(entropy, 0.0, MOST_NATS),
-            logprobs=logprobs,
+            distance=distances(uniforms, low, high), outside=~((low <= uniforms) & (uniforms < high)),
+            nats=np.clip(entropy, 0.0, MOST_NATS), logprobs=logprobs,
             delta=gathered(lambda case: case.claimed - case.replayed.logprobs),
             part=gathered(lambda case: case.part[case.chunk_of]),
             compared=joined([case.replayed.comparisons.only(case.kept.chunks) for case in cases]),
             proof_part=np.concatenate([case.part[case.kept.chunks] for case in cases]),
-        )
+        )  # fmt: skip
 
 
 def _with_usual_seeds(limits: Profile) -> Profile:
     """The limits, of seeds no tighter than the built-in ones: too few tokens left a choice to measure anything by."""
-    usual = ON_REQUEST["torch/cuda/bfloat16"]
-    wider, noises = widest(limits, usual), (limits.noise, usual.noise)
-    seeds = {
-        name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate)
-        for name in ("outside", "distance")
-    }
+    usual = profiles.ON_REQUEST["torch/cuda/bfloat16"]
+    wider, noises = profiles.widest(limits, usual), (limits.noise, usual.noise)
+    seeds = {name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate) for name in SEEDS}
     noise = limits.noise.model_copy(update=seeds)
     return limits.model_copy(update={"sampling": wider.sampling, "certain": wider.certain, "noise": noise})
 
@@ -180,12 +162,11 @@ def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
     is_coarse = not is_exact or distance > usual.sampling.distance
     error_T = np.abs(pool.delta) / weights(pool.logprobs)
     floor = float(np.exp(pool.logprobs[pool.outside]).min(initial=1.0)) / 1000
+    furthest = min(max(usual.certain.distance, 2 * distance), 0.7)
     return Profile(
         key=usual.key,
         sampling=SeedTolerance(distance=min(distance, 0.5), floor=min(usual.sampling.floor, floor)),
-        certain=CertainLimits(
-            distance=min(max(usual.certain.distance, 2 * distance), 0.7), tokens=usual.certain.tokens
-        ),
+        certain=CertainLimits(distance=furthest, tokens=usual.certain.tokens),
         proofs=ProofTolerance(
             exponents=max(usual.proofs.exponents, _tail(shares, PROOF_DECADES)),
             signs=max(usual.proofs.signs, 2.0 * float((compared.sign_mismatches / compared.k)[whole].max())),
@@ -204,9 +185,9 @@ def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
     distance = float(pool.distance.sum()) / max(1, int(pool.outside.sum()))
     seen = {"distance": distance, "logprobs": float(error_T.mean()), "mantissa": float(means.mean())}
     most = {name: MOST[name] * mean for name, mean in seen.items() if mean > 0}
-    return NoiseLimits(
-        **{name: getattr(NoiseLimits(), name).model_copy(update={"most": each}) for name, each in most.items()}
-    )
+    usual = NoiseLimits()
+    capped = {name: getattr(usual, name).model_copy(update={"most": each}) for name, each in most.items()}
+    return NoiseLimits(**capped)
 
 
 def _tail(values: Floats, decades: float) -> float:
@@ -228,14 +209,15 @@ def _sum_limits(single: Profile, cases: Sequence[Case]) -> Profile:
 
 
 def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
-    """The limits with the means of these cases where they are larger; where each error is, not where there are more of
-    them, their spread grows with it."""
+    """The limits with the means of these cases where they are larger. Where each error is, their spread grows with
+    it."""
     measures = [replace(case, profile=limits).measures for case in cases]
     noise = {}
     for name in NoiseLimits.model_fields:
         own: ChannelLimits = getattr(limits.noise, name)
         seen = sum(float(each.seen(name, limits.logprobs).sum()) for each in measures)
-        factor = max(1.0, seen / sum(float(each.expected(name, own).sum()) for each in measures))
+        expected = sum(float(each.expected(name, own).sum()) for each in measures)
+        factor = max(1.0, seen / expected) if expected > 0 else 1.0  # without a nat there is nothing to go by
         grown = ["rate", "curve", *(["unit"] if name not in COUNTS else []), *(["most"] if name in MOST else [])]
         noise[name] = own.model_copy(update={each: factor * getattr(own, each) for each in grown})
     return limits.model_copy(update={"noise": NoiseLimits(**noise)})
@@ -251,20 +233,16 @@ def _leaning(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) ->
     weight_T = weights(pool.logprobs)
     lean = float(pool.delta.sum() / weight_T.sum())
     spread = math.sqrt(_largest(np.square(pool.delta - lean * weight_T), np.square(weight_T), pool.part))
-    weight_R, weight2_R, bias_R = (
-        np.concatenate([getattr(m, n) for m in measures]) for n in ("weight", "weight2", "bias")
-    )
+    names = ("weight", "weight2", "bias")
+    weight_R, weight2_R, bias_R = (np.concatenate([getattr(m, name) for m in measures]) for name in names)
     own_R = spread**2 * weight2_R
-    excess = float((np.square(bias_R - lean * weight_R) - own_R).sum()) + 2 * math.sqrt(
-        2 * float(np.square(own_R).sum())
-    )
+    chance = 2 * math.sqrt(2 * float(np.square(own_R).sum()))
+    excess = float((np.square(bias_R - lean * weight_R) - own_R).sum()) + chance
     drift = math.sqrt(max(0.0, excess) / float(np.square(weight_R).sum()))
     return LogprobLimits(
-        largest=usual.largest,
-        spread=max(LogprobLimits().spread, spread),
-        lean=lean if spread > LogprobLimits().spread else 0.0,
-        drift=max(LogprobLimits().drift, drift),
-    )
+        largest=usual.largest, spread=max(LogprobLimits().spread, spread),
+        lean=lean if spread > LogprobLimits().spread else 0.0, drift=max(LogprobLimits().drift, drift),
+    )  # fmt: skip
 
 
 def _largest(seen: Floats, exposure: Floats, part: npt.NDArray[np.int64]) -> float:
@@ -292,11 +270,9 @@ def _channel(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: Log
     shared = min(MOST_SHARED, math.sqrt(max(0.0, excess) / float((mean_G**2).mean())))
     widened = 1 + STANDARD_ERRORS * math.sqrt(dispersion / float(mean_G.sum()) + shared**2 / len(pairs))
     return ChannelLimits(
-        rate=max(usual.rate, rate * widened),
-        curve=curve * widened,
-        unit=max(usual.unit, dispersion / (1 if name in COUNTS else SUM_VARIANCE)),
-        shared=shared,
-    )
+        rate=max(usual.rate, rate * widened), curve=curve * widened,
+        unit=max(usual.unit, dispersion / (1 if name in COUNTS else SUM_VARIANCE)), shared=shared,
+    )  # fmt: skip
 
 
 def _above(seen: Floats, mean: Floats) -> float:
@@ -316,7 +292,7 @@ def _proof_terms(name: str, pool: _Pool) -> tuple[Floats, Floats] | None:
 
 
 def _rates(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: LogprobLimits) -> tuple[float, float]:
-    if name in ("outside", "distance"):
+    if name in SEEDS:
         seen_T = pool.outside.astype(np.float64) if name == "outside" else np.minimum(pool.distance, 1.0)
         line, curve = _line_and_curve(seen_T, pool.nats)
         scale = _largest(seen_T, line * pool.nats + curve * pool.nats**2, pool.part) if line + curve > 0 else 0.0
@@ -348,11 +324,8 @@ def limits_from(bands: Bands, key: str) -> Profile:
     """The profile of this key that the bands ask for: with room for other prompts, batches and machines."""
     noise = {}
     for name in NoiseLimits.model_fields:
-        limits, usual, room = (
-            getattr(bands.limits.noise, name),
-            getattr(NoiseLimits(), name),
-            ROOM.get(name, USUAL_ROOM),
-        )
+        limits, usual = getattr(bands.limits.noise, name), getattr(NoiseLimits(), name)
+        room = ROOM.get(name, USUAL_ROOM)
         is_usual = limits.rate <= usual.rate / room
         wider = {"rate": usual.rate} if is_usual else {"rate": room * limits.rate, "curve": room * limits.curve}
         noise[name] = limits.model_copy(update=wider)

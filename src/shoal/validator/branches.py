@@ -3,15 +3,13 @@
     accepted so far ─► which rollouts, where (`look_at`) ─► engine.generate from there ─► scored ─► differences
 
 A worker that knows the tolerance may submit the neighbour of a token whose uniform lies near an edge, draw honestly
-afterwards, and keep whichever branch pays. Every token of it passes. But of two branches that only rounding told apart,
+afterwards, and keep whichever branch pays: every token of it passes. But of two branches that only rounding told apart,
 honest work has the better one half of the time (`protocol.verdict` makes evidence of it).
 
-Where to look must not depend on how the submission continues, unless it depends in the same way on how the seed's
-branch continues: otherwise the two cannot be exchanged, and short completions, say, would look chosen. The first token
-that passes only by the tolerance is such a place: whatever was chosen was chosen there or later, so that the difference
-is the reward that was bought. A branch from there costs about as much as the rollout. Completions of more than
-`LONGEST` tokens are cut into blocks of that size, from a random place on: of the block in which a rollout ends, the
-first such token is taken, and a branch counts only if it ends in the same block.
+Where to look must not depend on how the submission continues, or short completions, say, would look chosen. The first
+token that passes only by the tolerance is such a place: whatever was chosen was chosen there or later. Completions of
+more than `LONGEST` tokens are cut into blocks of that size, from a random place on: of the block in which a rollout
+ends, the first such token is taken, and a branch counts only if it ends in the same block.
 
 The hub says of which share of a node's tokens branches are decoded (`Audit.look_share`): a little of everybody's, more
 at first and where the evidence grows. They take `TIME_SHARE` of this validator's time at most.
@@ -78,8 +76,10 @@ class BranchLook:
     limit: int
 
     def request(self, steps: int) -> GenerationRequest:
-        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once."""
+        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once, or
+        for what their leases have left: the model's context may end there."""
         lease, kept = self.case.lease, self.case.rollouts[self.rollout].token_ids[: self.token]
+        steps = min(steps, lease.sampling.max_new_tokens - self.token)
         sampling = lease.sampling.model_copy(update={"max_new_tokens": steps})
         prompt = (*lease.prompt_ids, *kept.tolist())
         return GenerationRequest(prompt, (lease.seed_numbers[self.rollout],), sampling, begun=self.token)
@@ -160,26 +160,29 @@ class Lookout:
         return found
 
     def _chosen(self, case: Case, share: float) -> Iterator[BranchLook]:
-        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded."""
+        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded. Of
+        rollouts that are alike up to there one: rounding errs in all of them for the same side."""
         if case.replay is None or case.dialogue:
             return
-        longest = case.lease.sampling.max_new_tokens
-        for rollout, length in enumerate(case.lengths):
+        longest, begun = case.lease.sampling.max_new_tokens, set[bytes]()
+        for rollout in self.rng.sample(range(len(case.lengths)), len(case.lengths)):
             whole = longest <= LONGEST
             size, phase = (longest, longest) if whole else (LONGEST, self.rng.randrange(LONGEST))
-            if self.rng.random() < (share if whole else min(1.0, share * length / LONGEST)):
+            if self.rng.random() < (share if whole else min(1.0, share * case.lengths[rollout] / LONGEST)):
                 look = look_at(case, rollout, size, phase)
-                if look is not None:
+                kept = b"" if look is None else case.rollouts[rollout].tokens[: 4 * look.token]
+                if look is not None and kept not in begun:
+                    begun.add(kept)
                     yield look
 
 
 def choice_bits(cases: Sequence[Case], reach: float) -> tuple[float, float]:
     """What a worker may choose where it stays within `reach` of u: the share of tokens with a neighbour that near, and
     bits per token (1 where one neighbour is, log2 3 where one is on either side; farther ones are not counted)."""
-    near = [
-        (case.replayed.uniforms - case.replayed.low < reach).astype(int)
-        + (case.replayed.high - case.replayed.uniforms < reach)
-        for case in cases
-    ]
-    edges = np.concatenate([each[case.drawn] for each, case in zip(near, cases, strict=True)])
+    found = []
+    for case in cases:
+        seen = case.replayed
+        near_T = (seen.uniforms - seen.low < reach).astype(int) + (seen.high - seen.uniforms < reach)
+        found.append(near_T[case.drawn])
+    edges = np.concatenate(found)
     return float((edges > 0).mean()), float(np.log2(1 + edges).mean())

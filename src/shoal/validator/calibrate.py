@@ -38,7 +38,7 @@ from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.evidence import SEEDS, STRIKE, Measures, Odd, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import Measured, Profile
-from shoal.validator.specimens import Terms, seeds_of
+from shoal.validator.verdicts import Terms, seeds_of
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +46,8 @@ Progress = Callable[[str], None]
 Prompts = Sequence[tuple[int, ...]]
 
 COOLER = 0.9
-INT8_NAME, INT4_NAME, COOLER_NAME, SEEDS_NAME = (
-    "int8 weights",
-    "int4 weights",
-    f"temperature {COOLER:g} T",
-    "other seeds",
-)
+INT8_NAME, INT4_NAME = "int8 weights", "int4 weights"
+COOLER_NAME, SEEDS_NAME = f"temperature {COOLER:g} T", "other seeds"
 BAR: Mapping[str, int] = {INT8_NAME: 512, COOLER_NAME: 256, INT4_NAME: 64, SEEDS_NAME: 64}
 """Of blocks of so many tokens of each cheat `CAUGHT` must be caught, or the limits are refused."""
 IN_NATS = frozenset({COOLER_NAME, SEEDS_NAME})  # shown by tokens that left a choice: a block has as many nats, too
@@ -127,9 +123,9 @@ class Catch:
 @dataclass(frozen=True)
 class Measurement:
     """The limits of one kind, and what they rest on. `bands` are those of each validator, `seen` its honest cases by
-    kernel or batch size. `failures` are the reasons for which honest groups would be rejected, by validator. `problems`
-    are why the limits must not be used, in words. `choices` are the share of tokens with a neighbour that would not
-    show, and the bits per token to choose by it. `under` judges the same work by other limits."""
+    kernel or batch size, `failures` the reasons for which honest groups would be rejected, by validator, and `problems`
+    why the limits must not be used. `choices` are the share of tokens with a neighbour that would not show, and the
+    bits per token to choose by it. `under` judges the same work by other limits."""
 
     profile: Profile
     bands: Mapping[str, Bands]
@@ -152,8 +148,8 @@ def measure(
     worker: Engine, validators: Mapping[str, Engine], plan: Plan, tell: Progress = log.debug, sizes: Sequence[int] = ()
 ) -> Measurement:
     """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of these, as for a second
-    look: its weights change while it draws, and are its own again when everything is seen. Of blocks of `sizes` tokens,
-    too, it is told how many are caught."""
+    look: its weights change while it draws, and are its own again afterwards. Blocks of `sizes` tokens are tried,
+    too."""
     began = time.monotonic()
     subject = Subject(worker, plan, tell)
     honest = subject.honest()
@@ -209,8 +205,8 @@ def measure(
 
 
 def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) -> bool:
-    """Whether honest work has left, or is about to leave, what these limits were measured on: groups fail, or a mean
-    has used up half of its margin."""
+    """Whether honest work has left, or nearly left, the limits: groups fail, or a mean has used up half of its
+    margin."""
     tokens = min(VARIANT_TOKENS, plan.tokens)
     cases = replayed(validator, Subject(worker, plan, log.debug).drawn("probe", PROBE_SEQUENCES, tokens))
     if len(failed_checks(cases, limits)) > HONEST_FAILING * len(cases):
@@ -315,10 +311,8 @@ class Subject:
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
         """Groups of this many sequences in all, drawn at `temperature` times what their leases say."""
         plan, prompts = self._plan, prompts or self._plan.prompts
-        sampling = SamplingParameters(
-            temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=plan.eos_token_id
-        )
-        worker, size = self._worker, min(rows, plan.group_size)
+        eos, worker, size = plan.eos_token_id, self._worker, min(rows, plan.group_size)
+        sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=eos)
         terms = Terms(label, size, sampling, plan.proof, worker.kind)
         leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // size)]
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
@@ -342,8 +336,7 @@ def model_of(engine: Engine) -> Any:
 
 @contextmanager
 def attention(model: Any, name: str) -> Iterator[None]:
-    """Compute attention with another kernel: the same in another order, so rounded in another way. One that cannot is a
-    `RuntimeError`."""
+    """Compute attention with another kernel: rounded in another way. One that cannot is a `RuntimeError`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     of_torch = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
@@ -444,9 +437,8 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
     kept = odd.kept(drawn_T, chunk_of_T, profile.accidents)
     measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), kept, profile.noise)
 
-    far, proofs = (
-        accident_sums(points, np.arange(len(points)), profile.accidents) for points in (odd.unseeded, odd.proofs)
-    )
+    series = (odd.unseeded, odd.proofs)
+    far, proofs = (accident_sums(points, np.arange(len(points)), profile.accidents) for points in series)
     seeds = log_evidence_of_seeds(far, *(measures.sums(name, profile) for name in SEEDS))
     drift = max(log_evidence(name, measures.sums(name, profile)) for name in ("exponents", "mantissa"))
     return seeds >= STRIKE, max(drift, log_evidence("accidents", proofs)) >= STRIKE

@@ -4,12 +4,10 @@
                                                                                             ├─ unsure: later
                                                                                             └─ accepted: CanaryMissed
 
-A profile that is far too wide, an engine that computes nonsense, a check that was broken: each lets cheats pass without
-a word, and whatever goes wrong after that looks like training. A validator that misses its canary reports nothing of
-that round and ends; its claims fall back to the hub.
+Otherwise a profile that is far too wide, or a broken check, would let cheats pass unseen. A validator that misses its
+canary reports nothing of that round and ends; its claims fall back to the hub.
 
-The self-test (`SelfTest`): the validator's own checks on this machine's own work: what a contributor can try before
-joining. Honest groups must be accepted, and every canary that can be made of them must be caught.
+`SelfTest` does the same with this machine's own work, before a contributor joins.
 """
 
 from __future__ import annotations
@@ -29,25 +27,12 @@ from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import CanaryMissed
 from shoal.models import TensorView, TextTokenizer
-from shoal.protocol import (
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    SigningKey,
-    Submission,
-    Verdict,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    submission_digest,
-    unpack,
-)
+from shoal.protocol import Outcome, ProofParameters, SamplingParameters, SigningKey, Verdict, pack, unpack
+from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_tokens, submission_digest
 from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import ON_REQUEST, Profiles
-from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import POLICY, Docket, Machine, Terms, docket_of
 
 SURELY = 4  # times what the profile allows
 LONG_ENOUGH = 4  # tokens: of fewer, the proofs of two rollouts may be of nearly the same states
@@ -81,8 +66,7 @@ def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
 
 @dataclass
 class Canary:
-    """Counts full audits, and after every so many (and when none are left, at the first) has a twin of an accepted one
-    judged. `due_in`: how many are left."""
+    """Counts full audits; after every so many a twin of an accepted one is judged. `due_in` are left until then."""
 
     judge: Judge
     every: int
@@ -92,14 +76,11 @@ class Canary:
     def check(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
         """Which canary was caught, None if it was the turn of none; `CanaryMissed` if one passed."""
         self.due_in -= sum(verdict.depth == "full" for verdict in verdicts)
-        accepted = (
-            docket
-            for docket, verdict in zip(dockets, verdicts, strict=True)
-            if verdict.outcome is Outcome.ACCEPTED and verdict.depth == "full"
-        )
-        docket = next(accepted, None) if self.due_in <= 0 else None
-        if docket is None:
+        pairs = zip(dockets, verdicts, strict=True)
+        accepted = [docket for docket, each in pairs if (each.outcome, each.depth) == (Outcome.ACCEPTED, "full")]
+        if self.due_in > 0 or not accepted:
             return None
+        docket = accepted[0]
         name, twin = self._twin(original_of(docket, self.judge, loaded.engine))
         [verdict] = replace(self.judge, seen=SeenWork()).verdicts([twin], loaded)
         if verdict.outcome is Outcome.UNSURE:
@@ -260,9 +241,8 @@ class SelfTest:
     def _dockets(self, worker: Engine, judge: Judge) -> list[Docket]:
         tokenizer, environment = TextTokenizer(self.files), judge.environment
         tasks = environment.tasks("train")
-        sampling = SamplingParameters(
-            temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=tokenizer.eos_token_id
-        )
+        eos = tokenizer.eos_token_id
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos)
         terms = Terms("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
         leases = [terms.lease(n, tokenizer.encode(tasks[n].prompt), tasks[n].id) for n in range(GROUPS)]
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]

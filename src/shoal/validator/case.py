@@ -1,20 +1,17 @@
 """A case: everything that the checks of one submission may look at, and what a check finds.
 
 Arrays are of all rollouts laid end to end: one value per token, or one per proof (a proof is of a chunk of tokens).
+Replays of many cases are computed together and cut afterwards: a call of numpy on few tokens costs as much as on many.
 
-Replays (`replay_all`): what the validator's own engine says of the tokens and proofs of many submissions, from few
-large calls, computed for all cases laid end to end and cut afterwards: a call of numpy on few tokens costs as much as
-on many.
-
-What was seen recently (`SeenWork`): a bounded index of digests that makes copied work show, one's own or another's.
-Equal completions are ordinary (easy tasks have one answer), so only what seeds cannot repeat is remembered:
+`SeenWork` makes copied work show, one's own or another's. Equal completions are ordinary (easy tasks have one answer),
+so only what seeds cannot repeat is remembered:
 
     a rollout  so improbable that no two seeds give it: its tokens, and the seed that gave them
     a proof    of enough values that no two computations give it: its bytes, and the tokens that it was made from
 
-Something is a copy if it is here already under another seed, or made from other tokens. A unit that is issued again
-keeps its seeds, and a submission that is judged again is its own: both find themselves here, and that is no copy.
-Only accepted work is remembered: otherwise a cheater could make an honest node look like its copyist.
+What is here already under another seed, or made from other tokens, is a copy. A unit that is issued again keeps its
+seeds, so a submission that is judged again is none. Only accepted work is remembered: otherwise a cheater could make an
+honest node look like its copyist.
 """
 
 from __future__ import annotations
@@ -36,20 +33,8 @@ import numpy.typing as npt
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
-from shoal.protocol import (
-    BodyLimits,
-    CheckResult,
-    Lease,
-    ProofParameters,
-    Rollout,
-    Severity,
-    Submission,
-    Sums,
-    Tally,
-    pack_tokens,
-    unpack,
-)
-from shoal.protocol.submission import ShownPrefix, drawn_mask
+from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
+from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
 from shoal.sampling import SeedCheck, check_seeded
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
@@ -141,12 +126,11 @@ class Replay:
 
 @dataclass(eq=False)
 class Case:
-    """One submission under audit. The lease is the hub's signed word; the submission is only a claim. `submission` is
-    None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may be asked for
-    once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the sums of what
-    its node submitted before; `seen` is what others did. `dialogue` is None if nobody answers the model. `shown` is
-    what its node showed of it before it was finished. Of a part of a submission (`only`), `first` is the number of its
-    first rollout."""
+    """One submission under audit. The lease is the hub's signed word; the submission is only a claim: None, with a
+    `problem`, if the body could not be decoded. What is derived from the tokens may be asked for once `shape` has
+    passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` sums what its node submitted before,
+    `shown` is what it showed of this before it was finished. Of a part (`only`), `first` is its first rollout's
+    number."""
 
     lease: Lease
     submission: Submission | None
@@ -233,17 +217,15 @@ class Case:
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """What is remembered of this submission, to know copies of it by. A proof of enough values stands with the
-        first tokens that went into its rows (each comes of the one before). What came before those tokens is left out:
-        a model may have forgotten it. So is the policy: a training step may change no bit of the largest activations.
-        And so are the later tokens: those of two rollouts that part late may all have their largest activations in the
-        rows that they share."""
+        """What copies of this submission are known by. A proof of enough values stands with the first tokens that went
+        into its rows (each follows from the one before). Tokens before those do not count, for a model may have
+        forgotten them; nor does the policy, for a training step may change no bit of the largest activations; nor do
+        later tokens, for rollouts that part late may have all their largest activations in the rows that they share."""
         likelihood = np.add.reduceat(self.claimed, self.starts)
-        improbable = np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist()
-        marks = [
-            Mark("rollout", digest("rollout", self.rollouts[i].tokens), self.seeds[i].to_bytes(8, "big"), (i, 0))
-            for i in improbable
-        ]
+        marks = list[Mark]()
+        for i in np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist():
+            what, whose = digest("rollout", self.rollouts[i].tokens), self.seeds[i].to_bytes(8, "big")
+            marks.append(Mark("rollout", what, whose, (i, 0)))
         rows, last, chunks = self.lease.proof.rows, pack_tokens(self.lease.prompt_ids[-1:]), iter(self.proofs)
         for index, rollout in enumerate(self.rollouts):
             inputs = last + rollout.tokens[:-4]
@@ -253,6 +235,13 @@ class Case:
                     whose = digest("inputs", inputs[start : start + 4 * FIRST_ROWS])
                     marks.append(Mark("proof", digest("proof", proof), whose, (index, start // 4)))
         return marks
+
+    @property
+    def proven(self) -> list[Mark]:
+        """The marks without those of odd proofs: who submits the proof that another is about to give, as an accident,
+        must not make a copyist of the other."""
+        odd = {self.chunk_place(chunk) for chunk in np.flatnonzero(self.odd.proofs).tolist()}
+        return [mark for mark in self.marks if mark.kind == "rollout" or mark.place not in odd]
 
     @cached_property
     def odd(self) -> Odd:
@@ -386,7 +375,8 @@ def _finite(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
     return {**evidence, **odd}
 
 
-ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, MemoryError)  # torch reports a full device as RuntimeError
+# torch reports a full device as RuntimeError, and a position beyond the model's last one as IndexError.
+ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError)
 
 
 def replay_all(engine: Engine, cases: Sequence[Case]) -> list[Replay | Exception]:

@@ -68,11 +68,11 @@ from shoal.validator.branches import by_tolerance
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.evidence import CERTAIN, DOUBT, MOST_POINTS, SEEDS, STRIKE, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import CHANNELS
-from shoal.validator.verdicts import MACHINERY_ACCIDENT, MACHINERY_DISTRUSTED
 
 Check = Callable[[Case], Finding]
 
 LOGPROB_ABOVE_ZERO = 1e-5  # float32 rounding of a probability next to 1
+LEAST_NATS = -1000.0  # a token that cannot be has a log-probability of -inf
 NO_DIALOGUE = Reading(given=(), turns=1, finish=None)
 
 
@@ -146,9 +146,7 @@ def shape(case: Case) -> Finding:
     for chunk, problem in enumerate(malformed):
         if problem is not None:
             rollout, token = case.chunk_place(chunk)
-            message = (
-                f"the proof of rollout {rollout} from token {token} on is none that a computation gives: {problem}"
-            )
+            message = f"no computation gives the proof of rollout {rollout} from token {token} on: {problem}"
             return failed("proofs.malformed", message, rollout=rollout, token=token)
     return passed("shape", rollouts=count, tokens=len(case.tokens), proofs=len(case.proofs))
 
@@ -182,9 +180,7 @@ def dialogue(case: Case) -> Finding:
         if wrong or reading.problem == "other words":
             at = reading.at if reading.problem == "other words" else wrong[0][0]
             if at in {start for start, _ in claimed}:
-                message = (
-                    f"rollout {index} claims that tokens from token {at} on were given: the tool does not say them"
-                )
+                message = f"rollout {index} says that tokens from token {at} on were given: the tool does not say them"
                 return failed("dialogue.forged", message, rollout=index, token=at)
             message = f"rollout {index} does not have, as given, what the tool says at token {at}"
             return failed("dialogue.missing", message, rollout=index, token=at)
@@ -208,8 +204,7 @@ def talk(case: Case) -> Finding:
 
 def termination(case: Case) -> Finding:
     """A rollout ends with the first end-of-sequence token, a dialogue where `Dialogue.read` says, or at exactly the
-    length limit, and says which. Whether the end-of-sequence token was drawn by the lease's seed is for `sampling` to
-    see, as for any token."""
+    length limit, and says which. Whether the seed drew the end-of-sequence token is for `sampling` to see."""
     limit, eos = case.lease.sampling.max_new_tokens, case.lease.sampling.eos_token_id
     if case.dialogue is None:
         stops = np.append(np.flatnonzero(case.tokens == eos), len(case.tokens))
@@ -258,11 +253,8 @@ PROOF_FAILURES = {
 
 def proofs(case: Case) -> Finding:
     """The activations that the worker committed to are those of the policy, within the profile's limits."""
-    answer, sums, noise = (
-        check_proofs(case.replayed.comparisons, case.profile.proofs),
-        case.measures.proofs,
-        case.profile.noise,
-    )
+    answer = check_proofs(case.replayed.comparisons, case.profile.proofs)
+    sums, noise = case.measures.proofs, case.profile.noise
     mismatch = log_evidence("accidents", case.accidents(case.odd.proofs))
     drift, channel = case.evidence("exponents", "mantissa")
     evidence = {
@@ -283,10 +275,8 @@ def proofs(case: Case) -> Finding:
     if not reason:
         return passed("proofs", **evidence)
     rollout, token = case.chunk_place(answer.chunk or 0)
-    message = (
-        f"{PROOF_FAILURES[reason]} policy {case.lease.policy.label}; worst at rollout {rollout} from token {token} on: "
-        f"{detail}"
-    )
+    place = f"worst at rollout {rollout} from token {token} on"
+    message = f"{PROOF_FAILURES[reason]} policy {case.lease.policy.label}; {place}: {detail}"
     severity = Severity.CERTAIN if reason in ("malformed", "forged") else Severity.STATISTICAL
     return failed(f"proofs.{reason}", message, severity, **evidence, rollout=rollout, token=token)
 
@@ -295,9 +285,8 @@ def sampling(case: Case) -> Finding:
     """Every token is the one that the lease's seed draws from the policy: no choice was left to the worker."""
     answer, limits, replay = case.seed_check, case.profile.certain, case.replayed
     accidents, sums = case.accidents(case.odd.unseeded), [case.tally.of(name) for name in SEEDS]
-    steered = max(
-        log_evidence_of_seeds(accidents, *sums), *(case.measures.by_rollout(name, case.profile) for name in SEEDS)
-    )
+    by_rollout = (case.measures.by_rollout(name, case.profile) for name in SEEDS)
+    steered = max(log_evidence_of_seeds(accidents, *sums), *by_rollout)
     evidence = {
         "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
         "sum_distance": answer.sum_distance, "log_evidence": steered,
@@ -318,9 +307,8 @@ def sampling(case: Case) -> Finding:
         "another policy, other seeds, or edited tokens"
     )
     severity = Severity.CERTAIN if is_certain else Severity.STATISTICAL
-    return failed(
-        "sampling.seed", message, severity, **evidence, far_outside=far, kind=kind, rollout=rollout, token=token
-    )
+    at = {"rollout": rollout, "token": token}
+    return failed("sampling.seed", message, severity, **evidence, far_outside=far, kind=kind, **at)
 
 
 def logprobs(case: Case) -> Finding:
@@ -346,11 +334,14 @@ def logprobs(case: Case) -> Finding:
 
 def likelihood(case: Case) -> Finding:
     """The tokens are, in sum, as likely as drawn tokens are: neither picked for their likelihood nor against it. The
-    log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it."""
+    log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it. A
+    policy that is nearly sure draws a token of 20 nats now and then, and two of these are no bell: on the unlikely side
+    what one token adds widens the limit, as in Bernstein's inequality."""
     replay, limits = case.replayed, case.profile.likelihood
-    excess = float((replay.logprobs + replay.entropy)[case.drawn].sum())
-    variance = float(replay.varentropy[case.drawn].sum())
-    deviations = excess / variance**0.5 if variance > 0 else 0.0
+    excess_T = np.maximum((replay.logprobs + replay.entropy)[case.drawn], LEAST_NATS)
+    excess, variance = float(excess_T.sum()), float(replay.varentropy[case.drawn].sum())
+    rare = -float(excess_T.min(initial=0.0)) * max(0.0, -excess) / 3
+    deviations = excess / (variance + rare) ** 0.5 if variance > 0 else 0.0
     evidence = {"deviations": deviations, "excess": excess, "variance": variance}
     is_enough = case.generated >= limits.tokens and variance >= limits.variance
     if not is_enough or abs(deviations) <= limits.deviations:
@@ -409,7 +400,7 @@ def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
             f"some tokens pass only by the tolerance, and the work of {audit.distrusted} shows that such tokens are "
             "chosen for their reward: until it does no more, groups with such tokens are given out again"
         )
-        return unsure(MACHINERY_DISTRUSTED, message, **evidence)
+        return unsure("sampling.distrusted", message, **evidence)
     return passed("branches", **evidence)
 
 
@@ -430,7 +421,7 @@ def accident(case: Case) -> Finding:
         f"{count} of {len(odd_C)} parts of rollouts are far off (the first is rollout {rollout} from token {token} on),"
         f" as seldom happens in {case.lease.profile}: it may be nobody's fault"
     )
-    return unsure(MACHINERY_ACCIDENT, message, accidents=count, rollout=rollout, token=token)
+    return unsure("sampling.accident", message, accidents=count, rollout=rollout, token=token)
 
 
 BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, progress, dialogue, termination, duplicate)

@@ -28,15 +28,7 @@ import numpy.typing as npt
 from shoal.protocol import Sums
 from shoal.sampling.check import distances
 from shoal.toploc.check import ProofSums, proof_sums, severity_of
-from shoal.validator.profiles import (
-    CHANNELS,
-    COUNTS,
-    AccidentLimits,
-    ChannelLimits,
-    LogprobLimits,
-    NoiseLimits,
-    Profile,
-)
+from shoal.validator.profiles import CHANNELS, AccidentLimits, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 
 if TYPE_CHECKING:
     from shoal.validator.case import Replay
@@ -45,6 +37,7 @@ Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
+COUNTS = frozenset({"outside", "exponents", "accidents"})
 ALPHA = 1e-6  # of one beginning: in 10⁴ nodes × 10³ groups 10 strikes are expected, and 0.005 nodes with two
 STRIKE = math.log(len(CHANNELS) / ALPHA)
 CERTAIN = math.log(1e12)
@@ -53,9 +46,7 @@ COUNT_BETS = np.log([1.05, 1.15, 1.5, 3.0, 12.0, 128.0])
 SUM_BETS = np.array([0.03, 0.08, 0.2, 0.4, 0.6, 0.8])
 SUM_VARIANCE = 2.0  # the variance of such a sum, in units, by its mean
 NEARLY_CERTAIN = 0.03
-ENDS = (
-    2.0  # tokens' worth of noise that every rollout has beside its tokens': the log-probability of its end is special
-)
+ENDS = 2.0  # tokens' worth of noise that a rollout has beside its tokens': the log-probability of its end is special
 MOST_POINTS = 6
 MOST_NATS = 9.0  # beyond it nearly every token is outside already
 MOST_SCORE = 8.0  # standard deviations that one rollout's bias counts for
@@ -100,8 +91,8 @@ class Kept:
 @dataclass(frozen=True, eq=False)
 class Odd:
     """What is quite wrong, in points for each part of a rollout (the tokens of one proof): one for a token that is far
-    outside its interval, or outside it and implausible, or whose log-probability is far off; two for a proof, times
-    how far it is beyond its limit; six at most. `tokens` are the tokens that have such a point."""
+    outside its interval, or outside it and implausible, or whose log-probability is far off; two for a proof, times how
+    far it is beyond its limit; six at most. `tokens` are those with such a point."""
 
     seeds: Ints
     logprobs: Ints
@@ -205,12 +196,11 @@ class Measures:
 
     def expected(self, channel: str, limits: ChannelLimits) -> Floats:
         """What honest work shows on average at most, likewise."""
-        if channel in ("outside", "distance"):
+        if channel in SEEDS:
             return limits.rate * self.nats + limits.curve * self.nats2
         if channel in ("exponents", "mantissa"):
-            return limits.rate * np.array(
-                [float(self.proofs.values if channel == "exponents" else self.proofs.matches)]
-            )
+            exposure = self.proofs.values if channel == "exponents" else self.proofs.matches
+            return limits.rate * np.array([float(exposure)])
         is_there = np.minimum(self.tokens, 1.0)
         return limits.rate * (is_there if channel == "bias" else self.tokens + ENDS * is_there)
 

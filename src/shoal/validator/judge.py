@@ -6,18 +6,13 @@
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
                                               └► unsure                                 or unsure: after a second look
-                                                                                        (`second`)
     shown progress: a few of these checks on the one rollout that has tokens, as far as it was shown; rejected for
                     certain, or no verdict: what is doubtful is judged when the group is finished
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
 scorer, and the memory of what was accepted (`SeenWork`): nothing here talks to the hub.
 
-Judging again (`recheck`) what was accepted: the same checks on the kept bytes, against the verdict that was signed
-then. A difference means that the validator of then, or this machine, is wrong. What this machine cannot decide (another
-number format, a judge that does not answer) is unknown, and proves nothing.
-
-A second look at work that the first one would reject or leave open: in the worker's own number format.
+The second look is in the worker's own number format, in which rounding is smaller and independent of the first look's:
 
     first look                 second look          verdict
     fails for certain          fails, too           rejected, certain
@@ -28,10 +23,9 @@ A second look at work that the first one would reject or leave open: in the work
     open (an accident)         passes               accepted
                                anything else        unsure, as before
 
-A validator that computes in another format than the worker sees rounding of two formats; in the worker's own it sees
-less of it, and independently. Where both have the same format, and to confirm what is certain where this machine has no
-other, the group is prefilled again alone: a fault of one batch or of the memory does not repeat itself. An accident in
-the validator's own coarse format may be the validator's: it is looked at in float32 where there is the memory for that.
+Where both have one format, and to confirm what is certain on a machine without the other, the group is prefilled again
+alone: a fault of one batch or of the memory does not repeat itself. An accident in the validator's own coarse format
+may be the validator's: it is looked at in float32 where there is the memory for that.
 """
 
 from __future__ import annotations
@@ -50,51 +44,20 @@ from shoal.engines.memory import release_memory
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError, ScoringFailure
-from shoal.protocol import (
-    Audit,
-    CheckResult,
-    Lease,
-    Outcome,
-    PolicyRef,
-    Severity,
-    SignedDocument,
-    Tally,
-    Verdict,
-    pack_logprobs,
-    submission_digest,
-)
+from shoal.protocol import Lease, PolicyRef, SignedDocument, pack_logprobs, submission_digest
 from shoal.protocol.lease import format_of
 from shoal.protocol.submission import pack_spans
-from shoal.protocol.verdict import Branches
+from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, Severity, Tally, Verdict
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.validator import checks
 from shoal.validator.branches import Lookout
 from shoal.validator.case import Case, Finding, Replay, SeenWork, passed, read_body, replay_all, unsure
-from shoal.validator.checks import (
-    AFTER_PREFILL,
-    BEFORE_PREFILL,
-    SHOWN_AFTER_PREFILL,
-    SHOWN_BEFORE_PREFILL,
-    bought,
-    duplicate,
-    run_all,
-    run_checks,
-)
+from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL, bought, duplicate, run_all, run_checks
 from shoal.validator.profiles import Profile, Profiles, limits_for
 from shoal.validator.rewards import Group, Notebook, Scored, Scoring, shuffled
-from shoal.validator.verdicts import (
-    MACHINERY_ENVIRONMENT,
-    MACHINERY_KIND,
-    MACHINERY_PREFILL,
-    MACHINERY_PROFILE,
-    MACHINERY_REWARD,
-    MACHINERY_SECOND_MISSING,
-    MACHINERY_SECOND_PASSED,
-    NO_BRANCHES,
-    NOTHING_COUNTED,
-    Docket,
-)
+from shoal.validator.verdicts import NO_BRANCHES, NOTHING_COUNTED, Docket
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +65,9 @@ log = logging.getLogger(__name__)
 NOT_SCORED = "the reward of this group could not be computed, so it is unscored; the validator's log says why"
 
 SHOWN_REASONS: Mapping[str, str] = {
-    "shape": "progress.shape",
-    "dialogue": "progress.dialogue",
-    "proofs": "progress.proofs",
-    "sampling": "progress.seed",
-}
+    "shape": "progress.shape", "dialogue": "progress.dialogue",
+    "proofs": "progress.proofs", "sampling": "progress.seed",
+}  # fmt: skip
 """What a failed check of shown progress is called, by the check. Others are about the hub's own framing."""
 
 
@@ -213,10 +174,8 @@ class Judge:
         rewarded = self._rewards([Group(entry.case.lease, entry.case.rollouts) for entry in held], loaded)
         branches = [NO_BRANCHES] * len(held)
         if self.lookout is not None:
-            pairs = zip(held, rewarded, strict=True)
-            looked = [
-                (e.case, s.rewards if isinstance(s, Scored) else None, e.docket.audit.look_share) for e, s in pairs
-            ]
+            rewards = [scored.rewards if isinstance(scored, Scored) else None for scored in rewarded]
+            looked = [(e.case, own, e.docket.audit.look_share) for e, own in zip(held, rewards, strict=True)]
             branches = self.lookout.look(looked, loaded.engine, lambda groups: self._rewards(groups, loaded))
         found = iter(zip(rewarded, branches, strict=True))
         decided = [self._decided(entry, *next(found)) if isinstance(entry, _Open) else entry for entry in judged]
@@ -228,15 +187,15 @@ class Judge:
         lease, engine, now_ms = docket.lease, loaded.engine, self.clock.now_ms()
         problem = self._environment_problem(lease)
         if problem:
-            return docket.unsure((), MACHINERY_ENVIRONMENT, problem, now_ms)
+            return docket.unsure((), "machinery.environment", problem, now_ms)
         limits = (Profile(key=lease.profile), True) if docket.audit.trusted else self.limits(lease, engine)
         if limits is None or not (docket.audit.trusted or format_of(engine.kind) in limits[0].validators):
             message = f"this validator has no limits for {lease.profile} as seen by {engine.kind}: it cannot tell"
-            return docket.unsure((), MACHINERY_PROFILE, f"{message} rounding from cheating", now_ms)
+            return docket.unsure((), "machinery.profile", f"{message} rounding from cheating", now_ms)
         try:
             dialogue = dialogue_for(lease, loaded.files)
         except ConfigError as error:
-            return docket.unsure((), MACHINERY_ENVIRONMENT, str(error), now_ms)
+            return docket.unsure((), "machinery.environment", str(error), now_ms)
         submission, problem = read_body(docket.body)
         case = Case(
             lease, submission, problem, engine.vocabulary_size, engine.hidden_size, limits[0], self.seen,
@@ -244,7 +203,7 @@ class Judge:
         )  # fmt: skip
         is_shown = docket.audit.depth == "progress"
         case = _unfinished(case) if is_shown else case
-        findings = run_checks(SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
+        findings = run_checks(checks.SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, now_ms)
         unsure_rate = 0.0 if is_shown else case.unsure_rate
@@ -279,13 +238,13 @@ class Judge:
 
     def _certain(self, cases: Sequence[tuple[_Open, Case]], engine: Engine) -> list[tuple[_Open, Case, list[Finding]]]:
         """Those that fail for certain, by one prefill. One that the engine fails on is none: the whole group will show
-        it, and whose fault it is."""
+        it."""
         found = []
         for (entry, case), replay in zip(cases, replay_all(engine, [case for _, case in cases]), strict=True):
             if isinstance(replay, Replay) and replay.is_finite:
                 is_shown = entry.docket.audit.depth == "progress"
                 seen = _replayed(case, replay) if is_shown else replace(case, replay=replay)
-                findings = run_all(SHOWN_AFTER_PREFILL if is_shown else AFTER_PREFILL, seen)
+                findings = run_all(checks.SHOWN_AFTER_PREFILL if is_shown else AFTER_PREFILL, seen)
                 if findings[-1].severity is Severity.CERTAIN:
                     found.append((entry, seen, findings))
         return found
@@ -294,12 +253,12 @@ class Judge:
         """The checks after the prefill; a verdict unless all held. Shown progress that holds has none."""
         docket, case, findings, now_ms = entry.docket, entry.case, entry.findings, self.clock.now_ms()
         if isinstance(replay, Exception):
-            return docket.unsure(findings, MACHINERY_PREFILL, f"the validator's engine failed: {replay}", now_ms)
+            return docket.unsure(findings, "machinery.prefill", f"the validator's engine failed: {replay}", now_ms)
         if replay is not None and not replay.is_finite:
             message = "the validator's own computation gave NaN or infinity: the policy, or this machine, is broken"
-            return docket.unsure(findings, MACHINERY_PREFILL, message, now_ms)
+            return docket.unsure(findings, "machinery.prefill", message, now_ms)
         if replay is not None and docket.audit.depth == "progress":
-            findings += run_all(SHOWN_AFTER_PREFILL, _replayed(case, replay))
+            findings += run_all(checks.SHOWN_AFTER_PREFILL, _replayed(case, replay))
             is_bad = not findings[-1].passed and self._certain([(entry, case)], loaded.engine)
             return docket.rejected(findings, now_ms) if is_bad else None
         if replay is not None:
@@ -312,11 +271,9 @@ class Judge:
         if last.unsure:
             return docket.unsure(findings, last.reason, last.result.message, now_ms, entry.tally)
         if not last.passed and last.severity is Severity.STATISTICAL and not docket.measured:
-            message = (
-                f"no trusted machine has measured {case.lease.profile}: by the limits of its number format "
-                f"{last.result.message}"
-            )
-            return docket.unsure(findings, MACHINERY_KIND, message, now_ms, entry.tally)
+            unmeasured = f"no trusted machine has measured {case.lease.profile}: by the limits of its number format"
+            message = f"{unmeasured} {last.result.message}"
+            return docket.unsure(findings, "machinery.kind", message, now_ms, entry.tally)
         return entry if last.passed else docket.rejected(findings, now_ms, entry.tally)
 
     def _second_look(self, case: Case, first: list[Finding], loaded: LoadedPolicy) -> tuple[list[Finding], Tally]:
@@ -345,17 +302,14 @@ class Judge:
 
     def _decided(self, entry: _Open, scored: Scored | ScoringFailure, branches: Branches) -> Verdict | None:
         docket, case, findings, tally = entry.docket, entry.case, entry.findings, entry.tally
-        again, now_ms = (
-            duplicate(case),
-            self.clock.now_ms(),
-        )  # of a neighbour in the batch, accepted since the first look
+        again, now_ms = duplicate(case), self.clock.now_ms()  # of a neighbour, accepted since the first look
         if not again.passed:
             return docket.rejected([*findings, again], now_ms, tally)
         if isinstance(scored, NotBegun):
             return None
         if isinstance(scored, ScoringFailure):
             log.warning("unit %d could not be scored: %s", case.lease.unit, scored)
-            return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, now_ms)
+            return docket.unsure(findings, "reward.machinery", NOT_SCORED, now_ms)
         docket = replace(docket, branches=branches)
         gain = bought(case, docket.audit, branches)
         if gain.unsure:
@@ -364,7 +318,7 @@ class Judge:
             return docket.rejected([*findings, gain], now_ms, tally)
         findings = [*findings, gain] if branches.looked else findings
         if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
-            self.seen.remember(case.marks)
+            self.seen.remember(case.proven)
         if self.notebook is not None:
             self.notebook.write(case.lease.unit, case.lease.task, scored.notes)
         rewards = scored.rewards
@@ -384,13 +338,13 @@ def _settled(
         if last.unsure or last.severity is Severity.CERTAIN:
             return first, case.tally
         message = f"this validator cannot compute in {dtype} to confirm it with a second look: {last.result.message}"
-        return [*first, unsure(MACHINERY_SECOND_MISSING, message, format=dtype)], case.tally
+        return [*first, unsure("second.missing", message, format=dtype)], case.tally
     found = second[-1]
     if last.unsure:
         return ([*first[:-1], passed("second", format=dtype)] if found.passed else first), case.tally
     if found.passed or found.unsure:
         message = f"seen in {dtype}, by a second look, the group is in order: {last.result.message}"
-        return [*first, unsure(MACHINERY_SECOND_PASSED, message, format=dtype, first=last.reason)], again.tally
+        return [*first, unsure("second.passed", message, format=dtype, first=last.reason)], again.tally
     evidence = {**found.result.evidence, "format": dtype, "reason": found.reason}
     confirmed = CheckResult(check="second", passed=False, evidence=evidence, message=found.result.message)
     return [*first[:-1], Finding(confirmed, found.reason, found.severity), last], case.tally
@@ -440,7 +394,8 @@ class Rechecked:
 
 
 def recheck(judge: Judge, kept: KeptSubmission, loaded: LoadedPolicy) -> Rechecked:
-    """Judge it fully, whatever depth it was audited with then, and compare outcome, tokens and rewards."""
+    """Judge it fully, whatever depth it was audited with then, and compare outcome, tokens and rewards. If they differ,
+    the validator of then or this machine is wrong; what this machine cannot decide proves nothing."""
     then, lease = kept.verdict, Lease.model_validate(kept.lease.document, extra="ignore")
     if submission_digest(kept.body) != then.submission:
         return Rechecked("different", "the kept bytes are not those that the verdict names")

@@ -5,12 +5,10 @@
          └─ a later version ─► a small group of its own: do its bands       └─► hub ── 409 ─► joined with the newer one
             leave those in force? ─► measured anew
 
-Each format is put in force as soon as it is measured. Formats without built-in limits are measured before anything
-else: nobody has leases for them yet. The others are measured once somebody computes so, when there is nothing to
-audit. Only this validator's own work is measured, never what a node submitted.
-
-Joined limits are wider than those of each machine. So the machine that joins them tests them with its own measurement
-before they are in force, and each other machine does when it sees them; where a cheat passes, the kind is refused.
+Each format is put in force as soon as it is measured. Formats without built-in limits come before anything else: nobody
+has leases for them yet. The others are measured once somebody computes so, when there is nothing to audit. Only this
+validator's own work is measured, never what a node submitted. Joined limits are wider than those of each machine, so
+every machine tests them with its own measurement; where a cheat passes, the kind is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shoal.client import HubClient
-from shoal.engines import ENGINES, PLAIN, kind_of
+from shoal.engines import ENGINES, PLAIN
 from shoal.engines.memory import release_memory
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ShoalError
+from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, UserError
 from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, sign_document
 from shoal.protocol.lease import format_of
 from shoal.runtime.clock import Clock
@@ -33,7 +31,6 @@ from shoal.validator.calibrate import Measurement, Plan, has_moved, measure, pro
 from shoal.validator.case import ENGINE_ERRORS
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile, Profiles, limits_for, widest
-from shoal.validator.settings import ValidatorSettings
 
 if TYPE_CHECKING:
     from shoal.engines.torch import TorchEngine
@@ -61,17 +58,8 @@ class UnpublishedLimits:
 class Calibrator:
     """Keeps limits in force for the number formats of this machine."""
 
-    def __init__(
-        self,
-        client: HubClient,
-        shelf: EngineShelf,
-        judge: Judge,
-        engine: str,
-        settings: ValidatorSettings,
-        clock: Clock,
-    ) -> None:
-        self._client, self._shelf, self._judge, self._clock = client, shelf, judge, clock
-        self._kind = kind_of(engine, settings.device, settings.dtype)
+    def __init__(self, client: HubClient, shelf: EngineShelf, judge: Judge, kind: str, clock: Clock) -> None:
+        self._client, self._shelf, self._judge, self._kind, self._clock = client, shelf, judge, kind, clock
         self._known: dict[str, Calibration] = {}
         self._unable: set[str] = set()
         self._probed: PolicyRef | None = None
@@ -107,8 +95,7 @@ class Calibrator:
 
     def due(self, reply: AuditReply, newest: PolicyRef | None, is_ready: bool = True) -> Callable[[], None] | None:
         """What is to be done now, if anything: before audits what nobody can work without, and a look at whether the
-        policy has moved; what can wait, when there are none and this validator `is_ready` for them, or after a while.
-        """
+        policy has moved; what can wait, when there are none and this validator `is_ready`, or after a while."""
         now_s = self._clock.monotonic_s()
         if newest is None or now_s < self._retry_s or not self._kind.startswith(f"{ENGINES['torch'].profile}/"):
             return None
@@ -158,8 +145,8 @@ class Calibrator:
         return {kind for kind, each in made.kinds.items() if self.machine in seen_by(each)}
 
     def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
-        """The kinds that this machine has to measure, the coarsest format first: somebody may be waiting for it. What
-        was refused is measured again with a later policy: cheats that passed may be caught then."""
+        """The kinds that this machine has to measure, the coarsest format first. What was refused is measured again
+        with a later policy: cheats that passed may be caught then."""
         run, known, own = self._client.run_info(), self._judge.profiles, format_of(self._kind)
         asked, device = (*asked, *self._judge.plain_kinds), self.machine.partition("/")[0]
         open_formats = set(map(format_of, (*run.profiles, *asked)))
@@ -193,7 +180,7 @@ class Calibrator:
         for kind in kinds:
             try:
                 measured = self._one(loaded, kind, plan)
-            except ShoalError as error:
+            except UserError as error:  # not for want of memory, which may be there later
                 self._unable.add(kind)
                 log.warning("work of %s cannot be measured here: %s", kind, error)
                 continue
@@ -242,8 +229,8 @@ class Calibrator:
             log.info("the limits that were measured are not in force: %s", refusal)
 
     def _joined(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> Calibration:
-        """What was measured here together with what is in force of other machines, or of other formats. What was
-        measured anew, as the policy has moved, takes the place of all that was seen before: others measure it, too."""
+        """What was measured here with what is in force of other machines or formats. What was measured anew, as the
+        policy has moved, replaces all that was seen before."""
         self._tested |= found.kinds
         kinds = {kind: measured_kind(each) for kind, each in found.kinds.items()}
         refused, machines = dict(found.refused), [self.machine]

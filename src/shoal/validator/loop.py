@@ -4,13 +4,10 @@
      ▲                    │
      └── signed verdicts ◄┴─ one batched prefill per policy ─► scoring processes (with limits), judges
 
-Back-pressure: it claims `max_audits` at a time and the next only when those are done; the hub keeps the rest. What it
-claims and does not judge (it was killed, a policy could not be fetched) falls back to the hub when the claim runs out,
-and what there was no time to score goes back with the next request, which claims no more than were managed.
-Units that nobody could judge it generates itself (`generating`).
-Nothing that goes wrong here ever rejects a submission. What was leased for another environment than this validator has
-is left for others: it abstains, and no unit loses an attempt by it. Now and then a known cheat is judged beside the
-rest (`canary`).
+Back-pressure: it claims `max_audits` at a time and the next only when those are done. What it does not judge (it was
+killed, a policy could not be fetched) falls back to the hub when the claim runs out, and what there was no time to
+score goes back with the next request, which claims no more than were managed. Nothing that goes wrong here rejects a
+submission. What was leased for another environment is left for others, and no unit loses an attempt by it.
 """
 
 from __future__ import annotations
@@ -21,22 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 
+from shoal import errors
 from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
 from shoal.engines.memory import free_bytes, keep_to_share
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import identity_of, judges_of, require_scoring
-from shoal.errors import (
-    BroadcastError,
-    CanaryMissed,
-    ConfigError,
-    DeadlineExceeded,
-    EnvironmentSetupError,
-    HubRefused,
-    ProtocolError,
-)
+from shoal.errors import BroadcastError, CanaryMissed, ConfigError, DeadlineExceeded, HubRefused, ProtocolError
 from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, PolicyRef, Verdict, sign_document
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
 from shoal.rewards import DirectScorer, Scorer, ScoringPool
@@ -57,7 +48,7 @@ from shoal.validator.profiles import load_profiles
 from shoal.validator.rewards import Notebook
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
 from shoal.validator.side_jobs import Ahead, Generating, SliceRunner, rehearse_with_tiny
-from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
+from shoal.validator.verdicts import Docket
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +73,7 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
             client.register(config.folder.name, "validator", config.certificate)
             run = client.run_info()
             if config.environment.digest != run.environment_digest:
-                raise EnvironmentSetupError(
+                raise errors.EnvironmentSetupError(
                     f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is "
                     f"not the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
                 )
@@ -126,16 +117,11 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
         fetch = Following(client, downloader)
         model_bytes = (4 if settings.dtype == "float32" else 2) * run.model.parameters
         loaded = policies_loaded(chosen.keep_versions, model_bytes, free_bytes(kind.split("/")[1]))
-        shelf = EngineShelf(
-            fetch,
-            lambda files: build(engine, files, settings.device, settings.dtype),
-            loaded,
-            lambda files, entries: check_policy(
-                engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
-            ),
-        )
+        where = (settings.device, settings.dtype)
+        check = partial(check_policy, engine, device=where[0], dtype=where[1], memory_bytes=UNLIMITED_BYTES)
+        shelf = EngineShelf(fetch, lambda files: build(engine, files, *where), loaded, check)
         shelf.wait_s = chosen.policy_wait_s
-        calibrator = Calibrator(client, shelf, judge, engine, settings, SystemClock())
+        calibrator = Calibrator(client, shelf, judge, kind, SystemClock())
         others = SecondEngines(engine, settings.device, fetch)
         judge = replace(judge, calibrations=calibrator.limits, second_engine=others.get)
         role = Validator(
@@ -153,19 +139,10 @@ class Validator:
     """The loop itself; see the module's picture."""
 
     def __init__(
-        self,
-        client: HubClient,
-        shelf: EngineShelf,
-        judge: Judge,
-        settings: ValidatorSettings,
-        stop: StopToken,
-        clock: Clock = SystemClock(),
-        kind: str = "",
-        calibrator: Calibrator | None = None,
-        idle: Callable[[], None] = lambda: None,
-        chosen: Derived | None = None,
-        pace: Pace = Pace(),
-    ) -> None:
+        self, client: HubClient, shelf: EngineShelf, judge: Judge, settings: ValidatorSettings, stop: StopToken,
+        clock: Clock = SystemClock(), kind: str = "", calibrator: Calibrator | None = None,
+        idle: Callable[[], None] = lambda: None, chosen: Derived | None = None, pace: Pace = Pace(),
+    ) -> None:  # fmt: skip
         """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
         is nothing to audit. `chosen` are the settings that depend on the size of the run."""
         self._client, self._shelf, self._judge, self._stop, self._clock = client, shelf, judge, stop, clock
@@ -243,9 +220,8 @@ class Validator:
             max_audits=self._most,
             wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
             left=(*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left),
-            evaluate=self._evaluating.readiness if evaluates or self._is_over else "no",
-            generates=self._kind,
-        )
+            evaluate=self._evaluating.readiness if evaluates or self._is_over else "no", generates=self._kind,
+        )  # fmt: skip
 
     def audit(self, audits: Sequence[Audit]) -> None:
         """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
@@ -334,7 +310,7 @@ class Validator:
             lost = [docket for docket in whole if self._misses[docket.audit.submission] >= POLICY_TRIES]
             message = f"the validator could not fetch policy {policy.label}: {error}"
             named = [self._judge.named(docket) for docket in lost]
-            self._report([each.unsure([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in named])
+            self._report([each.unsure([], "machinery.policy", message, self._clock.now_ms()) for each in named])
             return None
 
     def _report(self, verdicts: Sequence[Verdict]) -> None:
@@ -347,13 +323,12 @@ class Validator:
             for verdict in part:
                 self._misses.pop(verdict.submission, None)
                 if refusal := refused.get(verdict.submission):
-                    log.warning(
-                        "the verdict on unit %d was not taken: %s [%s]", verdict.unit, refusal.message, refusal.code
-                    )
+                    said = "the verdict on unit %d was not taken: %s [%s]"
+                    log.warning(said, verdict.unit, refusal.message, refusal.code)
                     continue
                 self.activity.count(verdict.outcome.value)
                 self.activity.count("tokens", verdict.generated_tokens)
-                if verdict.reason == MACHINERY_REWARD:
+                if verdict.reason == "reward.machinery":
                     self.activity.count("no_sample")
                 if verdict.outcome is not Outcome.ACCEPTED:
                     log.info(

@@ -4,8 +4,8 @@
               ├─► load_profiles ─► hub: work is leased to these alone      validator: its checks measure by them
     *.toml ───┘
 
-A profile is a file that the run's owner adds to `validator.profiles`; `to_toml` writes one, and its `[measured]` table
-says what its numbers come from. A file of a kind that is built in takes its place. Needs no torch.
+The run's owner adds files to `validator.profiles`; `to_toml` writes one, and its `[measured]` table says what its
+numbers come from. A file of a kind that is built in takes its place. Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from shoal.toploc import ProofTolerance
 
 MAX_PROFILE_BYTES = 1_000_000
 SMALLER_IS_WIDER = frozenset({"floor", "significance"})
+LEAST, MOST = 1e-12, 1e12  # of limits: whoever signs others must not make a validator compute with infinity
+MOST_BY_NAT = 1e100  # a policy that is sure has next to no nats to measure by
 
 
 class _Table(BaseModel):
@@ -44,9 +46,9 @@ class LogprobLimits(_Table):
     Rounding moves the logits, so a token of probability p by an amount in proportion to 1 - p."""
 
     largest: float = Field(2e-3, gt=0, allow_inf_nan=False, description="largest difference of one token")
-    spread: float = Field(1e-4, gt=0, allow_inf_nan=False, description="standard deviation of one token")
-    lean: float = Field(0.0, allow_inf_nan=False, description="mean: drawn tokens are likelier to who drew them")
-    drift: float = Field(1e-5, ge=0, allow_inf_nan=False, description="standard deviation that a rollout shares")
+    spread: float = Field(1e-4, ge=LEAST, le=MOST, description="standard deviation of one token")
+    lean: float = Field(0.0, ge=-MOST, le=MOST, description="mean: drawn tokens are likelier to who drew them")
+    drift: float = Field(1e-5, ge=0, le=MOST, description="standard deviation that a rollout shares")
 
 
 class AccidentLimits(_Table):
@@ -60,10 +62,10 @@ class AccidentLimits(_Table):
 class ChannelLimits(_Table):
     """What honest work of one channel shows at most: see `shoal.validator.evidence`."""
 
-    rate: float = Field(gt=0, allow_inf_nan=False, description="mean per nat, value, token or rollout")
-    curve: float = Field(0.0, ge=0, allow_inf_nan=False, description="the same per square nat, added to it")
-    unit: float = Field(gt=0, allow_inf_nan=False, description="the lumps that it varies in")
-    shared: float = Field(0.0, ge=0, allow_inf_nan=False, description="relative error that a submission shares")
+    rate: float = Field(gt=0, le=MOST_BY_NAT, description="mean per nat, value, token or rollout")
+    curve: float = Field(0.0, ge=0, le=MOST_BY_NAT, description="the same per square nat, added to it")
+    unit: float = Field(ge=LEAST, le=MOST_BY_NAT, description="the lumps that it varies in")
+    shared: float = Field(0.0, ge=0, le=MOST, description="relative error that a submission shares")
     most: float = Field(1e9, gt=0, allow_inf_nan=False, description="what a token, or a proof's value, counts for")
 
 
@@ -79,7 +81,6 @@ class NoiseLimits(_Table):
 
 
 CHANNELS = (*NoiseLimits.model_fields, "accidents")
-COUNTS = frozenset({"outside", "exponents", "accidents"})
 
 
 class LikelihoodLimits(_Table):

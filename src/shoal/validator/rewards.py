@@ -2,11 +2,8 @@
 
     group ─► texts ─► scores ─► length budget ─► judges ─► rewards with their parts
 
-A failure of the scoring machinery is `ScoringFailure`: the group is then unscored, never a reward of 0. Groups
-for which there was no time are `NotBegun`: they are left for later.
-
-Notes of the reward go to a file in the validator's folder (`Notebook`), and nowhere else: a reward function may name
-the answer in them, and contributors read verdicts.
+A failure of the scoring machinery is `ScoringFailure`: the group is then unscored, never a reward of 0. Groups for
+which there was no time are `NotBegun`: they are left for later.
 """
 
 from __future__ import annotations
@@ -64,8 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the environment says of a group: its rewards. `notes` (rollout, note) are for the owner: a reward function
-    may name the answer in them, so no verdict has them."""
+    """What the environment says of a group: its rewards, and notes (rollout, note) for the owner (`Notebook`)."""
 
     rewards: tuple[RolloutReward, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()
@@ -112,7 +108,7 @@ class Scoring:
         lease, eos, budget = group.lease, group.lease.sampling.eos_token_id, budget_of(self.environment)
         task = self.environment.task(lease.task)
         texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
-        left_out = None if budget is not None and budget.settings.count_eos else eos
+        left_out = None if budget is not None and budget.count_eos else eos
         lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
         return _Text(task, lease.length_target, tuple(Job(lease.task, text) for text in texts), lengths)
 
@@ -179,7 +175,8 @@ NOTES_NAME = "notes.jsonl"
 
 
 class Notebook:
-    """Lines of JSON: unit, task, rollout, note. The newest `most_bytes` or so are kept, in two files."""
+    """Notes of the reward as lines of JSON, in the validator's folder and nowhere else: a reward function may name the
+    answer in them, and contributors read verdicts. The newest `most_bytes` or so are kept, in two files."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self._file, self._most_bytes, self._failed = folder / NOTES_NAME, most_bytes, False

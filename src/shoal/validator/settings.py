@@ -26,16 +26,10 @@ class ValidatorSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_audits: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description=f"submissions claimed at once; those of one policy share one batched prefill; {DERIVED} 32",
+        None, ge=1, le=256, description=f"submissions claimed at once, for one batched prefill; {DERIVED} 32"
     )
     keep_versions: int | None = Field(
-        None,
-        ge=1,
-        description="policies kept on disk, and loaded while half of the memory that is free holds them; max_staleness "
-        f"+ 1 avoids reloads; {DERIVED} 3",
+        None, ge=1, description=f"policies on disk, and loaded while half of the free memory holds them; {DERIVED} 3"
     )
     profiles: tuple[Path, ...] = Field(
         (), description="files with limits for kinds of workers that no validator measures (shoal doctor --calibrate)"
@@ -43,10 +37,7 @@ class ValidatorSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute; auto: a GPU if there is one")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in")
     memory_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="part of the GPU's memory that it may take, half of it for weights; for several roles on one GPU",
+        1.0, gt=0, le=1, description="part of a GPU's memory that it may take (half for weights), beside other roles"
     )
 
 
@@ -67,9 +58,8 @@ def measurable_kinds(settings: ValidatorSettings, published: str) -> tuple[str, 
 
 @dataclass(frozen=True)
 class ValidatorConfig:
-    """One validator: its folder (cache of weights), engine, environment, and the certificate that makes it trusted.
-    `shuffle_rewards` comes from the [environment] section: the control run that must not learn. `scored_by` is that
-    section: completions are scored in processes that build the environment from it; without it, in this process. `http`
+    """One validator. `shuffle_rewards` comes from the [environment] section: the control run that must not learn.
+    Completions are scored in processes that build the environment from `scored_by`; without it, in this process. `http`
     and `pace` are given only by tests and one-process runs."""
 
     folder: Path

@@ -1,28 +1,13 @@
 """What a validator does beside audits: it evaluates, generates what nobody could judge, and loads ahead.
 
-Evaluation (`SliceRunner`): a slice of held-out tasks, answered greedily by a published policy and scored.
-
-    audits come first ─► nothing to check ─► a slice
-          └─ slices have had less than their `SHARE` of the time ─► slices all the same: a busy validator measures too
-
-What goes wrong is reported, too, and somebody tries again: a score is never made up. Nothing here touches a verdict.
-
-Generation (`Generating`) of units that nobody could judge: the validator generates them itself, and submits them like a
-worker.
-
-    hub ─ leases (`AuditReply.generate`) ─► one engine call per policy ─► submissions ─► hub ─ a light audit, no credit
-               ▲                                  │ this machine cannot
-               └── `left` with the next request ◄─┘
-
-So a worker whose groups are unsure, by accident or on purpose, can keep no step from its units.
-
-Loading ahead (`Ahead`): the newest policy is loaded while nothing is to be audited, and one audit is rehearsed.
-
-    heartbeat ─ newest policy ─► nothing to audit? ─► fetched, loaded ─► the first: a group of its own, checked and
-                                                                        scored once, for nobody
-
-The first audit of a process imports libraries, compiles kernels and waits for scoring processes. The rehearsal does
-this before the first submission is there.
+SliceRunner   a slice of held-out tasks, answered greedily by a published policy and scored: when nothing is to be
+              checked, or when slices have had less than their `SHARE` of the time. What fails is reported, and
+              somebody tries again: no score is made up. Nothing here touches a verdict.
+Generating    units that nobody could judge are generated here and submitted like a worker's, for a light audit and
+              no credit: no worker whose groups are unsure can keep a step from its units. What this machine cannot
+              do is `left` with the next request.
+Ahead         the newest policy is loaded while nothing is to be audited. Of the first, a group is drawn, checked
+              and scored once, for nobody: imports, kernels and scoring processes are ready before a submission is.
 """
 
 from __future__ import annotations
@@ -39,29 +24,27 @@ from shoal.engines.dialogue import Talks, greedy_answers, texts_of
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Environment
-from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
-from shoal.protocol import (
-    AuditRequest,
-    EvaluationReport,
-    EvaluationSlice,
-    HeartbeatReply,
-    Lease,
-    PolicyRef,
-    RunInfo,
-    SignedDocument,
-    pack,
-    sign_document,
+from shoal.errors import (
+    BroadcastError,
+    CanaryMissed,
+    DeadlineExceeded,
+    HubRefused,
+    ProtocolError,
+    ResourceError,
+    ScoringFailure,
 )
-from shoal.protocol.verdict import MAX_REWARD, Readiness
+from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, SignedDocument, pack, sign_document
+from shoal.protocol.lease import format_of
+from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
 from shoal.rewards.protocol import settled
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.validator.case import ENGINE_ERRORS, Case, Replay, replay_all
+from shoal.validator.case import ENGINE_ERRORS, Case, Replay, passed, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.specimens import POLICY, Terms
+from shoal.validator.verdicts import POLICY, Terms
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +56,8 @@ PROBLEM_LIMIT = 200
 
 @dataclass
 class SliceRunner:
-    """A validator's part in evaluations: when it is ready for a slice, and one slice from the hub to the hub. Without a
-    `scorer`, scores are computed in this process."""
+    """When this validator is ready for a slice, and one slice from the hub to the hub. Without a `scorer`, scores it
+    here."""
 
     client: HubClient
     shelf: EngineShelf
@@ -99,8 +82,8 @@ class SliceRunner:
         self._saved_s = min(self._saved_s + took_s * SHARE / (1 - SHARE), MOST_SAVED_S)
 
     def measure(self, signed: SignedDocument | None) -> None:
-        """Answer and score a slice, and say so; and more of them, while there are any and time is saved up. A hub that
-        does not want one any more is no failure."""
+        """Answer, score and report a slice, and more while time is saved up. That a hub wants none any more is no
+        failure."""
         while signed is not None and not self.stop.is_set():
             began_s = self.clock.monotonic_s()
             try:
@@ -267,8 +250,8 @@ class Ahead:
 
 
 def rehearse_with_tiny(judge: Judge, run: RunInfo, device: str) -> None:
-    """On a GPU the first use of a kernel takes seconds, for a tiny model as for a large one: paid before there is a
-    policy, not while workers wait for limits."""
+    """On a GPU the first use of a kernel takes seconds, for a tiny model as for a large one: better before there is a
+    policy than while workers wait for limits."""
     from shoal.models.load import load_model  # torch
     from shoal.models.state import policy_views
 
@@ -280,12 +263,13 @@ def rehearse_with_tiny(judge: Judge, run: RunInfo, device: str) -> None:
 
 
 def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: bool = False) -> None:
-    """Draw a group as the run's are, and compute all that an audit of it computes. Nobody looks at the outcome. Who has
-    measured limits has computed more than that already."""
+    """Draw a group as the run's are, and compute what an audit of it computes. Whoever has measured limits has computed
+    more than that already. Whoever rejects a group of its own for certain, in float32, would ban everybody."""
     engine, tokens = loaded.engine, min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
     sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
     prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
     lease = Terms("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
+    found = passed("rehearsal")
     try:
         if not has_measured:
             [group] = engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling)], run.proof)
@@ -294,9 +278,15 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
             [replay] = replay_all(engine, [case])
             if isinstance(replay, Replay):
                 case.replay = replay
-                run_all(AFTER_PREFILL, case)
+                *_, last = run_all(AFTER_PREFILL, case)
+                found = last if replay.is_finite else found
         texts_of(loaded.files)
         if judge.scorer is not None:
             judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "")])
     except ENGINE_ERRORS as error:
         log.warning("the rehearsal of an audit failed; audits will show whether that matters: %s", error)
+    if found.severity is Severity.CERTAIN and format_of(engine.kind) == "float32":
+        raise CanaryMissed(
+            f"this validator rejects a group that it has drawn itself ({found.result.message}): it must not judge; "
+            f"look at this machine and its engine, {engine.kind}"
+        )

@@ -1,39 +1,36 @@
-"""From findings to a verdict. Only a failed check rejects; a failure of the machinery is unsure."""
+"""From findings to a verdict. Only a failed check rejects; a failure of the machinery is unsure.
+
+Specimens: leases and submissions of no run, to try checks on and to measure with (`Terms`, `docket_of`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.engines import Completion, Engine
+from shoal.engines.groups import submission_of
 from shoal.environments import Identity
-from shoal.protocol import Audit, CheckResult, Lease, Outcome, RolloutReward, Tally, Verdict
-from shoal.protocol.verdict import Branches
+from shoal.errors import ConfigError
+from shoal.protocol import PolicyRef, SigningKey, pack, sign_document, submission_digest
+from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
+from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, RolloutReward, Tally, Verdict
 from shoal.rewards.pool import LIMIT_PART
 from shoal.validator.case import MESSAGE_LIMIT, Finding
 
-MACHINERY_POLICY = "machinery.policy"
-MACHINERY_PROFILE = "machinery.profile"
-MACHINERY_KIND = "machinery.kind"
-MACHINERY_ENVIRONMENT = "machinery.environment"
-MACHINERY_PREFILL = "machinery.prefill"
-MACHINERY_REWARD = "reward.machinery"
-MACHINERY_ACCIDENT = "sampling.accident"
-MACHINERY_DISTRUSTED = "sampling.distrusted"
-MACHINERY_SECOND_PASSED = "second.passed"
-MACHINERY_SECOND_MISSING = "second.missing"
-
 MACHINERY = {
-    MACHINERY_POLICY: "the validator could not fetch the lease's policy",
-    MACHINERY_PROFILE: "the validator has no profile for what the worker generates with",
-    MACHINERY_KIND: "work of a kind that no trusted machine has measured is outside the limits of its number format",
-    MACHINERY_ENVIRONMENT: "the validator has another environment than the lease was made for",
-    MACHINERY_PREFILL: "the validator's engine failed",
-    MACHINERY_REWARD: "the reward could not be computed",
-    MACHINERY_ACCIDENT: "a few tokens are far off, as happens by itself in the worker's number format (its profile)",
-    MACHINERY_DISTRUSTED: "tokens pass only by the tolerance, and by such tokens its owner, or newcomers, gain reward",
-    MACHINERY_SECOND_PASSED: "a check failed, but not in a second look in the worker's own format",
-    MACHINERY_SECOND_MISSING: "a statistical check failed, and this validator has not the worker's own format",
+    "machinery.policy": "the validator could not fetch the lease's policy",
+    "machinery.profile": "the validator has no profile for what the worker generates with",
+    "machinery.kind": "work of a kind that no trusted machine has measured is outside the limits of its number format",
+    "machinery.environment": "the validator has another environment than the lease was made for",
+    "machinery.prefill": "the validator's engine failed",
+    "reward.machinery": "the reward could not be computed",
+    "sampling.accident": "a few tokens are far off, as happens by itself in the worker's number format (its profile)",
+    "sampling.distrusted": "tokens pass only by the tolerance, and by such tokens its owner, or newcomers, gain reward",
+    "second.passed": "a check failed, but not in a second look in the worker's own format",
+    "second.missing": "a statistical check failed, and this validator has not the worker's own format",
 }
 
 NOTHING_COUNTED = Tally()
@@ -43,9 +40,8 @@ NO_ENVIRONMENT = Identity(name="", version=0, digest="")
 
 @dataclass(frozen=True)
 class Docket:
-    """One audit on the table: what was claimed from the hub, and the lease that it is measured by. `environment` is the
-    one that it is scored with; every verdict names it. `unsure_rate` is how likely honest work of this kind and length
-    is to be unsure. `branches` is what was seen of the seeds' branches, if any."""
+    """One audit on the table, and the lease that it is measured by. `environment` is the one that it is scored with;
+    every verdict names it. `unsure_rate` is how likely honest work of this kind and length is to be unsure."""
 
     audit: Audit
     lease: Lease
@@ -90,3 +86,57 @@ class Docket:
             environment_version=mine.version, environment_digest=mine.digest, data_digest=mine.data_digest,
             unsure_rate=self.unsure_rate, measured=self.measured, calibration=lease.calibration, **fields,
         )  # fmt: skip
+
+
+POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What computes: a device and a number format."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    @classmethod
+    def parse(cls, text: str) -> Machine:
+        device, separator, dtype = text.partition("/")
+        if not separator or not device or not dtype:
+            raise ConfigError(f"{text!r} is no machine: write device/format, for example cuda/bfloat16")
+        return cls(device, dtype)
+
+    def __str__(self) -> str:
+        return f"{self.device}/{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all leases of a series have in common."""
+
+    label: str
+    group_size: int
+    sampling: SamplingParameters
+    proof: ProofParameters
+    profile: str
+    environment_digest: str = "0" * 64
+
+    def lease(self, number: int, prompt_ids: Sequence[int], task: str = "none") -> Lease:
+        return Lease(
+            run="specimen", lease=str(number), node="0" * 16, unit=number, attempt=0, policy=POLICY, task=task,
+            prompt_ids=tuple(prompt_ids), seeds=seeds_of(self.label, number, self.group_size), sampling=self.sampling,
+            proof=self.proof, profile=self.profile, environment_digest=self.environment_digest, issued_at_ms=0,
+            deadline_ms=0,
+        )  # fmt: skip
+
+
+def seeds_of(label: str, number: int, count: int) -> tuple[str, ...]:
+    """The dice of one lease; the same every time, so that a measurement can be repeated."""
+    names = (f"shoal/specimen/v1/{label}/{number}/{rollout}" for rollout in range(count))
+    return tuple(hashlib.sha256(name.encode()).hexdigest()[:16] for name in names)
+
+
+def docket_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: SigningKey) -> Docket:
+    """The same as a validator gets it on the table."""
+    body, signed = pack(submission_of(lease, group, engine.name)), sign_document(lease, key)
+    name, size = submission_digest(body), len(body)
+    return Docket(Audit(submission=name, size_bytes=size, lease=signed, received_at_ms=0, deadline_ms=0), lease, body)

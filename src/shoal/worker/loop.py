@@ -228,7 +228,7 @@ class Worker:
 
     def _hear_of_policy(self, reply: HeartbeatReply | LeaseReply) -> None:
         newest, found = self._newest, reply.policy
-        if found is not None and (newest is None or _age(found) >= _age(newest)):
+        if found is not None and (newest is None or found.place >= newest.place):
             self._newest = found
         self._is_over = self._is_over or reply.finished
 
@@ -315,7 +315,7 @@ class Worker:
     def _work(self) -> None:
         """Do what is in hand, the oldest policy first: its groups grow stale soonest."""
         policies = {held.lease.policy for held in self._hand.values()}
-        for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
+        for policy in sorted(policies, key=lambda ref: ref.place):
             if self._stop.is_set():
                 return
             patience_s = max(map(self._ends_at_s, self._of(policy))) - self._clock.monotonic_s()
@@ -425,7 +425,3 @@ class Worker:
         kept = len(self._outbox.waiting(self._run))
         if kept and self._earnings.shut_out is None:
             log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))
-
-
-def _age(policy: PolicyRef) -> tuple[int, int]:
-    return policy.incarnation, policy.version

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 
 from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
-from shoal.adversary.steering import steer
-from shoal.adversary.tokens import TRIES, Sleeper, Steal, own_seeds
-from shoal.adversary.weights import FIELD, chunks_of, shallow_files
-from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.adversary.tokens import Sleeper, Steal, own_seeds
+from shoal.adversary.weights import FIELD, chunks_of
+from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.groups import submission_of
+from shoal.engines.protocol import Groups
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import ConfigError
 from shoal.hub.service import work as hub_work
 from shoal.models.folder import from_numpy
 from shoal.protocol import Lease, PolicyRef, ProofParameters, SamplingParameters, Submission
 from shoal.runtime.stop import StopToken
-from shoal.sampling import SeedTolerance, uniforms
 from shoal.validator import checks
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
 
@@ -36,11 +34,6 @@ TENSORS = {
     "model.layers.0.w": from_numpy("model.layers.0.w", np.ones(4, dtype="<f4")),
     "model.layers.7.w": from_numpy("model.layers.7.w", np.ones(4, dtype="<f4")),
 }
-SHOW = {"show-random", "show-other"}
-ON_PAPER = {"logprobs", "nan", "vocabulary", "claim-prompt", "claim-policy", "claim-node", "few", "replay", "steal"}
-ON_PAPER |= {"show-swap", *SHOW}
-FORGED = {name for name in CHEATS if name.endswith("-proofs") or name == "modulus-one"}
-PATIENT = {"stale", "sleeper", "replay", "swap-prompt", "steal", *SHOW}  # their first group is honest
 
 
 class Asked(ScriptedEngine):
@@ -50,9 +43,7 @@ class Asked(ScriptedEngine):
         super().__init__(files)
         self.seeds: list[tuple[int, ...]] = []
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         self.seeds += [request.seeds for request in requests]
         return super().generate(requests, proof)
 
@@ -104,19 +95,6 @@ def test_from_outside_it_is_the_engine_it_hides(name: str) -> None:
     assert all(completion.proofs for group in engine.generate(REQUESTS, PROOF) for completion in group)
 
 
-ENDINGS: dict[str, Callable[[Completion], bool]] = {
-    "cut-short": lambda each: each.finish == "length" and 1 not in each.token_ids,
-    "early-end": lambda each: each.finish == "eos" and each.token_ids[-1] == 1,
-    "run-on": lambda each: len(each.token_ids) == 6 and 1 not in each.token_ids,
-    "pad": lambda each: len(each.token_ids) == 6,
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
-def test_how_each_rewritten_completion_ends(name: str) -> None:
-    assert all(ENDINGS[name](each) for group in loaded(name)[1].generate(REQUESTS) for each in group)
-
-
 @pytest.mark.parametrize("name", CHEATS)
 def test_its_words_and_reasons_are_for_people_and_for_the_tables_of_codes(name: str) -> None:
     cheat = CHEATS[name]
@@ -126,20 +104,6 @@ def test_its_words_and_reasons_are_for_people_and_for_the_tables_of_codes(name: 
     assert cheat.reasons <= known | at_the_door
     assert cheat.reasons
     assert len(cheat.what.split()) > 5
-
-
-@pytest.mark.parametrize(
-    "name", sorted(CHEATS.keys() - ON_PAPER - FORGED - PATIENT - {"answer", "branch", "steer", "small-model"})
-)
-def test_the_tokens_of_an_engine_that_cheats_are_not_the_honest_ones(name: str) -> None:
-    _, engine = loaded(name)
-    assert tokens(engine.generate(REQUESTS, PROOF)) != tokens(honest_engine().generate(REQUESTS, PROOF))
-
-
-@pytest.mark.parametrize("name", sorted(FORGED | ON_PAPER - PATIENT))
-def test_papers_that_lie_differ_from_honest_ones(name: str) -> None:
-    honest, cheated = handed_in(find_cheat(name))
-    assert cheated != honest
 
 
 def test_the_guide_lists_them_all_in_their_own_words() -> None:
@@ -163,70 +127,11 @@ def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path, engine, cheat
     assert not folder.exists()
 
 
-def test_best_of_rolls_other_dice_and_takes_the_likeliest_without_a_reward() -> None:
-    asked, engine = loaded("best-of")
-    groups = engine.generate(REQUESTS)
-    assert asked.seeds == [own_seeds((1, 2, 3)), own_seeds((4, 5))]
-    [candidates] = asked.generate([GenerationRequest((12,), own_seeds((4, 5)), SAMPLING)])
-    best = [max(candidates[i : i + TRIES], key=lambda c: c.logprobs.sum()) for i in (0, TRIES)]
-    assert tokens([groups[1]]) == tokens([best])
-
-
-def test_grind_hands_in_only_what_seeds_of_the_lease_give() -> None:
-    asked, engine = loaded("grind")
-    honest, ground = tokens(asked.generate(REQUESTS)), tokens(engine.generate(REQUESTS))
-    assert all(each in honest[0] for each in ground[0])
-    assert len({tuple(each) for each in ground[0]}) == 1
-
-
 def test_loose_claims_the_loosest_profile_that_the_run_takes() -> None:
     loose = find_cheat("loose")
     assert loose.profile("torch/cpu/float32", ["torch/cpu/bfloat16", "torch/cpu/float32"]) == "torch/cpu/bfloat16"
     assert loose.profile("torch/cpu/float32", ["torch/cpu/float32"]) == "torch/cpu/float32"
     assert find_cheat("copy").profile("torch/cpu/float32", ["torch/cpu/bfloat16"]) == "torch/cpu/float32"
-
-
-@pytest.mark.parametrize(
-    "name", ["edit", "early-end", "cut-short", "pad", "run-on", "cold", "greedy", "int4-decodes", "small-decodes"]
-)
-def test_the_right_policy_vouches_for_tokens_that_were_never_drawn(name: str) -> None:
-    asked, engine = loaded(name)
-    for request, group in zip(REQUESTS, engine.generate(REQUESTS, PROOF), strict=True):
-        for each in group:
-            [wanted] = asked.prefill([PrefillRequest(request.prompt_ids, each.token_ids, 1.0)], PROOF)
-            assert each.logprobs == pytest.approx(wanted.logprobs)
-            assert len(each.proofs) > 2
-
-
-@pytest.mark.parametrize("reach", [0.05, 0.2])
-def test_steer_changes_tokens_and_none_lies_farther_out_than_its_reach(reach: float) -> None:
-    asked = Asked()
-    engine = steer(SeedTolerance(distance=reach, floor=1e-3))().engine(asked, NOTHING)
-    engine.load_policy(REF, TENSORS)
-    requests = [GenerationRequest((10, number), (1, 2), SAMPLING) for number in range(2)]
-    assert tokens(engine.generate(requests)) != tokens(asked.generate(requests))
-    for request, group in zip(requests, engine.generate(requests), strict=True):
-        for seed, each in zip(request.seeds, group, strict=True):
-            [seen] = asked.prefill([PrefillRequest(request.prompt_ids, each.token_ids, 1.0)])
-            u_T = uniforms(seed, 0, len(each.token_ids))
-            assert (seen.cdf_low - u_T < reach).all()
-            assert (u_T - seen.cdf_high < reach).all()
-            outside_T = (u_T < seen.cdf_low) | (u_T >= seen.cdf_high)
-            assert (np.exp(seen.logprobs[outside_T]) > 1e-3).all()
-
-
-def test_the_small_model_has_a_third_of_the_layers() -> None:
-    files = {"config.json": b'{"num_hidden_layers": 9, "layer_types": [1, 2, 3, 4, 5, 6, 7, 8, 9], "x": 1}'}
-    config = msgspec.json.decode(shallow_files(files)["config.json"])
-    assert config == {"num_hidden_layers": 3, "layer_types": [1, 2, 3], "x": 1}
-
-
-def test_replay_hands_in_its_first_group_for_ever() -> None:
-    cheat = find_cheat("replay")
-    first, _ = handed_in(cheat)
-    honest, cheated = handed_in(cheat, GenerationRequest((12,), (7, 8, 9), SAMPLING), unit=1)
-    assert cheated.rollouts == first.rollouts != honest.rollouts
-    assert (cheated.unit, cheated.lease) == (1, "u1a0")
 
 
 def test_steal_takes_what_it_finds_the_same_prompt_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""Losses by hand, per token and per sequence, and what holds for all of them."""
+"""Advantages and losses by hand, per token and per sequence, and what holds for all of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
@@ -14,24 +15,99 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kit.loss import differentiated, tokens
-from shoal.algorithms.losses import (
-    LossParameters,
-    LossTokens,
-    cispo,
-    cross_entropy,
-    decoupled,
-    dppo,
-    geometric_mask,
-    gspo,
-    plain,
-    ppo_clip,
-    ratio,
-    sequence_mean,
-    tis,
-    two_sided_clip,
+from shoal.algorithms.advantages import carries_signal
+from shoal.algorithms.losses import Loss, LossParameters, LossTokens, dppo, geometric_mask, ratio, sequence_mean
+from shoal.algorithms.registry import ADVANTAGES, LOSSES, NEEDS_RECOMPUTED
+from shoal.protocol.verdict import MAX_REWARD
+
+GROUPS = st.lists(st.floats(-MAX_REWARD, MAX_REWARD, width=32), min_size=1, max_size=12)
+
+
+def of(name: str, rewards: list[float]) -> list[float]:
+    values: list[float] = ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64)).tolist()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "expected"),
+    [
+        ("group_mean", [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
+        # mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
+        ("group_mean_std", [2.0, 0.0, 1.0, 1.0], [1.4142116, -1.4142116, 0.0, 0.0]),
+        # mean 1, sample variance (1 + 1 + 0 + 0) / 3, std 0.81649658; 1 / 0.81649758
+        ("group_mean_sample_std", [2.0, 0.0, 1.0, 1.0], [1.2247434, -1.2247434, 0.0, 0.0]),
+        ("group_mean_sample_std", [3.0], [0.0]),  # a group of one has no deviation
+        # the others of the first have the mean 1/3, those of the second and third 4/3, of the last 1
+        ("rloo", [3.0, 0.0, 0.0, 1.0], [8 / 3, -4 / 3, -4 / 3, 0.0]),
+        ("dr_grpo", [1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5]),
+        ("max_rl", [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # one success of four weighs 1 / (1/4) − 1
+        ("max_rl", [1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ("max_rl", [0.0, 0.0], [0.0, 0.0]),  # no success, nothing to learn
+        ("max_rl", [-0.5, -1.0], [0.0, 0.0]),  # what is below 0 is no success, and no two failures differ
+        ("max_rl", [0.9, -0.1], [1.0, -1.0]),
+        ("max_rl", [0.5, 0.25, 0.0, 0.25], [1.0, 0.0, -1.0, 0.0]),  # parts of a success: mean 1/4
+    ],
 )
-from shoal.algorithms.registry import LOSSES, NEEDS_RECOMPUTED
+def test_advantages_by_hand(name: str, rewards: list[float], expected: list[float]) -> None:
+    assert of(name, rewards) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_equal_rewards_carry_no_advantage_and_others_keep_their_order(name: str) -> None:
+    assert [of(name, rewards) for rewards in ([0.25] * 3, [7.0], [-7.0])] == [[0.0] * 3, [0.0], [0.0]]
+    rewards = torch.tensor([0.1, 0.9, 0.3, 0.3, 1.0])
+    assert torch.equal(ADVANTAGES[name](rewards).argsort(stable=True), rewards.argsort(stable=True))
+
+
+@given(rewards=GROUPS)
+def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: list[float]) -> None:
+    for name in sorted(ADVANTAGES):
+        values = of(name, rewards)
+        assert all(math.isfinite(value) for value in values)
+        assert abs(math.fsum(values)) <= 1e-5 * len(values) * max(1.0, *(abs(value) for value in [*values, *rewards]))
+    values, size = of("max_rl", rewards), len(rewards)
+    assert -1 - 1e-5 <= min(values) <= max(values) <= (size - 1) * (1 + 1e-5), "bounded by the size of the group"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 1.0], True), ([0.5, 0.5, 0.5000001], True), ([1.0, 1.0, 1.0], False), ([0.0], False), ([], False),
+        ([0.0, math.nan], False), ([0.0, math.inf], False),
+    ],
+)  # fmt: skip
+def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
+    assert carries_signal(rewards) is expected
+
+
+# Losses
+
+
+def logprob(ratio: float) -> float:
+    return math.log(ratio) - 1
+
+
+def tokens(
+    ratios: Sequence[float], advantages: Sequence[float], *, sequence: Sequence[int] | None = None
+) -> LossTokens:
+    """Tokens with these ratios. The trainer's own log-probabilities of the step's beginning are the recorded ones."""
+    base_N = torch.full((len(ratios),), -1.0, dtype=torch.float64)
+    return LossTokens(
+        logprobs_N=torch.tensor([logprob(r) for r in ratios], dtype=torch.float64, requires_grad=True),
+        behaviour_N=base_N,
+        advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        recomputed_N=base_N.clone(),
+        sequence_N=torch.arange(len(ratios)) if sequence is None else torch.tensor(sequence),
+    )
+
+
+def differentiated(loss: Loss, given: LossTokens, parameters: LossParameters) -> tuple[Any, list[float]]:
+    """What the loss gives, and the gradient of its sum by each token's log-probability."""
+    output = loss(given, parameters)
+    gradient: Tensor
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), given.logprobs_N)
+    return output, gradient.tolist()
+
 
 PARAMETERS = LossParameters(epsilon=0.2, delta=4.0)
 
@@ -65,10 +141,6 @@ def test_the_base_of_the_ratio_is_chosen() -> None:
         ratio(replace(given, recomputed_N=None), LossParameters(recomputed_base=True))
 
 
-def logprob(ratio: float) -> float:
-    return math.log(ratio) - 1
-
-
 def weighted(weights: list[float], advantages: list[float], ratios: list[float]) -> list[float]:
     """−w·A·log π."""
     return [-w * a * logprob(r) for w, a, r in zip(weights, advantages, ratios, strict=True)]
@@ -88,23 +160,23 @@ NARROW = ([math.exp(0.00035), math.exp(0.00045), math.exp(-0.00035)], [1.0, 1.0,
 
 # loss, parameters, (ratios, advantages, completions), losses, gradients, which are stopped
 BY_HAND = [
-    (two_sided_clip, PARAMETERS, *columns(TWO_SIDED)),
-    (ppo_clip, PARAMETERS, *columns(PPO)),
+    ("two_sided_clip", PARAMETERS, *columns(TWO_SIDED)),
+    ("ppo_clip", PARAMETERS, *columns(PPO)),
     *((loss, HIGHER, MOVED, [-1.25, -1.28, 0.8, 0.85], [-1.25, 0.0, 0.0, 0.85], [0, 1, 1, 0])
-      for loss in (two_sided_clip, ppo_clip)),  # clip-higher moves the upper side only
-    (plain, CAPPED, PLAIN, [2.0, -logprob(10), logprob(0.1)], [-2.0, -1.0, 1.0], [0, 0, 0]),
-    (tis, CAPPED, CAP_AT_2, weighted([1.5, 2, 0.1, 2], *CAP_AT_2[1::-1]), [-1.5, -2.0, 0.1, 4.0], [0, 1, 0, 1]),
-    (cispo, replace(CAPPED, epsilon_high=3.0), CAP_AT_4, weighted([1.5, 4, 0.1], *CAP_AT_4[1::-1]), [-1.5, -4.0, 0.1],
+      for loss in ("two_sided_clip", "ppo_clip")),  # clip-higher moves the upper side only
+    ("plain", CAPPED, PLAIN, [2.0, -logprob(10), logprob(0.1)], [-2.0, -1.0, 1.0], [0, 0, 0]),
+    ("tis", CAPPED, CAP_AT_2, weighted([1.5, 2, 0.1, 2], *CAP_AT_2[1::-1]), [-1.5, -2.0, 0.1, 4.0], [0, 1, 0, 1]),
+    ("cispo", replace(CAPPED, epsilon_high=3.0), CAP_AT_4, weighted([1.5, 4, 0.1], *CAP_AT_4[1::-1]), [-1.5, -4.0, 0.1],
      [0, 1, 0]),  # −min(r, 1 + 3)·A, no floor
-    (cispo, CAPPED, CAP_AT_4, weighted([1.5, 2, 0.1], *CAP_AT_4[1::-1]), [-1.5, -2.0, 0.1], [0, 1, 0]),
+    ("cispo", CAPPED, CAP_AT_4, weighted([1.5, 2, 0.1], *CAP_AT_4[1::-1]), [-1.5, -2.0, 0.1], [0, 1, 0]),
     # −A·s at every token, though their own ratios differ; the second completion is clipped
-    (gspo, CAPPED, (RATIOS, [1.0, 1.0, 2.0, 1.0, 1.0, 1.0], SEQUENCE), [-1.1, -1.1, -2.4, -0.5, -0.5, -0.5],
+    ("gspo", CAPPED, (RATIOS, [1.0, 1.0, 2.0, 1.0, 1.0, 1.0], SEQUENCE), [-1.1, -1.1, -2.4, -0.5, -0.5, -0.5],
      [-1.1, -1.1, 0.0, -0.5, -0.5, -0.5], [0, 0, 1, 0, 0, 0]),
-    (gspo, CAPPED, (RATIOS, [-1.0] * 6, SEQUENCE), [1.1, 1.1, 1.5, 0.8, 0.8, 0.8], [1.1, 1.1, 1.5, 0.0, 0.0, 0.0],
+    ("gspo", CAPPED, (RATIOS, [-1.0] * 6, SEQUENCE), [1.1, 1.1, 1.5, 0.8, 0.8, 0.8], [1.1, 1.1, 1.5, 0.0, 0.0, 0.0],
      [0, 0, 0, 1, 1, 1]),
-    (gspo, LossParameters(epsilon=3e-4, epsilon_high=4e-4), NARROW, [-math.exp(0.00035), -1.0004, 0.9997],
+    ("gspo", LossParameters(epsilon=3e-4, epsilon_high=4e-4), NARROW, [-math.exp(0.00035), -1.0004, 0.9997],
      [-math.exp(0.00035), 0.0, 0.0], [0, 1, 1]),  # as narrowly as its authors do
-    (geometric_mask, CAPPED, (MASKED, OF_MASKED, [0, 0, 1, 1, 1, 1, 1, 2, 2, 3]), weighted(KEPT, OF_MASKED, MASKED),
+    ("geometric_mask", CAPPED, (MASKED, OF_MASKED, [0, 0, 1, 1, 1, 1, 1, 2, 2, 3]), weighted(KEPT, OF_MASKED, MASKED),
      [-1.01, -1.005, 0, 0, 0, 0, 0, 2.0, 1 / 3, 0], [0, 0, 1, 1, 1, 1, 1, 1, 0, 1]),
 ]  # fmt: skip
 
@@ -112,13 +184,13 @@ BY_HAND = [
 @pytest.mark.parametrize(("loss", "parameters", "given", "losses", "gradients", "stopped"), BY_HAND)
 def test_losses_by_hand(loss, parameters, given, losses, gradients, stopped) -> None:
     ratios, advantages, sequence = given
-    output, gradient = differentiated(loss, tokens(ratios, advantages, sequence=sequence), parameters)
+    output, gradient = differentiated(LOSSES[loss], tokens(ratios, advantages, sequence=sequence), parameters)
     assert output.loss_N.tolist() == pytest.approx(losses)
     assert gradient == pytest.approx(gradients)
     assert output.mean["clip_fraction"].tolist() == stopped
     means = [1.1, 1.1, 1.5, 0.5, 0.5, 0.5] if ratios is RATIOS else ratios  # of gspo those of whole completions
     assert output.mean["ratio_mean"].tolist() == pytest.approx(means)
-    if loss is geometric_mask:
+    if loss == "geometric_mask":
         assert output.mean["masked_fraction"].tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0, 1]
 
 
@@ -141,7 +213,7 @@ def test_means_stay_within_their_completion() -> None:
 def test_cross_entropy_needs_nothing_recorded() -> None:
     logprobs_N = torch.tensor([-0.5, -2.0], requires_grad=True)
     given = LossTokens(logprobs_N, torch.full((2,), math.nan), torch.tensor([1.0, 0.5]))
-    output, gradient = differentiated(cross_entropy, given, CAPPED)
+    output, gradient = differentiated(LOSSES["cross_entropy"], given, CAPPED)
     assert (output.loss_N.tolist(), gradient) == ([0.5, 1.0], [-1.0, -0.5])
     assert not {**output.mean, **output.peak}
 
@@ -165,7 +237,7 @@ def test_decoupled_clips_around_the_steps_beginning_and_weighs_what_came_before(
     behaviour_N, advantages_N = torch.full((7,), -1.0, dtype=torch.float64), torch.tensor(advantages)
     given = LossTokens(logprobs_N, behaviour_N, advantages_N, recomputed_N)
     for recomputed_base in (False, True):  # it takes both, whatever the base is
-        output, gradient = differentiated(decoupled, given, replace(CAPPED, recomputed_base=recomputed_base))
+        output, gradient = differentiated(LOSSES["decoupled"], given, replace(CAPPED, recomputed_base=recomputed_base))
         assert output.loss_N.tolist() == pytest.approx(losses)
         assert gradient == pytest.approx(gradients)
         assert output.mean["clip_fraction"].tolist() == [float(value) for value in stopped]
@@ -213,7 +285,6 @@ def test_dppo_is_anchored_on_the_base() -> None:
 
 NAMES = sorted(LOSSES)
 REPORTED = {"ratio_mean", "clip_fraction"}
-WHOLE_COMPLETIONS = {"gspo", "geometric_mask"}
 
 ANY_RATIO = st.floats(0.05, 20.0)
 DRAWN = st.lists(st.tuples(ANY_RATIO, ANY_RATIO), min_size=1, max_size=4)
@@ -278,13 +349,6 @@ def test_a_completion_does_not_care_what_it_is_computed_with(name: str, completi
 def _numbers(name: str, completions) -> dict[str, Tensor]:
     output, gradient = differentiated(LOSSES[name], laid_out(completions), LossParameters())
     return {"loss": output.loss_N, "gradient": torch.tensor(gradient), **output.mean, **output.peak}
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - WHOLE_COMPLETIONS))
-def test_other_losses_do_not_look_at_completions(name: str) -> None:
-    given_N = tokens([1.5, 0.3, 1.1], [1.0, -1.0, 0.5], sequence=[0, 1, 1])
-    whole, apart = (LOSSES[name](replace(given_N, sequence_N=s), LossParameters()) for s in (None, given_N.sequence_N))
-    assert torch.equal(whole.loss_N, apart.loss_N)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.algorithms.packing import Cost, flatten, micro_batches, minibatches, packs, pad, shares
@@ -56,7 +56,6 @@ def test_padded_and_packed_each_token_is_pointed_at_its_predictor() -> None:
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
 
-@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 200), st.integers(0, 5), st.integers(1, 5))
 def test_packs_hold_everything_once_within_the_budget(lengths, budget: int, quadratic: int, ranks: int) -> None:
     bins = packs(lengths, budget, Cost(10, quadratic), ranks)
@@ -65,7 +64,6 @@ def test_packs_hold_everything_once_within_the_budget(lengths, budget: int, quad
         assert len(rows) == 1 or 1 <= sum(lengths[index] for index in rows) <= budget
 
 
-@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(0, 5), st.integers(1, 8))
 def test_packs_differ_in_cost_by_one_sequence_at_most_where_room_does_not_decide(lengths, quadratic, ranks) -> None:
     cost = Cost(10, quadratic)

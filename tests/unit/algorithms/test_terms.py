@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -140,7 +140,6 @@ def test_the_effective_share_by_hand(ratios: list[float], share: float) -> None:
     assert effective_share(float(total), float(squares), len(ratios)) == pytest.approx(share, rel=1e-4)
 
 
-@settings(max_examples=40)
 @given(logs=st.lists(st.floats(-30, 30), min_size=1, max_size=20), cut=st.integers(0, 20))
 def test_the_share_is_bounded_and_sums_may_be_taken_apart(logs: list[float], cut: int) -> None:
     now_N = torch.tensor(logs)

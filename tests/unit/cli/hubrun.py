@@ -13,7 +13,8 @@ from typing import Any
 from kit.cast import Run, Running
 from kit.hub import FakeEnvironment
 from shoal import protocol
-from shoal.hub import HubConfig, run_hub
+from shoal.hub import HubConfig
+from shoal.hub.http.server import run_hub
 from shoal.hub.service import Hub
 from shoal.hub.state import credits, nodes
 from shoal.hub.state.commands import AddVerdict, Record, Save

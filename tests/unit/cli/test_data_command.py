@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,15 @@ def test_without_settings_a_prompt_is_its_text() -> None:
 def test_a_prompt_that_the_model_cannot_take_makes_its_task_unusable(prompt: str, sentence: str) -> None:
     with pytest.raises(UnusableTask, match=sentence):
         asking().ids(Task("t", prompt, ""))
+
+
+def test_room_of_models_that_name_their_positions_otherwise_is_known() -> None:
+    files = dict(read_files(model_folder("tiny")))
+    config = json.loads(files["config.json"])
+    del config["max_position_embeddings"]
+    files["config.json"] = json.dumps({**config, "n_positions": 12}).encode()
+    with pytest.raises(UnusableTask, match="room for 2 tokens"):
+        Asking(files, build(EnvironmentSettings()), 10).check(Task("t", "12345678=", ""))
 
 
 def test_the_length_text_counts() -> None:

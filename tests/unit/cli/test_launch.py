@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from kit.scene import Memory
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
-from shoal.run.launch import Launched, conclusion, launch, process_spec
+from shoal.run.launch import Launched, conclusion, kept_line, launch, process_spec
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, role_names, run_role
 from shoal.runtime.config import parse_config
@@ -87,6 +88,15 @@ def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised
     assert display.scenes[-1].notes == {"worker-2": "cheats"}
     assert json.loads((folder.path / "processes.json").read_text()) == {}
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
+
+
+def test_a_finished_run_says_what_it_keeps(tmp_path: Path) -> None:
+    for name, size in {"trainer": 3_000_000, "origin": 2_000_000, "hub": 1_000_000, "logs": 1}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"x" * size)
+    line = kept_line(tmp_path)
+    assert line.startswith(f"{tmp_path} keeps 6")
+    assert re.search(r": trainer 3[\d.]* MB, origin 2[\d.]* MB, hub 1[\d.]* MB, …$", line)
 
 
 def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Patch, folder: RunFolder) -> None:

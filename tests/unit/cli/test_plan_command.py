@@ -148,6 +148,13 @@ def test_the_command_says_what_fits_and_what_would(
     assert ("guessed" in said) == ("--parameters" in options)
 
 
+@pytest.mark.parametrize(("where", "advised"), [(["--set", "trainer.device=cpu"], False), (["--memory", "8"], True)])
+def test_more_validators_are_advised_for_gpus_only(where: list[str], advised: bool, capsys: Capture) -> None:
+    """By the speeds of a GPU 300 steps of a toy need four; of a processor's trainer these speeds say nothing."""
+    assert main(["plan", str(TINY), "--set", "run.steps=300", *where]) == 0
+    assert ("raise validator.count" in capsys.readouterr().out) == advised
+
+
 def test_on_a_cpu_only_the_first_process_holds_copies_and_more_processes_save_nothing() -> None:
     recipe, given = parse_config(LARGE, Recipe, "test"), settings(objective={"kl": 0.1})
     found = Planning(recipe, SHAPE, plan(SHAPE, given, 2, kind="cpu"), 2, "cpu", GIB)
@@ -297,11 +304,17 @@ def test_time_machines_and_money() -> None:
 
 
 def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
+    """Generating and checking take what they are said to take by so many machines: about as long as training each."""
     found = planning(LARGE.replace("max_staleness = 2", "max_staleness = 0"))
-    checked_s = found.tokens / found.audit_tokens_s
     named = {name: seconds for name, seconds, _ in found.stages()}
-    rest = sum(named[name] for name in ("train", "save", "publish", "apply"))
-    assert found.step_s == pytest.approx(0.25 + LONGEST * 0.0441667 + 15.252 + checked_s + rest, rel=1e-6)
+    assert found.step_s == pytest.approx(sum(named.values())) == pytest.approx(19_000, rel=0.05)
+    assert (found.workers, found.validators) == (84, 7)
+    assert named["generate"] == pytest.approx(found.tokens / (84 * found.worker_tokens_s))
+
+
+def test_a_worker_needs_room_for_one_sequence() -> None:
+    """Half of 500,000 bytes for each of 32,768 tokens beside 64 GB of weights; a worker without it finishes none."""
+    assert planning().device_bytes("worker") == 64 * 10**9 + GIB + 250_000 * 32_768
 
 
 def test_roles_that_share_a_gpu_have_their_parts_of_it() -> None:

@@ -18,21 +18,23 @@ from shoal.run.recipe import Recipe
 
 
 @pytest.mark.parametrize(
-    ("steps", "code", "said", "remedy"),
+    ("steps", "last", "code", "said", "remedy"),
     [
-        (4, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is in", "eval {} --env SPEC"),
-        (9, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "resume it with: shoal run --dir {}"),
+        (4, {"step": 4}, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is", "eval {} --env SPEC"),
+        (4, {"step": 3, "groups": 8}, 0, "is finished: 4 steps", "eval {} --env SPEC"),  # no version is evaluated
+        (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run --dir {}"),
     ],
 )
 def test_a_stopped_run_says_where_it_stands(
-    tmp_path: Path, steps: int, code: int, said: str, remedy: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+    tmp_path: Path, steps: int, last: dict[str, float], code: int, said: str, remedy: str, monkeypatch: Patch,
+    capsys: Capture,
+) -> None:  # fmt: skip
     monkeypatch.setattr("shoal.runtime.text.shoal_command", lambda: "shoal")
     monkeypatch.setattr("shoal.run.launch.shoal_command", lambda: "shoal")
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": steps}, "hub": {"port": 0}}))
     folder.assign_endpoints()
     (folder.path / "trainer").mkdir()
-    rows = [{"step": 0, "held_out": 0.25}, {"step": 4, "held_out": 0.5}]
+    rows = [{"step": 0, "held_out": 0.25}, {"held_out": 0.5, **last}]
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = told(capsys, code, "status", folder.path, "--wait", 0)
     words = " ".join((shown.out if code == 0 else shown.err).split())

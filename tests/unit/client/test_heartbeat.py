@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from fake_run import REPLY, ScriptedHub, answer, no_answer, refusal, run_info, signed
+from fake_run import REPLY, ScriptedHub, answer, refusal, run_info, signed
 
 from shoal.client import Activity, RegularHeartbeat
 from shoal.client.weights import LOOK_EVERY_S, Following
@@ -30,13 +30,6 @@ def test_it_beats_until_the_role_ends() -> None:
     assert heartbeat.refusal is None
     assert b"generating" in hub.requests[0].content
     assert not heartbeat._thread.is_alive()
-
-
-def test_a_silent_hub_is_no_reason_to_end() -> None:
-    hub = ScriptedHub(script=[no_answer] * 50)
-    heartbeat = RegularHeartbeat(hub.client(), 0.5, Activity(), lambda _: None)
-    heartbeat.once()
-    assert heartbeat.refusal is None
 
 
 def test_a_refusal_is_kept_for_the_role_to_see() -> None:

@@ -53,10 +53,8 @@ def small_device(model: Any, rows: int = 10**9, cells: int = 10**9) -> Iterator[
 
 
 def requests(seeds_each: int = 4, **more: Any) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(prompt, tuple(range(100 * i, 100 * i + seeds_each)), SAMPLING, **more)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    seeds = [tuple(range(100 * i, 100 * i + seeds_each)) for i in range(len(PROMPTS))]
+    return [GenerationRequest(prompt, own, SAMPLING, **more) for prompt, own in zip(PROMPTS, seeds, strict=True)]
 
 
 def continued(caplog: pytest.LogCaptureFixture) -> bool:

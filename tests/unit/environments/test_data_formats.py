@@ -139,6 +139,14 @@ def test_livecodebench(packed: bool, tmp_path: Path) -> None:
     assert "def addPair(self, a: int, b: int) -> int:" in tasks[4].prompt
 
 
+def test_what_codeforces_states_beside_the_description_is_asked(tmp_path: Path) -> None:
+    stated = {"description": "Print the sum.", "input_format": "Two integers.", "output_format": None}
+    rows = [{**stated, "id": f"{row}/A", "official_tests": [{"input": f"{row} 3", "output": "5"}]} for row in range(5)]
+    for number, task in enumerate(tasks_of(open_data(write_parquet(tmp_path / "a.parquet", rows)))):
+        assert task.prompt.startswith("Print the sum.\n\nInput:\nTwo integers.\n\nWrite a Python program")
+        assert read_tests(task.answer).cases[0].given == f"{number} 3".encode()
+
+
 class Bomb:
     """A pickle that runs something when it is loaded."""
 

@@ -31,8 +31,7 @@ from kit.sandbox import needs_bubblewrap
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
-from shoal.environments.protocol import SPLITS, Task
-from shoal.environments.questions import prompt_digest, question_digest
+from shoal.environments.protocol import SPLITS, Task, prompt_digest, question_digest
 from shoal.errors import ScoringFailure, UnusableTask
 
 PRINTS = "```python\nprint(sum(map(int, input().split())))\n```"
@@ -46,6 +45,7 @@ MATHEMATICS: dict[str, dict[int, tuple[str, ...]]] = {
 CODE: dict[str, dict[int, str]] = {
     "intellect2": {3: PRINTS, 4: RETURNS}, "synthetic1": {2: PRINTS, 3: RETURNS}, "eurus2": {2: PRINTS},
     "deepcoder": {0: PRINTS, 1: RETURNS, 2: PRINTS, 3: METHOD, 4: PRINTS}, "taco": {0: PRINTS, 1: RETURNS},
+    "code_contests": {0: PRINTS, 1: PRINTS},
 }  # fmt: skip
 
 
@@ -113,6 +113,32 @@ def test_a_kind_whose_answers_cannot_be_read_is_refused_at_opening(tmp_path: Pat
     assert open_data(write_jsonl(tmp_path / "b.jsonl", rows))._main.table.rows == 60  # one good row was seen
 
 
+@pytest.mark.parametrize("solution", ["We prove it by induction. " * 20, "def f(n):\n    return n\n" * 20])
+def test_long_solutions_without_an_answer_are_not_compared(solution: str, tmp_path: Path) -> None:
+    """Proofs of NuminaMath-CoT, which names no kinds, and programs of data sets whose tests are not read."""
+    rows = [{"problem": f"{row}?", "solution": solution if row < 3 else "so \\boxed{2}"} for row in range(9)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    problems = checked(open_data(path))
+    assert [row for row, _ in problems.first] == [0, 1, 2]
+    assert "ends in no answer" in problems.first[0][1]
+    assert "kind 'mathematics', 3 rows" in refused(write_jsonl(tmp_path / "b.jsonl", rows[:3]))
+
+
+@pytest.mark.parametrize("tests", [{"input": ["1"], "output": []}, {"input": "1", "output": "1"}, ["1"]])
+def test_contest_tests_that_are_no_pairs_cannot_be_used(tests: Any, tmp_path: Path) -> None:
+    rows = [{"description": f"{row}?", "public_tests": {"input": ["1"], "output": ["1"]}, "private_tests": None}
+            for row in range(6)]  # fmt: skip
+    rows[1]["public_tests"] = tests
+    reason = "public_tests is no object of as many inputs as outputs"
+    assert checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows))).first == [(1, reason)]
+
+
+def test_a_band_without_a_column_of_rates_says_how_to_name_one(tmp_path: Path) -> None:
+    rows = [{"problem": f"{row}?", "answer": "1", "llama8b_solve_rate": 0.3} for row in range(6)]
+    said = refused(write_jsonl(tmp_path / "a.jsonl", rows), keep_solve_rate=(0.1, 0.8))
+    assert "needs one column of solve rates, not none (by its name, solve_rate…); there are problem, answer, " in said
+
+
 def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", described(20, verification_info={3: "{'a': open('x')}", 4: "{'a'"}))
     problems = checked(open_data(path))
@@ -120,9 +146,19 @@ def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     assert problems.first == [(3, reason), (4, reason)]
 
 
+@pytest.mark.parametrize(("info", "read"), [
+    (" {'ground_truth': \"it's\"}", {"ground_truth": "it's"}),
+    ("[{'input': '1', 'output': None}]", [{"input": "1", "output": None}]),
+])  # fmt: skip
+def test_what_python_wrote_is_read(info: str, read: Any, tmp_path: Path) -> None:
+    rows = described(6, verification_info={0: info})
+    task = open_data(write_jsonl(tmp_path / "a.jsonl", rows), grader="exact").task("0/p0")
+    assert json.loads(task.answer) == read
+
+
 SHALLOW: list[tuple[str, Any, str]] = [
     ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
-    ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type 'None' is unknown"),
+    ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type is missing"),
 ]  # fmt: skip
 DEEP: list[tuple[Any, str]] = [
     (None, "verification_info is missing"), ("", "verification_info is empty"),
@@ -198,7 +234,10 @@ def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: py
 @pytest.mark.parametrize("value", [["verifiable_math"], {"name": "verifiable_math"}, 7, b"\xff"])
 def test_a_task_type_that_is_no_text_is_unknown(value: object, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", described(10, task_type=dict.fromkeys(range(10), value)))
-    assert re.search(r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is", refused(path))
+    assert re.search(
+        r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is .*known are verifiable_math, .*--set ",
+        refused(path),
+    )
 
 
 @pytest.mark.parametrize("column", ["task_type", "verification_info", "problem_id", "prompt"])
@@ -314,6 +353,7 @@ def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFix
     task = environment.tasks("held_out")[1]
     assert environment.task(task.id) == task
     assert environment.score(task, "\\boxed{16}").value == 1.0
+    assert list(environment.prompt_digests("held_out"))[1] == prompt_digest(task.prompt)
     ids = {task.id for task in environment.tasks("train")}
     assert len(ids) == 28
     assert not ids & {"3/p3", "8/p8"}
@@ -357,13 +397,3 @@ def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> Non
         ([0.13, 0.2], "solve_rate_tiny", "no row has a solve rate within"),
     ]:
         assert said in refused(path, keep_solve_rate=band, solve_rate=column)
-
-
-def test_the_digests_of_a_split_are_those_of_its_prompts(tmp_path: Path) -> None:
-    environment = open_data(write_parquet(tmp_path / "a.parquet", described(30)))
-    for split in SPLITS:
-        found = [prompt_digest(task.prompt) for task in environment.tasks(split)]
-        assert list(environment.prompt_digests(split)) == found
-    path = write_jsonl(tmp_path / "test.jsonl", [{"question": "New?", "answer": "1"}])
-    other = open_data(tmp_path / "a.parquet", held_out=path)
-    assert list(other.prompt_digests("held_out")) == [prompt_digest("new?")]

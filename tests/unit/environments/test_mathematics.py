@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.mathematics import pairs
 from shoal.environments.graders.mathematics.grader import MathematicsGrader
 from shoal.environments.graders.registry import grader
 from shoal.errors import ScoringFailure
+
+
+@dataclass(frozen=True)
+class Pair:
+    category: str
+    right: bool
+    gold: str
+    completion: str
+
+    def __str__(self) -> str:
+        return f"{self.category}: {self.gold} {'=' if self.right else '!='} {self.completion}"
+
+
+def pairs(name: str = "math_pairs.txt") -> list[Pair]:
+    lines = (Path(__file__).parents[2] / "data" / name).read_text(encoding="utf-8").splitlines()
+    return [_pair(line) for line in lines if line and not line.startswith("# ")]
+
+
+def _pair(line: str) -> Pair:
+    category, right, gold, answer = f"{line} ".split(" | ", 3)
+    answer = answer.removesuffix(" ")
+    completion = answer[1:].replace("⏎", "\n") if answer.startswith(">") else f"So it is \\boxed{{{answer}}}."
+    return Pair(category, right == "1", gold, completion)
+
 
 PAIRS = pairs()
 CATEGORIES = sorted({pair.category for pair in PAIRS})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from pathlib import Path
 
 import pytest
@@ -48,15 +46,6 @@ def test_train_and_held_out_share_no_prompt(name):
 def test_an_unknown_id_is_refused(task_id):
     with pytest.raises(EnvironmentSetupError, match="no task"):
         environment().task(task_id)
-
-
-def test_tasks_are_a_sequence():
-    tasks = build(EnvironmentSettings(train_size=5)).tasks("train")
-    assert [task.id for task in tasks] == [f"sort/train/{index}" for index in range(5)]
-    assert tasks[-1] == tasks[4]
-    assert list(tasks[1:3]) == [tasks[1], tasks[2]]
-    with pytest.raises(IndexError):
-        tasks[5]
 
 
 def test_tasks_are_the_same_in_every_process_and_release():
@@ -263,13 +252,6 @@ def test_any_text_is_answered_shortly_or_not_at_all(text: str) -> None:
 )  # fmt: skip
 def test_a_bare_number_is_a_question_once_and_then_the_answer(turns: list[str], said: str | None) -> None:
     assert answer(turns) == said
-
-
-def test_nothing_that_it_reads_can_be_run() -> None:
-    source = Path(inspect.getsourcefile(evaluate) or "").read_text()
-    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    assert "Fraction" in names
-    assert not names & {"eval", "exec", "compile", "__import__", "open", "getattr"}
 
 
 def test_tasks_are_expressions_with_their_values_and_gold_scores_one() -> None:

@@ -1,4 +1,6 @@
-"""An evaluation: which tasks, which seeds, what is kept, how it resumes, what its results say."""
+"""An evaluation: which tasks, which seeds, what is kept, how it resumes, what its results say; and kept completions,
+scored again without a model or torch.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
 
-from kit.evaluation import SAMPLING, TOKENIZER, FailingScorer, SortingEngine, evaluation, sort, subject, with_lines
+from kit import Capture, Patch
+from kit.evaluation import SAMPLING, TOKENIZER, FailingScorer, SortingEngine, evaluation, sort, subject
+from shoal.cli.main import main
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ResourceError, UnusableTask
-from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, without
+from shoal.evaluation import job
+from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, measure, rescore, without
 from shoal.evaluation.plan import SamplingPlan, sample_seed, tasks_of
-from shoal.evaluation.records import COMPLETIONS, IDENTITY, PROGRESS
+from shoal.evaluation.records import COMPLETIONS, IDENTITY, PROGRESS, EvaluationJournal
 from shoal.evaluation.subject import EngineChoice, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
 from shoal.rewards import DirectScorer, Job, NotBegun
@@ -214,15 +220,15 @@ def test_answers_and_notes_of_graders_are_not_written(tmp_path: Path, caplog: py
 
 
 class Interrupting(DirectScorer):
-    """Begins one job at a time. The process is told to stop during its third batch."""
+    """Begins one job at a time. The process is told to stop during its third batch, or another one."""
 
-    def __init__(self, environment: Environment, stop: StopToken, raises: bool) -> None:
+    def __init__(self, environment: Environment, stop: StopToken, raises: bool, batch: int = 3) -> None:
         super().__init__(environment)
-        self._stop, self._raises, self._batches = stop, raises, 0
+        self._stop, self._raises, self._batch, self._batches = stop, raises, batch, 0
 
     def scores(self, jobs: Sequence[Job]) -> Any:
         self._batches += len(jobs) == SAMPLING.batch_rows
-        if self._batches == 3 and not self._stop.is_set():
+        if self._batches == self._batch and not self._stop.is_set():
             self._stop.set("test")
             if self._raises:
                 raise DeadlineExceeded("told to stop")
@@ -259,9 +265,7 @@ def test_what_a_crash_left_half_written_is_done_again(tmp_path: Path, file: str,
     run(tmp_path / "whole")
     given, stop, out = evaluation(), StopToken(), tmp_path / "cut"
     run(out, given, Interrupting(given.chosen.environment, stop, False), stop)
-    with_lines(out / file, 1)
-    with (out / file).open("ab") as opened:
-        opened.write(damage)
+    (out / file).write_bytes((out / file).read_bytes().partition(b"\n")[0] + b"\n" + damage)
     run(out)
     assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
 
@@ -347,3 +351,156 @@ def test_an_unknown_engine_and_too_little_memory_are_refused_with_what_to_do() -
             raise error
     with pytest.raises(RuntimeError, match="another"), memory_errors("draw"):
         raise RuntimeError("another")
+
+
+# Scored again: finished, interrupted and filtering measurements
+
+SORT = EnvironmentSettings(name="sort", length=LengthSettings(targets=(7, 9), text="in {target}"))
+REWARD = """
+tasks = [{"id": f"n{n}", "prompt": f"{n}1=", "answer": f"1{n}", "split": "held_out"} for n in range(2, 8)]
+tasks.append({"prompt": "0=", "split": "train"})
+
+def score(prompt, completion, answer):
+    WHAT
+"""
+EXACT = "return float(completion == answer)"
+
+
+def of(settings: EnvironmentSettings, engine: Any = None) -> EvaluationJob:
+    return EvaluationJob(subject(engine), choose(build(settings), SAMPLING), settings)
+
+
+def again(out: Path, settings: EnvironmentSettings, scorer: Any = None, stop: StopToken | None = None) -> Any:
+    environment = build(settings)
+    return rescore(settings, environment, lambda: scorer or DirectScorer(environment), out, stop or StopToken())
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
+
+
+def reward_file(folder: Path, what: str) -> EnvironmentSettings:
+    (folder / "reward.py").write_text(REWARD.replace("WHAT", what))
+    return EnvironmentSettings(file=folder / "reward.py")
+
+
+def test_rescored_results_are_as_if_scoring_had_never_failed(tmp_path: Path) -> None:
+    run(tmp_path / "whole", of(SORT))
+    before = run(tmp_path / "lost", of(SORT), FailingScorer(build(SORT), frozenset({0, 1, 5, 17})))
+    assert before["unscored"]["samples"] == 4
+    assert again(tmp_path / "lost", SORT)["unscored"] == {"samples": 0, "share": 0.0, "tasks": []}
+    assert content(tmp_path / "lost") == content(tmp_path / "whole")
+
+
+def test_mended_grader_replaces_all_scores_and_the_same_command_knows_the_results(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(out, of(reward_file(tmp_path, "return 0.0")))["avg_at_k"]["value"] == 0.0
+    mended = reward_file(tmp_path, EXACT)
+    found = again(out, mended)
+    right = [text == "".join(sorted(row["prompt"][:2])) for row in rows(out) for text in row["completions"]]
+    assert 0 < sum(right) < len(right)
+    assert found["avg_at_k"]["value"] == pytest.approx(sum(right) / len(right))
+    assert finished(out, of(mended).about) == json.loads((out / SUMMARY).read_bytes())
+
+
+def test_grader_that_breaks_the_command_costs_no_generation(tmp_path: Path, monkeypatch: Patch) -> None:
+    first, second = SortingEngine(), SortingEngine()
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectScorer, "scores", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path, of(SORT, first))
+    run(tmp_path, of(SORT, second))
+    assert (len(first.asked) > 0, len(first.asked) + len(second.asked)) == (True, SAMPLING.tasks)
+
+
+def test_stopped_rescoring_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    run(tmp_path, of(SORT), FailingScorer(build(SORT), frozenset({3})))
+    before, stop = content(tmp_path), StopToken()
+    assert again(tmp_path, SORT, Interrupting(build(SORT), stop, True, batch=2), stop) is None
+    assert content(tmp_path) == before
+
+
+def test_completions_of_another_prompt_are_not_rescored(tmp_path: Path) -> None:
+    settings, out = reward_file(tmp_path, "return 0.0"), tmp_path / "out"
+    run(out, of(settings))
+    text, before = (tmp_path / "reward.py").read_text(), content(out)
+    for old, new, said in (("{n}1=", "{n}2=", "n2 has another prompt now"), ("(2, 8)", "(2, 3)", "has no task")):
+        (tmp_path / "reward.py").write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=said):
+            again(out, settings)
+        assert content(out) == before
+
+
+def test_interrupted_evaluation_continues_with_new_scores(tmp_path: Path, capsys: Capture) -> None:
+    broken = reward_file(tmp_path, "return 0.0")
+    stop, out, first = StopToken(), tmp_path / "out", SortingEngine()
+    stopped = Interrupting(build(broken), stop, True, batch=2)
+    assert measure(of(broken, first), lambda: stopped, out, stop, lambda _done, _total: None) is None
+    mended = reward_file(tmp_path, EXACT)
+    assert again(out, mended)["samples"] == 4 * len(first.asked)  # what was drawn and not scored, too
+    assert not (out / SUMMARY).exists()
+    assert main(["eval", "--rescore", str(out)]) == 0
+    whole, said = len(of(mended).chosen.numbers), capsys.readouterr()
+    assert f"{out} has new scores of {len(first.asked)} of {whole} tasks; the command" in said.out
+    assert "continues" not in said.err, "nothing was scored before"
+    engine = SortingEngine()
+    run(out, of(mended, engine))
+    run(tmp_path / "whole", of(mended))
+    assert len(first.asked) + len(engine.asked) == len(rows(out))
+    assert content(out) == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("where", ["write_atomically", "sync_folder", "write_records"])
+def test_killed_while_replacing_results_draws_nothing_again(tmp_path: Path, monkeypatch: Patch, where: str) -> None:
+    run(tmp_path, of(SORT), FailingScorer(build(SORT), frozenset({0})))
+    with monkeypatch.context() as patched:
+        patched.setattr(job, where, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            again(tmp_path, SORT)
+    engine = SortingEngine()
+    assert finished(tmp_path, of(SORT).about) is None
+    assert run(tmp_path, of(SORT, engine))["unscored"]["samples"] == 0
+    assert engine.asked == []
+
+
+def test_measurement_of_a_filter_has_its_scores_replaced(tmp_path: Path) -> None:
+    given, failing = of(SORT), FailingScorer(build(SORT), frozenset({0, 2}))
+    measure(given, lambda: failing, tmp_path, StopToken(), lambda _done, _total: None)
+    assert again(tmp_path, SORT)["unscored"]["samples"] == 0
+    journal = measure(given, lambda: failing, tmp_path, StopToken(), lambda _done, _total: None)
+    assert journal is not None
+    assert all(len(record.scores) == 4 for record in journal.records())
+    assert {path.name for path in tmp_path.iterdir()}.isdisjoint({TASKS, SUMMARY})
+
+
+def test_folder_with_nothing_to_score_again_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        again(tmp_path, SORT)
+    EvaluationJournal(tmp_path).open(of(SORT).about)
+    (tmp_path / PROGRESS).unlink()
+    with pytest.raises(ConfigError, match="keeps no completions"):
+        again(tmp_path, SORT)
+    for other in ({**of(SORT).about, "plan": {"keep_text": True}}, {}, []):
+        (tmp_path / IDENTITY).write_text(json.dumps(other))
+        with pytest.raises(ConfigError, match="another version of shoal"):
+            again(tmp_path, SORT)
+
+
+COMMAND = """
+import sys
+from shoal.cli.main import main
+code = main(["eval", "--rescore", sys.argv[1]])
+print("torch" in sys.modules)
+sys.exit(code)
+"""
+
+
+def test_the_command_needs_no_model_and_no_torch(tmp_path: Path) -> None:
+    out, given = tmp_path / "out", of(reward_file(tmp_path, "raise OSError('away')"))
+    assert run(out, given)["unscored"]["samples"] == 24
+    reward_file(tmp_path, EXACT)
+    done = subprocess.run([sys.executable, "-c", COMMAND, str(out)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == [f"wrote {out}", "False"]
+    assert "unscored" not in done.stdout
+    assert json.loads((out / SUMMARY).read_bytes())["unscored"]["samples"] == 0

@@ -10,12 +10,11 @@ import httpx
 import pytest
 
 from kit.asgi import AsgiTransport
-from kit.hub import HUB, ROOT, VALIDATOR, Actor, Bench, certificate, code_of, fresh_request, make_config, ok, worker_key
+from kit.hub import HUB, ROOT, Actor, Bench, certificate, code_of, fresh_request, make_config, ok, worker_key
 from shoal import protocol
 from shoal.client import HubClient
-from shoal.client.http import HEADERS
 from shoal.errors import SignatureError
-from shoal.hub import create_app
+from shoal.hub.http.app import create_app
 from shoal.ledger import verify
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -86,29 +85,20 @@ def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: B
 NEXT = protocol.SigningKey.from_seed(b"n" * 32)
 
 
-def test_leases_and_receipts_of_before_are_signed_by_the_key_of_now(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "hub")
-    bench.announce(0)
-    request = fresh_request()
-    [lease] = bench.alice.lease(request)
+def test_leases_and_receipts_of_before_are_signed_by_the_key_of_now(bench: Bench) -> None:
+    [lease], [other] = bench.alice.lease(fresh_request()), bench.bob.lease("request-of-bob")
     ok(bench.alice.submit(lease))
-    [other] = bench.bob.lease("request-of-bob")
     bench.close()
-    config = make_config(tmp_path / "hub")
-    config = replace(config, key=NEXT, certificates=(*config.certificates, certificate(NEXT, "hub")))
-    app = create_app(config, bench.clock)
-    with httpx.Client(transport=AsgiTransport(app), base_url="http://hub", headers=HEADERS, timeout=20) as http:
-        validator, alice, bob = (Actor(key, http, bench.clock) for key in (VALIDATOR, worker_key(1), worker_key(2)))
-        [audit] = protocol.AuditReply.model_validate_json(ok(validator.call("POST", "/audits", {})).content).audits
-        assert protocol.open_document(audit.lease, protocol.Lease, NEXT.public_key) == lease
-        with pytest.raises(SignatureError):
-            protocol.open_document(audit.lease, protocol.Lease, HUB.public_key)
-        again = protocol.SignedDocument.model_validate_json(ok(alice.submit(lease)).content)
-        assert protocol.open_document(again, protocol.Receipt, NEXT.public_key).lease == lease.lease
-        reply = protocol.LeaseReply.model_validate_json(
-            ok(bob.call("POST", "/leases", {"request": "request-of-bob"})).content
-        )
-        assert [protocol.open_document(signed, protocol.Lease, NEXT.public_key) for signed in reply.leases] == [other]
+    certificates = (*make_config(bench.folder).certificates, certificate(NEXT, "hub"))
+    now = Bench(bench.folder, clock=bench.clock, changes={"key": NEXT, "certificates": certificates})
+    [audit] = now.audits()
+    assert protocol.open_document(audit.lease, protocol.Lease, NEXT.public_key) == lease
+    with pytest.raises(SignatureError):
+        protocol.open_document(audit.lease, protocol.Lease, HUB.public_key)
+    again = protocol.SignedDocument.model_validate_json(ok(now.alice.submit(lease)).content)
+    assert protocol.open_document(again, protocol.Receipt, NEXT.public_key).lease == lease.lease
+    assert replace(now.bob, hub_key=NEXT.public_key).lease("request-of-bob") == [other]
+    now.close()
 
 
 # A hub that was restored from a backup has forgotten whoever came later; their workers introduce themselves anew

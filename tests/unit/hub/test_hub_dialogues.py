@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from kit.hub import Bench, FakeEnvironment, fresh_request, ok, submission_body
@@ -20,13 +17,7 @@ class Talking(FakeEnvironment):
         return DialogueRule("calculator", 3) if int(task.id.rpartition("-")[2]) % 2 == 0 else None
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    changes = {"environment": Talking(), "frame": ((7, 8), (9,))}
-    bench = Bench(tmp_path / "hub", run={"groups_per_step": 8}, changes=changes)
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
+pytestmark = pytest.mark.hub(run={"groups_per_step": 8}, changes={"environment": Talking(), "frame": ((7, 8), (9,))})
 
 
 def test_a_lease_says_which_tool_answers_and_what_frames_its_words(bench: Bench) -> None:

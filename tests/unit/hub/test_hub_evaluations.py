@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,7 @@ class WithHeldOut(FakeEnvironment):
         return [Task(f"held-{index}", "" if index == 3 else f"{index}+", "") for index in range(44)]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path, changes={"environment": WithHeldOut(), "evaluation": PLAN})
-    yield bench
-    bench.close()
+pytestmark = pytest.mark.hub(changes={"environment": WithHeldOut(), "evaluation": PLAN})
 
 
 def ask(bench: Bench, key: protocol.SigningKey = VALIDATOR, evaluate: str = "idle", **more: Any) -> protocol.AuditReply:
@@ -66,7 +62,6 @@ def second_validator(bench: Bench) -> protocol.SigningKey:
 
 
 def test_a_version_is_measured_slice_by_slice(bench: Bench) -> None:
-    ok(bench.announce(0))
     first = slice_of(ask(bench))
     assert (first.run, first.policy.version, first.first) == (RUN_ID, 0, 0)
     assert [task.task for task in first.tasks] == [f"held-{index}" for index in range(32) if index != 3]
@@ -88,7 +83,6 @@ def test_a_version_is_measured_slice_by_slice(bench: Bench) -> None:
 
 
 def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
-    ok(bench.announce(0))
     other = second_validator(bench)
     lost = slice_of(ask(bench))
     assert slice_of(ask(bench, other)).first == 32, "nobody gets what somebody has"
@@ -101,7 +95,6 @@ def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
 
 
 def test_the_mean_of_a_part_is_shown_as_that_and_is_no_figure_of_the_run(bench: Bench) -> None:
-    ok(bench.announce(0))
     ok(send(bench, report(slice_of(ask(bench)), [1.0] * 31)))
     for _ in range(4):
         ok(send(bench, report(slice_of(ask(bench)), [], problem="the policy could not be fetched")))
@@ -122,14 +115,12 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused(bench: Bench, name: str) -> None:
     changes, expected = REFUSED[name]
-    ok(bench.announce(0))
     part = slice_of(ask(bench))
     assert code_of(send(bench, report(part, [1.0] * (1 if changes else 40), **changes))) == expected
     assert page(bench).evaluations[0].scored == 0
 
 
 def test_only_validators_report_and_only_what_they_signed(bench: Bench) -> None:
-    ok(bench.announce(0))
     said = report(slice_of(ask(bench)), [1.0])
     assert send(bench, said, worker_key(1)).status_code == 403
     forged = bench.validator.call("POST", "/evaluations", protocol.sign_document(said, worker_key(1)))
@@ -155,7 +146,6 @@ def test_validators_stay_until_the_last_version_is_measured(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("digest", ["f0" * 32, ""])
 def test_a_verdict_of_another_environment_or_of_none_is_refused(bench: Bench, digest: str) -> None:
-    ok(bench.announce(0))
     (lease,) = bench.alice.lease(fresh_request(), 1)
     ok(bench.alice.submit(lease))
     (audit,) = bench.audits()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -121,41 +120,30 @@ def test_a_body_is_never_refused_for_its_own_size_and_nothing_stays_counted() ->
     assert (intake.held_bytes, intake.held, intake.received_bytes) == (0, {}, 1000)
 
 
+SLOW_KEYS = pytest.mark.hub(settings={"requests_per_key_s": 1 / 60})  # once, and again after a minute
+
+
 # ── over HTTP ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def slow_keys(tmp_path: Path) -> Iterator[Bench]:
-    """A key may ask once, and again after a minute."""
-    bench = Bench(tmp_path / "hub", settings={"requests_per_key_s": 1 / 60})
-    yield bench
-    bench.close()
-
-
-def test_a_key_that_asks_too_often_is_told_for_how_long_to_wait(slow_keys: Bench) -> None:
-    ok(slow_keys.alice.call("POST", "/heartbeat", {}))
-    refused = slow_keys.alice.call("POST", "/heartbeat", {})
-    assert code_of(refused) == (429, "rate.key")
-    assert 1 <= int(refused.headers["retry-after"]) <= 60
-    ok(slow_keys.bob.call("POST", "/heartbeat", {}))  # its neighbour is not concerned
-    for _ in range(5):  # nor is whoever the run's owner has certified
-        ok(slow_keys.validator.call("POST", "/heartbeat", {}))
-
-
-def test_a_known_key_that_registers_over_and_over_is_held_to_its_rate(slow_keys: Bench) -> None:
-    answers = [slow_keys.alice.register().status_code for _ in range(40)]
+@SLOW_KEYS
+def test_a_known_key_that_registers_over_and_over_is_held_to_its_rate(bench: Bench) -> None:
+    answers = [bench.alice.register().status_code for _ in range(40)]
     assert answers[0] == 200
     assert 429 in answers
+    for _ in range(5):  # whoever the run's owner has certified is not
+        ok(bench.validator.call("POST", "/heartbeat", {}))
 
 
-def test_nobody_else_can_use_up_a_key(slow_keys: Bench) -> None:
+@SLOW_KEYS
+def test_nobody_else_can_use_up_a_key(bench: Bench) -> None:
     """Neither by its name, nor by a request of its that was seen on the wire."""
-    forged = Actor(worker_key(9), slow_keys.http, slow_keys.clock)
+    forged = Actor(worker_key(9), bench.http, bench.clock)
     for _ in range(3):
         assert code_of(forged.call("POST", "/heartbeat", {}))[0] == 401
-        headers = {"shoal-node": slow_keys.alice.key.node}
-        assert slow_keys.http.post("/heartbeat", content=b"{}", headers=headers).status_code == 401
-    ok(slow_keys.alice.call("POST", "/heartbeat", {}))
+        headers = {"shoal-node": bench.alice.key.node}
+        assert bench.http.post("/heartbeat", content=b"{}", headers=headers).status_code == 401
+    ok(bench.alice.call("POST", "/heartbeat", {}))
 
 
 class Elsewhere:
@@ -171,24 +159,19 @@ class Elsewhere:
         return httpx.Client(transport=transport, base_url="http://hub")
 
 
-def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "hub")
-    ok(bench.announce(0))
+@pytest.mark.hub
+def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(bench: Bench) -> None:
     noted = {"192.0.2.7": "192.0.2.0/24", "2001:db8:1:2::3": "2001:db8:1::/48", "127.0.0.1": ""}
-    try:
-        away = Elsewhere(bench)
-        for address, network in noted.items():
-            with away.http(address) as http:
-                Actor(bench.alice.key, http, bench.clock).lease(fresh_request())
-            with bench.hub.context.storage.read() as reader:
-                assert reader.node(bench.alice.key.node).network == network
-            if network:
-                pages = ["/status", "/ledger", f"/nodes/{bench.alice.key.node}", "/nodes", "/metrics"]
-                found = bench.hub.context.turns._networks.within[network].within
-                assert len(found) == 1, "the address is known while the hub runs"
-                assert not any(each in ok(bench.http.get(page)).text for page in pages for each in (network, *found))
-    finally:
-        bench.close()
+    away = Elsewhere(bench)
+    for address, network in noted.items():
+        with away.http(address) as http:
+            Actor(bench.alice.key, http, bench.clock).lease(fresh_request())
+        assert bench.row(bench.alice).network == network
+        if network:
+            pages = ["/status", "/ledger", f"/nodes/{bench.alice.key.node}", "/nodes", "/metrics"]
+            found = bench.hub.context.turns._networks.within[network].within
+            assert len(found) == 1, "the address is known while the hub runs"
+            assert not any(each in ok(bench.http.get(page)).text for page in pages for each in (network, *found))
 
 
 def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

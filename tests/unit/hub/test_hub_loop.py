@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
 from kit.hub import Bench, fresh_request, ok
 
@@ -26,10 +26,9 @@ def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
     assert ok(bench.alice.call("POST", "/heartbeat", {})).json()["finished"] is True
 
 
-def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(tmp_path: Path) -> None:
+@pytest.mark.hub
+def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(bench: Bench) -> None:
     """One group of ones is dropped, two groups of halves are kept; a hub restarted in between counts the same."""
-    bench = Bench(tmp_path / "hub")
-    ok(bench.announce(0))
     for lease in bench.alice.lease(fresh_request(), 2):
         ok(bench.alice.submit(lease))
     dropped, kept = bench.audits()

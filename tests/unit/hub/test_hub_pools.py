@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,13 +16,11 @@ from hypothesis import strategies as st
 
 from kit.hub import FakeEnvironment, Lazy, make_config
 from kit.machine import Play
-from kit.state import moment
 from shoal.environments import Split, Task
 from shoal.environments.settings import PoolSettings
 from shoal.errors import ConfigError, UnusableTask
 from shoal.hub.service import Hub
 from shoal.hub.state import draws
-from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.draws import Drawn, Pick, Result, task_index
 from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.hub.storage import SqliteStorage
@@ -48,6 +47,14 @@ class RowEnvironment(FakeEnvironment):
         if index in self._bad:
             raise UnusableTask(f"row {index} has no prompt")
         return Task(f"row-{index}", "" if index == 0 else f"{index}=", "")
+
+
+def begun(folder: Path, run: dict[str, int] = RUN, settings: dict[str, int] | None = None, **changes: Any) -> Play:
+    """With policy 0, and a worker whom nobody has to audit often."""
+    play = Play(folder, run, settings or {}, **changes)
+    play.join(streak=100)
+    play.announce(0)
+    return play
 
 
 def solved(salt: int, task: str, unit: int) -> tuple[float, ...]:
@@ -116,13 +123,8 @@ def test_solved_tasks_retire_and_others_take_their_place(tmp_path: Path) -> None
 def test_pools_change_with_batches_only_and_without_pools_nothing_is_kept(
     tmp_path: Path, pools: PoolSettings | None, counts: dict[str, int]
 ) -> None:
-    play = Play(tmp_path, RUN, {}, environment=RowEnvironment(), pools=pools)
-    play.join(streak=100)
-    play.announce(0)
-    for lease in play.lease(play.workers[0], 3):
-        play.submit(lease)
-    for audit in play.claim():
-        play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0, 1.0, 1.0))
+    play = begun(tmp_path, environment=RowEnvironment(), pools=pools)
+    play.work(play.workers[0], 3, (0.0, 1.0, 1.0, 1.0))
     with play.storage.read() as reader:
         assert reader.pool_counts() == {}
     assert isinstance(play.batch(0), Batch)
@@ -133,18 +135,10 @@ def test_pools_change_with_batches_only_and_without_pools_nothing_is_kept(
 
 def test_when_everything_is_solved_the_owner_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
     pools = POOLS.model_copy(update={"retire_after": 1})
-    play = Play(tmp_path, {**RUN, "steps": 3}, {"refill_cap": 8}, environment=RowEnvironment(count=4), pools=pools)
-    play.join(streak=100)
-    play.announce(0)
+    play = begun(tmp_path, {**RUN, "steps": 3}, {"refill_cap": 8}, environment=RowEnvironment(count=4), pools=pools)
     for _ in range(8):  # every group is wholly solved: dropped, and refilled
-        for lease in play.lease(play.workers[0], 3):
-            play.submit(lease)
-        for audit in play.claim(64):
-            play.judge(audit, Outcome.ACCEPTED, (1.0,) * 4)
-    for lease in play.lease(play.workers[0], 3):
-        play.submit(lease)
-    for audit in play.claim(64):
-        play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0, 1.0, 1.0))
+        play.work(play.workers[0], 3, (1.0,) * 4)
+    play.work(play.workers[0], 3, (0.0, 1.0, 1.0, 1.0))
     assert isinstance(play.batch(0), Batch)
     with play.storage.write(exclusive=True) as transaction:  # the last three came back: retire them by hand
         rows = transaction.task_rows([f"row-{index}" for index in range(4)])
@@ -159,9 +153,7 @@ def test_when_everything_is_solved_the_owner_is_told_and_the_run_goes_on(tmp_pat
 class TestUnusable:
     def test_another_task_is_drawn_and_it_is_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         bad = frozenset(range(1, 12, 2))
-        play = Play(tmp_path, {**RUN, "groups_per_step": 12}, {}, environment=RowEnvironment(bad=bad))
-        play.join(streak=100)
-        play.announce(0)
+        play = begun(tmp_path, {**RUN, "groups_per_step": 12}, environment=RowEnvironment(bad=bad))
         with caplog.at_level(logging.WARNING, logger="shoal.hub"):
             leases = play.lease(play.workers[0], 12)
         assert len(leases) == 12
@@ -171,9 +163,7 @@ class TestUnusable:
         assert play.hub.work.drawing.unusable > len(said) - 1
 
     def test_if_there_is_none_the_owner_is_told(self, tmp_path: Path) -> None:
-        play = Play(tmp_path, RUN, {}, environment=RowEnvironment(bad=frozenset(range(12))))
-        play.join(streak=100)
-        play.announce(0)
+        play = begun(tmp_path, environment=RowEnvironment(bad=frozenset(range(12))))
         assert play.lease(play.workers[0], 3) == []
         status = play.hub.reporting.status()
         assert "none of 64 tasks drawn for unit 0 can be used" in status.alarms[0]
@@ -183,9 +173,7 @@ class TestUnusable:
         def encode(task: Task) -> list[int]:
             return [5] * (200_000 if task.id != "row-7" else 3)
 
-        play = Play(tmp_path, {**RUN, "groups_per_step": 1}, {}, environment=RowEnvironment(count=8), encode=encode)
-        play.join(streak=100)
-        play.announce(0)
+        play = begun(tmp_path, {**RUN, "groups_per_step": 1}, environment=RowEnvironment(count=8), encode=encode)
         (lease,) = play.lease(play.workers[0], 1)
         assert (lease.task, lease.prompt_ids) == ("row-7", (5, 5, 5))
 
@@ -276,16 +264,3 @@ class TestPick:
         never = PoolRules(easy_share=0, hard_share=0)
         rows = {"a": row(Pool.RETIRED), "b": row(Pool.EASY), "c": row(Pool.HARD)}
         assert pick(rows, ["a", "b", "c"], rules=never) == Pick("b")
-
-    def test_if_all_are_retired_the_units_own_is_taken_and_said(self) -> None:
-        rows = {"a": row(Pool.RETIRED), "b": row(Pool.RETIRED)}
-        exhausted = pick(rows, [None, "a", "b"])
-        assert exhausted == Pick("a", exhausted=True)
-        (alarm,) = draws.alarms(moment(), 4, exhausted)
-        assert isinstance(alarm, RaiseAlarm)
-        assert (alarm.code, "are retired (solved)" in alarm.message) == ("pools.exhausted", True)
-        assert draws.alarms(moment(), 5, exhausted) == [alarm], "the same words for every unit of a step"
-        (alarm,) = draws.alarms(moment(), 4, Pick(None))
-        assert isinstance(alarm, RaiseAlarm)
-        assert alarm.code == "tasks.unusable"
-        assert draws.alarms(moment(), 4, Pick("a")) == []

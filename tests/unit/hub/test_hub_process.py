@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import signal
 import socket
-import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,16 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit import eventually
-from kit.hub import HUB, TRAINER, Actor, Bench, fresh_request, make_config, ok, policy, submission_body, worker_key
+from kit.hub import TRAINER, Actor, Bench, fresh_request, make_config, ok, policy, submission_body, worker_key
 from kit.smalldisk import in_own_namespace, small_disk
 from shoal.errors import ConfigError, DiskError, EnvironmentSetupError, ResourceError
-from shoal.hub import HubConfig, create_app, run_hub
+from shoal.hub import HubConfig
 from shoal.hub.http import server
+from shoal.hub.http.app import create_app
+from shoal.hub.http.server import run_hub
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.hub.storage import SqliteStorage
 from shoal.protocol import MAX_PROMPT_TOKENS, LeaseRequest, PolicyAnnouncement, ProofParameters
-from shoal.protocol.signing import SignedDocument, open_document, sign_document, sign_request
-from shoal.protocol.submission import Receipt, Rollout, Submission, submission_digest
+from shoal.protocol.signing import sign_document, sign_request
+from shoal.protocol.submission import Rollout, Submission, submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -175,38 +173,6 @@ class TestRestart:
         bench.close()
 
 
-CHILD = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from kit.hub import make_config
-from shoal.hub import run_hub
-from shoal.runtime.stop import stop_on_signals
-config = make_config(Path(sys.argv[2]), run={"groups_per_step": 32}, settings={"newcomer_share": 1.0})
-run_hub(config, stop_on_signals(), lambda url: print(url, flush=True))
-"""
-
-
-class Child:
-    """A hub in its own process."""
-
-    def __init__(self, folder: Path) -> None:
-        here = str(Path(__file__).parents[2])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, here, str(folder)], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-        assert self.url, "the hub did not start"
-
-    def end(self, number: int) -> int:
-        self.process.send_signal(number)
-        code = self.process.wait(15)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
-
-
 @contextlib.contextmanager
 def introduced(url: str) -> Iterator[Actor]:
     """A worker, after the trainer has announced policy 0."""
@@ -219,49 +185,10 @@ def introduced(url: str) -> Iterator[Actor]:
         yield worker
 
 
-def test_receipts_survive_kill_nine_and_sigterm_ends_cleanly(tmp_path: Path) -> None:
-    """Workers submit from threads while the hub is killed: every receipt that arrived is honoured afterwards."""
-    child = Child(tmp_path / "hub")
-    receipts: list[Receipt] = []
-    with introduced(child.url) as worker:
-        leases = worker.lease(fresh_request(), 32)
-
-        def submit_all() -> None:
-            for lease in leases:
-                try:
-                    response = ok(worker.submit(lease))
-                except httpx.HTTPError:
-                    return
-                receipts.append(
-                    open_document(SignedDocument.model_validate_json(response.content), Receipt, HUB.public_key)
-                )
-
-        thread = threading.Thread(target=submit_all)
-        thread.start()
-        eventually(lambda: len(receipts) >= 5)
-        assert child.end(signal.SIGKILL) == -signal.SIGKILL
-        thread.join(20)
-    assert 5 <= len(receipts) <= 32
-    child = Child(tmp_path / "hub")
-    with httpx.Client(base_url=child.url, timeout=10) as http:
-        worker = Actor(worker_key(1), http, SystemClock())
-        for receipt in receipts:
-            lease = next(lease for lease in leases if lease.lease == receipt.lease)
-            assert worker.submit(lease).status_code == 200, "the same body again, not a new one"
-            assert (tmp_path / "hub" / "blobs" / receipt.submission).exists()
-            assert receipt.submission == submission_digest(submission_body(lease))
-        counts = http.get("/status").json()["submissions"]
-        assert len(receipts) <= counts["received"] <= len(receipts) + 1, "at most the one that was in flight"
-    assert child.end(signal.SIGTERM) == 0
-    rows = sqlite3.connect(tmp_path / "hub" / "hub.db").execute("PRAGMA integrity_check").fetchone()
-    assert rows == ("ok",)
-
-
-def test_idle_sockets_of_strangers_take_no_upload_slot(tmp_path: Path) -> None:
+def test_idle_sockets_of_strangers_take_no_upload_slot(running: Running) -> None:
     """More forged uploads than there are slots, none of which sends its body: each is refused unread, others go on."""
-    child = Child(tmp_path / "hub")
-    host, port = child.url.removeprefix("http://").split(":")
-    with introduced(child.url) as worker:
+    host, port = running.url.removeprefix("http://").split(":")
+    with introduced(running.url) as worker:
         (lease,) = worker.lease(fresh_request())
         headers = sign_request(worker_key(2), worker.run, "PUT", "/submissions/u0a0", b"", SystemClock().now_ms())
         forged = {**headers, "shoal-node": worker.key.node, "host": "x", "content-length": "1000"}
@@ -272,12 +199,6 @@ def test_idle_sockets_of_strangers_take_no_upload_slot(tmp_path: Path) -> None:
                 idle.sendall(f"PUT /submissions/u0a0 HTTP/1.1\r\n{head}\r\n".encode())
                 assert idle.recv(64).startswith(b"HTTP/1.1 401 "), "refused before any of its body is there"
             assert worker.submit(lease).status_code == 201
-    assert child.end(signal.SIGTERM) == 0
-
-
-def test_the_hub_starts_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import shoal.hub.http.server, shoal.ledger"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # The hub on a disk that is full: it promises nothing that it cannot keep, ends with a sentence, and loses nothing

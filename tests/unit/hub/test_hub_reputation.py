@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.hub import Actor, Bench, fresh_request, make_config, ok, policy
-from kit.state import NOW_MS, node, nodes_in, of_type, rules, submission, submissions_in, verdict
+from kit.state import node, rules, submission, verdict
 from shoal import ledger, protocol
-from shoal.hub.state import credits, draws, reputation
-from shoal.hub.state.commands import Record
+from shoal.hub.state import draws, reputation
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow, SubmissionState
@@ -37,13 +35,6 @@ def row_of(bench: Bench, audit: protocol.Audit) -> SubmissionRow:
     with bench.hub.context.storage.read() as reader:
         row: SubmissionRow = reader.submission(audit.submission)
     return row
-
-
-def entries_of(bench: Bench) -> list[protocol.LedgerEntry]:
-    bench.hub.posting.post()
-    with bench.hub.context.storage.read() as reader:
-        entries: list[protocol.LedgerEntry] = reader.ledger_after(-1, 10_000)
-    return entries
 
 
 def hand_in(bench: Bench, actor: Actor, count: int = 1) -> list[protocol.Lease]:
@@ -72,18 +63,6 @@ class TestDepth:
         assert [audit.depth for audit in again.audits()] == ["light"]
         again.close()
 
-    def test_what_was_unsure_is_remembered_so_that_accidents_are_not_for_the_asking(self, bench: Bench) -> None:
-        hand_in(bench, bench.bob)
-        (audit,) = bench.audits()
-        seen = {
-            "outcome": protocol.Outcome.UNSURE,
-            "reason": "sampling.accident",
-            "tally": protocol.Tally(tokens=6, proofs=3, accidents=1),
-        }
-        ok(bench.judge(audit, (), **seen))
-        node = bench.row(bench.bob)
-        assert (node.record, node.strikes, node.unsure) == (protocol.Tally(tokens=6, proofs=3, accidents=1), 0, 1)
-
 
 class TestPulls:
     def fail(self, bench: Bench, severity: protocol.Severity | None) -> list[protocol.Audit]:
@@ -109,7 +88,7 @@ class TestPulls:
         assert "failed the audit of unit 3 (sampling.seed)" in pulled.message
         units = bench.status().units
         assert (units["open"], units["accepted"], units["submitted"]) == (3, 1, 2)
-        (record,) = [entry for entry in entries_of(bench) if entry.kind == "pulled"]
+        (record,) = [entry for entry in bench.ledger().entries if entry.kind == "pulled"]
         assert record.body["units"] == [0, 1]
         before = protocol.Lease.model_validate(audits[0].lease.document)
         assert bench.alice.lease(fresh_request()) == [], "suspended"
@@ -120,7 +99,7 @@ class TestPulls:
         self.fail(bench, protocol.Severity.CERTAIN)
         assert self.states(bench) == {"pulled": 3, "rejected": 1, "received": 2}
         assert bench.row(bench.alice).state == protocol.NodeState.BANNED
-        kinds = [entry.kind for entry in entries_of(bench)][-6:]
+        kinds = [entry.kind for entry in bench.ledger().entries][-6:]
         assert kinds == ["rejected", "void", "void", "void", "sanction", "pulled"]
 
     def test_what_is_in_a_batch_stays(self, bench: Bench) -> None:
@@ -138,7 +117,7 @@ class TestPulls:
 class TestPendingCredit:
     def view(self, bench: Bench, actor: Actor) -> tuple[int, int]:
         view = next(view for view in bench.status().nodes if view.node == actor.key.node)
-        account = ledger.fold(entries_of(bench)).by_node[actor.key.node]
+        account = ledger.fold(bench.ledger().entries).by_node[actor.key.node]
         assert (account.credit, account.pending) == (view.credit, view.pending)
         return view.credit, view.pending
 
@@ -291,19 +270,3 @@ class TestRecord:
         assert row.record == protocol.Tally(tokens=200, channels={"distance": twice})
         better = passes(row, tokens=1, channels={"distance": protocol.Sums(seen=0.0, expected=3.0)})
         assert better.record == protocol.Tally(tokens=201), "good work ends the stretch, and is not saved up"
-
-
-class TestCredit:
-    def accepted(self, number: int = 0, **changes: Any) -> Any:
-        fields = {"state": SubmissionState.ACCEPTED, "generated_tokens": 7, "validator": "v"}
-        return submission(number, **{**fields, **changes})
-
-    def test_what_is_due_becomes_credit_one_row_per_submission_one_save_per_node(self) -> None:
-        due = [self.accepted(0, matures_at_ms=1), self.accepted(1, matures_at_ms=2, generated_tokens=5)]
-        row = node(1, pending=20, credit=1)
-        commands = credits.mature(due, {row.node: row}, {each.submission: "{}" for each in due}, NOW_MS)
-        records = of_type(commands, Record)
-        assert [record.kind for record in records] == ["credit", "credit"]
-        assert {record.body["verdict"] for record in records} == {protocol.document_hash("{}")}
-        assert nodes_in(commands) == [replace(row, pending=8, credit=13)]
-        assert [after.matures_at_ms for after in submissions_in(commands)] == [None, None]

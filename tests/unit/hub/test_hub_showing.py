@@ -20,7 +20,7 @@ from shoal.ledger import Chain, Keys, Proofs
 from shoal.protocol import Lease, ProgressReply, ProofParameters, Rollout, ShownChunks, ShownProgress, Submission
 from shoal.protocol.codec import BodyLimits, pack, unpack
 from shoal.protocol.node import NodeState
-from shoal.protocol.status import Evidence, LedgerEntry
+from shoal.protocol.status import Evidence
 from shoal.protocol.submission import pack_logprobs as logprobs
 from shoal.protocol.submission import pack_tokens, shown_digest, submission_digest
 from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
@@ -164,13 +164,8 @@ def _lapse(bench: Bench, lease: Lease) -> None:
     bench.clock.advance(LEASE_S + 1)
 
 
-def _state_of(bench: Bench, name: str) -> NodeState:
-    return next(node.state for node in bench.status().nodes if node.name == name)
-
-
 def _require_ledger_verifies(bench: Bench, kinds: set[str]) -> None:
-    rows = ok(bench.http.get("/ledger?after=-1&limit=1000")).json()["entries"]
-    entries = [LedgerEntry.model_validate(row) for row in rows]
+    entries = bench.ledger().entries
     told = ok(bench.http.get("/ledger/evidence?after=-1&limit=200")).json()["evidence"]
     evidence = {each["row"]: Evidence.model_validate(each) for each in told}
     chain = Chain()
@@ -210,7 +205,7 @@ def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit
         ok(bench.judge(own))
     before = ok(bench.http.get(f"/units/{lease.unit}")).json()
     ok(failed(bench, audit))
-    assert _state_of(bench, "alice") is NodeState.BANNED
+    assert bench.row(bench.alice).state is NodeState.BANNED
     after = ok(bench.http.get(f"/units/{lease.unit}")).json()
     assert after["state"] == before["state"] == meanwhile
     assert [each["state"] for each in after["leases"]] == [each["state"] for each in before["leases"]]
@@ -252,15 +247,6 @@ def test_while_submissions_wait_shown_progress_gets_a_small_share_of_the_bytes(b
     assert [audit.depth for audit in bench.audits()] == ["full"], "claimed before, and given again"
 
 
-def test_a_hub_that_has_lost_what_was_shown_says_so_and_gets_it_again(bench: Bench) -> None:
-    lease = leased(bench)
-    assert shown(bench, lease, chunks(0)).tokens == (32, 0)
-    with bench.hub.context.storage.write() as transaction:
-        transaction._connection.exec_driver_sql("DELETE FROM shown")
-    assert shown(bench, lease, chunks(0, start=32)).tokens == (0, 0)
-    assert shown(bench, lease, chunks(0, count=2)).tokens == (64, 0)
-
-
 # Shown progress in the decision core: which chunks are taken, whose lease is looked at, which rollout of it
 
 
@@ -275,15 +261,6 @@ def cut_chunks(rollout: int, start: int, tokens: Sequence[int], proofs: bytes | 
 
 def take(last: ShownRow | None, *said: ShownChunks) -> tuple[tuple[int, ...], ShownRow | None, list[ShownChunks]]:
     return submissions.take_shown(RULES, PROOF, "u0a0", last, said)
-
-
-def test_chunks_are_taken_where_the_copy_ends_and_others_are_left_out():
-    tokens, first, new = take(None, cut_chunks(0, 0, range(4)), cut_chunks(1, 4, range(4)))
-    assert (tokens, len(new)) == ((4, 0), 1)
-    assert first == ShownRow("u0a0", 0, (4, 0))
-    assert take(first, cut_chunks(0, 0, range(8))) == ((4, 0), None, [])
-    tokens, second, _ = take(first, cut_chunks(0, 4, range(8)), cut_chunks(1, 0, range(3)))
-    assert second == ShownRow("u0a0", 1, (12, 3))
 
 
 @pytest.mark.parametrize(

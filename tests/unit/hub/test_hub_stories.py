@@ -12,7 +12,7 @@ from shoal.hub.service import reporting
 from shoal.ledger import fold
 from shoal.protocol import CheckResult, Lease, Outcome, Receipt, Registration, Severity, SigningKey, Verdict, Vouch
 from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document, sign_values
-from shoal.protocol.status import EvidencePage, LedgerEntry, LedgerPage, NodeStory, RunStatus, UnitStory, behind
+from shoal.protocol.status import EvidencePage, NodeStory, UnitStory, behind
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {
@@ -24,6 +24,9 @@ FAILED: dict[str, Any] = {
 }
 
 
+pytestmark = pytest.mark.hub()
+
+
 def unit_story(bench: Bench, unit: int) -> UnitStory:
     return UnitStory.model_validate_json(ok(bench.http.get(f"/units/{unit}")).content)
 
@@ -33,7 +36,6 @@ def node_story(bench: Bench, node: str) -> NodeStory:
 
 
 def test_the_story_of_a_unit_from_its_first_lease_to_training(bench: Bench) -> None:
-    ok(bench.announce(0))
     [lost] = bench.bob.lease(fresh_request())
     ok(bench.bob.call("POST", "/leases/release", {"leases": [lost.lease]}))
     leases = bench.accept_groups(2)
@@ -55,7 +57,6 @@ def test_the_story_of_a_unit_from_its_first_lease_to_training(bench: Bench) -> N
 
 
 def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench) -> None:
-    ok(bench.announce(0))
     leases = bench.alice.lease(fresh_request(), 2)
     secrets = {seed for lease in leases for seed in lease.seeds}
 
@@ -81,7 +82,6 @@ def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench)
 
 
 def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Bench) -> None:
-    ok(bench.announce(0))
     ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
     ok(bench.judge(bench.audits()[0], **FAILED))
     story = unit_story(bench, 0)
@@ -95,7 +95,6 @@ def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Be
 
 
 def test_the_story_of_a_node_has_what_an_appeal_needs(bench: Bench) -> None:
-    ok(bench.announce(0))
     [lease] = bench.alice.lease(fresh_request())
     ok(bench.alice.submit(lease))
     ok(bench.judge(bench.audits()[0], **FAILED))
@@ -111,7 +110,6 @@ def test_the_story_of_a_node_has_what_an_appeal_needs(bench: Bench) -> None:
 
 
 def test_the_ban_of_a_node_that_earned_is_in_the_ledger_with_its_cause(bench: Bench) -> None:
-    ok(bench.announce(0))
     bench.accept_groups(1)
     ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
     ok(bench.judge(bench.audits()[0], **FAILED))
@@ -125,10 +123,8 @@ def test_the_ban_of_a_node_that_earned_is_in_the_ledger_with_its_cause(bench: Be
 
 
 def test_the_evidence_of_each_row_is_what_it_points_to(bench: Bench) -> None:
-    ok(bench.announce(0))
     bench.accept_groups(2)
-    entries = LedgerPage.model_validate_json(ok(bench.http.get("/ledger")).content).entries
-    credits = [entry for entry in entries if entry.kind == "credit"]
+    credits = [entry for entry in bench.ledger().entries if entry.kind == "credit"]
     page = EvidencePage.model_validate_json(ok(bench.http.get("/ledger/evidence?after=-1&limit=200")).content)
     assert [each.row for each in page.evidence] == [entry.index for entry in credits]
     for each, entry in zip(page.evidence, credits, strict=True):
@@ -144,14 +140,12 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
     monkeypatch.setattr(reporting, "NODES_SHOWN", 6)
     ranks = (("trusted", 2), ("sanctioned", 1), ("credit", 1), ("seen", 6))
     monkeypatch.setattr(reporting, "RANKS", ranks)
-    ok(bench.announce(0))
     bench.accept_groups(1)
     ok(bench.bob.submit(bench.bob.lease(fresh_request())[0]))
     ok(bench.judge(bench.audits()[0], **FAILED))
     for number in range(3, 12):
         ok(bench.actor(worker_key(number)).register(name=f"n{number}"))
-    answer = bench.http.get("/status", headers={"shoal-protocol": "2"})
-    status = RunStatus.model_validate_json(ok(answer).content)
+    status = bench.status()
     shown = [node.node for node in status.nodes]
     assert len(shown) == 6
     assert {node.role for node in status.nodes[:2]} == {"trainer", "validator"}
@@ -166,7 +160,6 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
 def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ok(bench.announce(0))
     monkeypatch.setattr(reporting, "VERDICTS_SHOWN", 1)
     bad, good = bench.alice.lease(fresh_request(), 1), bench.bob.lease(fresh_request(), 1)
     ok(bench.alice.submit(bad[0]))
@@ -197,12 +190,8 @@ def register(bench: Bench, key: SigningKey, signed: SignedDocument | None, **cha
     return bench.actor(key).call("POST", "/nodes", Registration(public_key=key.public_key, vouch=signed, **changes))
 
 
-def ledger(bench: Bench) -> list[LedgerEntry]:
-    return list(LedgerPage.model_validate_json(ok(bench.http.get("/ledger")).content).entries)
-
-
 def vouches(bench: Bench) -> list[dict[str, Any]]:
-    return [entry.body for entry in ledger(bench) if entry.kind == "vouch"]
+    return [entry.body for entry in bench.ledger().entries if entry.kind == "vouch"]
 
 
 def works(bench: Bench, key: SigningKey) -> None:
@@ -214,7 +203,6 @@ def works(bench: Bench, key: SigningKey) -> None:
 
 
 def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
-    ok(bench.announce(0))
     assert ok(register(bench, CAROL, vouch())).json()["owner"] == OWNER.public_key
     ok(register(bench, CAROL, vouch()))
     assert ok(register(bench, CAROL, None)).json()["owner"] == OWNER.public_key, "silence takes nothing away"
@@ -223,7 +211,7 @@ def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
     works(bench, CAROL)
     signed = vouch().model_dump(mode="json")
     assert vouches(bench) == [{"node": CAROL.node, "owner": OWNER.public_key, "vouch": signed}]
-    assert fold(ledger(bench)).by_node[CAROL.node].owner == OWNER.public_key
+    assert fold(bench.ledger().entries).by_node[CAROL.node].owner == OWNER.public_key
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from kit.hub import Actor, Bench, fresh_request, ok, worker_key
 from kit.machine import Play
-from shoal.hub.service.calibrating import SETTING
+from shoal.hub.service.measuring import CALIBRATION
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
@@ -51,9 +51,7 @@ def test_fresh_keys_whose_every_group_is_unsure_stop_no_step(play: Play) -> None
     """Before, four such groups voided a unit: steps took what was left, down to nothing."""
     for step in range(2):
         for _ in range(2 * GROUPS):
-            for lease in play.lease(play.join(), 1):
-                play.submit(lease)
-            judge_all(play, Outcome.UNSURE)
+            play.work(play.join(), outcome=Outcome.UNSURE)
         assert play.lease(play.join(), 4) == [], "workers do not get what was unsure twice"
         for lease in play.entrust():
             play.submit(lease)
@@ -71,9 +69,7 @@ def test_fresh_keys_whose_every_group_is_unsure_stop_no_step(play: Play) -> None
 
 def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_again(play: Play) -> None:
     for _ in range(2):
-        (lease,) = play.lease(play.join(), 1)
-        play.submit(lease)
-        judge_all(play, Outcome.UNSURE)
+        play.work(play.join(), outcome=Outcome.UNSURE)
     (first,) = play.entrust()
     let_pass(play, 24)  # it is not heard of any more
     assert state_of(play, first.unit) == ("open", 3)
@@ -81,22 +77,6 @@ def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_agai
     assert (second.unit, second.seeds, second.attempt) == (first.unit, first.seeds, first.attempt + 1)
     row = play._node(play.validator.node)
     assert (row.state, row.lapsed, row.window) == (NodeState.ACTIVE, 0, 0)
-
-
-def test_only_four_attempts_of_validators_give_a_unit_up_with_an_alarm(play: Play) -> None:
-    for _ in range(2):
-        (lease,) = play.lease(play.join(), 1)
-        play.submit(lease)
-        judge_all(play, Outcome.UNSURE)
-    found = []
-    for _ in range(4):
-        (lease,) = play.entrust()
-        play.submit(lease, f"attempt {lease.attempt}")
-        judge_all(play, Outcome.UNSURE, trusted=Outcome.UNSURE)
-        found.append(state_of(play, lease.unit))
-    assert found == [("open", 3), ("open", 4), ("open", 5), ("void", 6)]
-    alarms = play.hub.reporting.status().alarms
-    assert any("units were given up, each after 4 attempts of validators" in alarm for alarm in alarms)
 
 
 def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(
@@ -159,7 +139,7 @@ def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_full
     play.announce(0)
     with play.storage.write() as transaction:
         in_force = InForce(digest="c" * 64, kinds=("torch/cuda/bfloat16",))
-        transaction.put_setting(SETTING, in_force.model_dump_json())
+        transaction.put_setting(CALIBRATION, in_force.model_dump_json())
     worker = play.join(streak=10_000)
     play.lease(worker, 1)
     assert not play._node(worker.node).on_probation

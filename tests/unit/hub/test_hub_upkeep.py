@@ -6,7 +6,6 @@ import pytest
 
 from kit.hub import Bench, code_of, fresh_request, ok
 from shoal.errors import ResourceError
-from shoal.hub.state.rows import NodeRow
 
 SECONDS = 30
 LEASE_S = 600
@@ -55,13 +54,6 @@ def test_after_a_pause_of_its_own_the_hub_gives_everybody_time_to_be_heard(bench
     assert bench.status().units["open"] == 1
 
 
-def alice_of(bench: Bench) -> NodeRow:
-    with bench.hub.context.storage.read() as reader:
-        row = reader.node(bench.alice.key.node)
-    assert row is not None
-    return row
-
-
 @pytest.mark.parametrize("how", ["suspended", "restarted"])
 def test_what_runs_out_while_the_hub_is_away_has_a_little_longer_and_costs_nobody_anything(
     bench: Bench, how: str
@@ -75,7 +67,7 @@ def test_what_runs_out_while_the_hub_is_away_has_a_little_longer_and_costs_nobod
     assert again.alice.submit(first).status_code == 201
     pass_time(again, 10, heard=True)
     assert again.status().units["open"] == 1, "for a little: then it is somebody else's turn"
-    assert alice_of(again).lapsed == 0
+    assert again.row(again.alice).lapsed == 0
     again.close()
 
 
@@ -87,7 +79,7 @@ def test_what_had_run_out_before_is_not_spared(bench: Bench) -> None:
         ok(bench.alice.call("POST", "/heartbeat", {}))
     again = bench.restarted()
     again.app.state.hub.upkeep.tick()
-    assert (again.status().units["open"], alice_of(again).lapsed) == (1, 1)
+    assert (again.status().units["open"], again.row(again.alice).lapsed) == (1, 1)
     again.close()
 
 
@@ -107,7 +99,7 @@ def test_while_its_database_is_away_the_hub_is_away(bench: Bench, monkeypatch: p
     pass_time(bench, 15)
     assert bench.status().units["leased"] == 1
     pass_time(bench, 10)
-    assert (bench.status().units["open"], alice_of(bench).lapsed) == (1, 0)
+    assert (bench.status().units["open"], bench.row(bench.alice).lapsed) == (1, 0)
 
 
 def test_one_part_that_fails_does_not_keep_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

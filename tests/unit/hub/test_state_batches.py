@@ -10,7 +10,7 @@ import pytest
 
 from kit.state import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 from shoal.hub.state import batches
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Record, Refusal
 from shoal.hub.state.rows import LeaseState, Progress, SubmissionState, UnitRow, UnitState
 from shoal.protocol import Batch
 
@@ -107,15 +107,6 @@ class TestAsynchronous:
         voided = [row.unit for row in units_in(commands).values() if row.state == UnitState.VOID]
         assert voided == [5, 7]
         assert leases_in(commands) == {}, "the work was asked for: it is taken, judged and paid"
-
-
-class TestRefills:
-    def test_past_the_cap_a_step_takes_what_there_is(self) -> None:
-        choice = choose([accepted(0), accepted(1), accepted(2)], dropped=9)
-        assert choice.batch is not None
-        assert (len(choice.batch.groups), choice.batch.dropped_groups) == (3, 9)
-        (alarm,) = of_type(choice.commands, RaiseAlarm)
-        assert alarm.message == "step 0 was written down with 3 of 4 groups"
 
 
 class TestSampledReward:

@@ -34,14 +34,6 @@ class TestGrant:
         assert {row.hard_deadline_ms for row in found.leases} == {NOW_MS + 600_000}
         assert {row.granted for row in found.leases} == {4}
 
-    def test_no_more_new_units_than_pacing_leaves_room_for(self) -> None:
-        now = moment(progress=Progress(policy=policy(), next_unit=3, alive=3))
-        assert [row.unit for row in grant(now, [], ask(4)).leases] == [3]
-        full = moment(progress=Progress(policy=policy(), next_unit=4, alive=4))
-        found = grant(full, [], ask(4))
-        assert (found.leases, found.commands) == ((), ())
-        assert found.plan.waiting == "all 4 units of step 0 (policy 0.0) are given out or being checked"
-
     def test_a_node_holds_only_so_many(self) -> None:
         now = moment()
         assert len(grant(now, [], ask(4, held_leases=1, window=2)).leases) == 1
@@ -55,14 +47,6 @@ class TestGrant:
         full = grant(now, [], replace(slow, held=5))
         assert full.leases == ()
         assert full.plan.waiting.startswith("a group takes this node 3.0 s and it holds 5")
-
-    def test_a_banned_node_is_refused_and_a_suspended_one_told_how_long(self) -> None:
-        with pytest.raises(Refusal, match="because") as refusal:
-            grant(moment(), [unit(0)], ask(state=NodeState.BANNED, reason="because"))
-        assert (refusal.value.status, refusal.value.code) == (403, "node.banned")
-        suspended = ask(state=NodeState.SUSPENDED, reason="because", until_ms=NOW_MS + 42_001)
-        found = grant(moment(), [unit(0)], suspended)
-        assert (found.leases, found.plan.waiting) == ((), "this node is suspended for 43 s more: because")
 
 
 class TestExpiry:
@@ -148,23 +132,10 @@ class TestReceive:
             assert len(leases_in(commands)) == 1
             assert units_in(commands) == {}
 
-    @pytest.mark.parametrize("state", [state for state in UnitState if state != UnitState.OPEN])
-    def test_late_when_the_unit_has_moved_on(self, state: UnitState) -> None:
-        expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0, state))
-        with pytest.raises(Refusal, match=state.value) as refusal:
-            receive(expired)
-        assert (refusal.value.status, refusal.value.code) == (410, "lease.late")
-
     def test_late_and_too_stale(self) -> None:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))
         with pytest.raises(Refusal, match="too old to train on"):
             receive(expired, now=moment(progress=Progress(policy=policy(1), next_step=1)))
-
-    @pytest.mark.parametrize("state", [LeaseState.VOID, LeaseState.RELEASED])
-    def test_ended_leases(self, state: LeaseState) -> None:
-        with pytest.raises(Refusal) as refusal:
-            receive(Holding(replace(held(0).lease, state=state), unit(0)))
-        assert (refusal.value.status, refusal.value.code) == (410, f"lease.{state.value}")
 
 
 class TestPolicyOfTheWorker:

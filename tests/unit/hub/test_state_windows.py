@@ -9,9 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kit.state import NOW_MS, lease, moment, node, nodes_in, of_type, policy, rules, unit
+from kit.state import NOW_MS, lease, moment, node, nodes_in, policy, rules, unit
 from shoal.hub.state import nodes, pacing
-from shoal.hub.state.commands import Record
 from shoal.hub.state.draws import permute, task_index, unit_seeds
 from shoal.hub.state.pacing import Tempo
 from shoal.hub.state.rows import IllegalMove, NodeRow, Progress, UnitRow, UnitState
@@ -75,15 +74,6 @@ class TestSanctions:
         assert row.until_ms == NOW_MS + 5_000
         (again,) = nodes_in(nodes.suspend(row, "y", NOW_MS, for_ms=1_000))
         assert (again.until_ms, again.suspensions, again.reason) == (NOW_MS + 5_000, 2, "y")
-
-    def test_it_ends_by_itself_when_the_time_is_over(self) -> None:
-        row = node(1, state=NodeState.SUSPENDED, until_ms=NOW_MS, reason="x", passed=9, suspensions=1, accepted=9)
-        assert nodes.lift(replace(row, until_ms=NOW_MS + 1), NOW_MS)[1] == []
-        after, commands = nodes.lift(row, NOW_MS)
-        assert nodes_in(commands) == [after]
-        assert (after.state, after.reason, after.until_ms, after.passed) == (NodeState.ACTIVE, "", None, 9)
-        assert after.suspensions == 1, "the next one is longer"
-        assert of_type(commands, Record)[0].body["state"] == "active"
 
     @pytest.mark.parametrize("state", [NodeState.SUSPENDED, NodeState.BANNED])
     def test_a_pardon_makes_it_a_newcomer(self, state: NodeState) -> None:

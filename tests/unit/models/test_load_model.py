@@ -1,4 +1,6 @@
-"""Loading models: from folders, from the files of a policy, and what is refused before it takes memory."""
+"""Folders, tokenizers, weights as they travel; loading models, and adapters on them: what is refused before it takes
+memory, what learns, travels and is merged.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,168 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.models import model_folder
+from shoal.models import TextTokenizer, as_numpy, eos_token_id, from_numpy, model_folder, read_files
 from shoal.models.folder import model_size
 from shoal.models.load import adapted, check_policy, load_model, model_from_files
-from shoal.models.lora import ADAPTER_FILE, AdapterShape
-from shoal.models.state import TYPE_NAMES, policy_state, policy_views
+from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
+from shoal.models.quantize import INT8, Quantization, quantized
+from shoal.models.state import TORCH_TYPES, TYPE_NAMES, apply_state, policy_state, policy_views, to_torch, to_view
+from shoal.models.tiny import build_tiny
 from shoal.protocol import Entry, TensorView
 from shoal.runtime.limits import UNLIMITED_BYTES
 from shoal.shardcast import Content
 
 TINY = model_folder("tiny")
+FILES = read_files(TINY)
+TOKENIZER = TextTokenizer(FILES)
+KNOWN = "\n 0123456789abcxyzABCXYZ+-*/=?!.,:;()[]{}<>|@#$%^&_'\""
+
+
+@given(st.text(alphabet=KNOWN))
+def test_text_survives_the_round_trip_one_token_per_character(text):
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_decode_takes_away_one_final_end_and_hides_nothing_else():
+    one, two, eos, pad = *TOKENIZER.encode("12"), TOKENIZER.eos_token_id, 0
+    said = {(one, two, eos): "12", (one, eos, two, eos): "1<eos>2", (one, pad, two): "1<pad>2", (eos, eos): "<eos>"}
+    for ids, text in {**said, (eos,): "", (): ""}.items():
+        assert TOKENIZER.decode(ids) == text
+
+
+def test_transformers_reads_the_same_tokenizer():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("tiny"), local_files_only=True)
+    assert tuple(tokenizer("314= x").input_ids) == TOKENIZER.encode("314= x")
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+    assert tokenizer.decode(TOKENIZER.encode("3 1 . 4")) == "3 1 . 4"
+
+
+def test_the_end_of_sequence_is_found_where_models_put_it():
+    assert eos_token_id({"config.json": b'{"eos_token_id": 7}'}) == 7
+    assert eos_token_id({"config.json": b"{}", "generation_config.json": b'{"eos_token_id": [5, 6]}'}) == 5
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        eos_token_id({"config.json": b'{"eos_token_id": null}'})
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[]", b"{}", b"\xff\xfe"])
+def test_a_damaged_file_is_said_to_be_one(damage):
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        TextTokenizer({**FILES, "tokenizer.json": damage})
+    with pytest.raises(ModelError, match=r"config\.json is no JSON|no end-of-sequence token"):
+        eos_token_id({"config.json": damage})
+
+
+def test_missing_folders_and_files(tmp_path):
+    with pytest.raises(ModelError, match=r"no model folder .*nowhere.*built-in name \(tiny\)"):
+        model_folder(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        model_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert model_folder(tmp_path) == tmp_path
+    for read in (lambda: read_files(tmp_path), lambda: TextTokenizer({"config.json": b"{}"})):
+        with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+            read()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_applied_weights_give_the_same_outputs_in_place_and_tied_ones_travel_once(tied):
+    source, target = (build_tiny(seed, tie_word_embeddings=tied) for seed in (0, 1))
+    views, ids, head = policy_views(source), torch.arange(10)[None], target.get_output_embeddings().weight
+    before = head.data_ptr()
+    assert not torch.equal(source(ids).logits, target(ids).logits)
+    apply_state(target, views)
+    assert torch.equal(source(ids).logits, target(ids).logits)
+    assert target.get_output_embeddings().weight.data_ptr() == before
+    assert ("lm_head.weight" in views) != tied
+    assert (before == target.get_input_embeddings().weight.data_ptr()) == tied
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda views: views.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
+        (lambda views: views.update(extra=views["lm_head.weight"]), r"unknown \['extra'\]"),
+        (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(63, np.float32))}),
+         r"model.norm.weight is torch.float32\[63\], the model's is torch.float32\[64\]"),
+        (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float64))}),
+         r"model.norm.weight is torch.float64\[64\]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_changes_nothing(change, said):
+    target, views = build_tiny(1), policy_views(build_tiny(0))
+    before = {name: tensor.clone() for name, tensor in policy_state(target).items()}
+    change(views)
+    with pytest.raises(ModelError, match=said):
+        apply_state(target, views)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy_state(target).items())
+
+
+@given(st.sampled_from(sorted(TORCH_TYPES)), st.lists(st.integers(0, 4), max_size=3))
+def test_every_type_and_shape_survives(dtype, shape):
+    tensor = (torch.rand(shape) * 3).to(TORCH_TYPES[dtype])
+    view = to_view("w", tensor)
+    again, array = to_torch(view), as_numpy(view)
+    assert (view.dtype, view.shape, again.dtype, array.shape) == (dtype, tuple(shape), tensor.dtype, tuple(shape))
+    assert torch.equal(again, tensor)
+    assert not array.flags.writeable
+    assert bytes(from_numpy("w", array, dtype).data) == bytes(view.data)
+
+
+def test_a_transposed_tensor_travels_in_its_logical_order():
+    tensor = torch.arange(6.0).reshape(2, 3).T
+    assert as_numpy(to_view("w", tensor)).tolist() == tensor.tolist()
+    assert as_numpy(from_numpy("w", tensor.numpy())).tolist() == tensor.tolist()
+
+
+def test_bfloat16_must_be_named_since_numpy_has_no_such_type():
+    bits = np.array([0x3F80], dtype=np.uint16)
+    assert to_torch(from_numpy("w", bits, "BF16")).item() == 1.0
+    with pytest.raises(ValueError, match="does not travel"):
+        from_numpy("w", bits)
+    with pytest.raises(ValueError, match="does not travel as F32"):
+        from_numpy("w", bits, "F32")
+    with pytest.raises(ModelError, match="does not travel"):
+        to_view("w", torch.zeros(2, dtype=torch.complex64))
+
+
+MATRIX = np.random.default_rng(0).standard_normal((48, 96)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("how", "levels"), [(INT8, 255), (Quantization(bits=4), 15)])
+def test_a_row_takes_no_more_values_than_the_bits_allow(how: Quantization, levels: int) -> None:
+    rounded = how.round(MATRIX)
+    assert max(len(np.unique(row)) for row in rounded) <= levels
+    steps = np.abs(MATRIX).max(axis=1) / (levels // 2)
+    assert (np.abs(rounded - MATRIX) <= steps[:, None] * 0.501).all()
+
+
+def test_only_linear_layers_are_touched_and_types_stay() -> None:
+    bits = (MATRIX.view(np.uint32) >> 16).astype(np.uint16)
+    views = [
+        from_numpy("model.embed_tokens.weight", MATRIX), from_numpy("model.norm.weight", MATRIX[0]),
+        from_numpy("model.layers.0.mlp.up_proj.weight", MATRIX),
+        from_numpy("model.layers.0.mlp.down_proj.weight", bits, "BF16"),
+    ]  # fmt: skip
+    after = quantized({view.name: view for view in views}, INT8)
+    same = [np.array_equal(as_numpy(after[view.name]), as_numpy(view)) for view in views]
+    assert same == [True, True, False, False]
+    assert [(after[view.name].dtype, after[view.name].shape) for view in views] == [(v.dtype, v.shape) for v in views]
+
+
+# Loading
 
 
 @pytest.fixture
@@ -159,6 +307,80 @@ def test_announced_size_holds_every_version(dtype, bytes_each, shape):
     weights = sum(tensor.numel() for name, tensor in policy_state(loaded.model).items() if "lora" not in name)
     assert announced.parameters == weights
     assert weights * bytes_each < published <= announced.payload_bytes < published + 20 * 2**20
+
+
+# Adapters: the function is unchanged at first, only they learn, and merging them changes nothing
+
+IDS = torch.arange(10)[None]
+
+
+def with_adapters(seed: int = 0):
+    model = build_tiny(seed)
+    add_adapters(model, SHAPE)
+    return model
+
+
+def trained(model, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("lora_a", "lora_b")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def test_at_first_the_model_computes_what_it_did_and_only_adapters_get_a_gradient():
+    model = with_adapters()
+    assert torch.equal(model(IDS).logits, build_tiny(0)(IDS).logits)
+    model(IDS).logits.sum().backward()
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {name for name in policy_state(model) if name.endswith(("lora_a", "lora_b"))}
+    with pytest.raises(ModelError, match="already"):
+        add_adapters(model, SHAPE)
+
+
+def test_every_start_begins_with_the_same_adapters():
+    first, second = policy_state(with_adapters(0)), policy_state(with_adapters(1))
+    downs = [name for name in first if name.endswith("lora_a")]
+    assert len(downs) == 2 * 3
+    assert all(torch.equal(first[name], second[name]) for name in downs)
+    assert len({float(first[name].sum()) for name in downs}) == len(downs)
+
+
+def test_the_base_is_there_for_as_long_as_the_context_lasts():
+    model = trained(with_adapters())
+    expected = build_tiny(0)(IDS).logits
+    with without_adapters(model):
+        assert torch.equal(model(IDS).logits, expected)
+    assert not torch.allclose(model(IDS).logits, expected)
+
+
+def test_merged_is_an_ordinary_model_that_computes_the_same():
+    source = trained(with_adapters())
+    tensors, files = merged(policy_state(source), {**FILES, ADAPTER_FILE: SHAPE.as_file()})
+    plain = build_tiny(5)
+    assert ADAPTER_FILE not in files
+    apply_state(plain, tensors)
+    torch.testing.assert_close(plain(IDS).logits, source(IDS).logits, atol=2e-5, rtol=1e-5)
+    assert not torch.allclose(plain(IDS).logits, build_tiny(0)(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{}", b'{"rank": "many", "alpha": 1, "targets": ["q_proj"]}',
+     b'{"rank": 0, "alpha": 1, "targets": ["a"]}', b'{"rank": 4, "alpha": -1, "targets": ["a"]}',
+     b'{"rank": 4, "alpha": 1, "targets": []}',
+     b'{"rank": 99999999, "alpha": 1, "targets": ["q_proj"]}'],
+)  # fmt: skip
+def test_an_unusable_file_is_refused(data: bytes):
+    with pytest.raises(ModelError, match=r"adapter\.json"):
+        adapter_shape({ADAPTER_FILE: data})
+
+
+@pytest.mark.parametrize("target", ["lm_head", "query", "embed_tokens"])
+def test_a_layer_that_cannot_have_one_is_named_with_those_that_can(target: str):
+    with pytest.raises(ModelError, match=rf"'{target}'.*q_proj"):
+        add_adapters(build_tiny(0), AdapterShape(4, 8.0, (target,)))
 
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "one_file_rl.py"

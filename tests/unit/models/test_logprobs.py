@@ -11,23 +11,6 @@ from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.tiny import build_tiny
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build_tiny(3)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("tile_elements", [2**24, 96 * 7, 1])
-def test_logprobs_and_entropy_equal_the_plain_computation(model, temperature, tile_elements):
-    ids = torch.randint(0, 96, (3, 12), generator=torch.Generator().manual_seed(0))
-    states = hidden_states(model, ids)[:, :-1].flatten(0, 1)
-    found = token_logprobs(states, Head.of(model), ids[:, 1:].flatten(), temperature, tile_elements)
-    head = model.lm_head.weight
-    expected = plain(states, head, None, ids[:, 1:].flatten(), temperature)
-    torch.testing.assert_close(found.logprobs, expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.entropy, expected[1], rtol=1e-5, atol=1e-5)
-
-
 def test_a_bfloat16_model_has_a_float32_head():
     model = build_tiny(0).to(torch.bfloat16)
     ids = torch.arange(8)[None]
@@ -120,16 +103,6 @@ def test_values_on_a_cpu_are_bit_for_bit_those_of_log_softmax(rows):
     tiles = [plain(h, weight, shift, t, 0.7) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
     for mine, theirs in zip(found, zip(*tiles, strict=True), strict=True):
         assert torch.equal(mine, torch.cat(theirs))
-
-
-def test_a_weight_used_twice_gets_both_gradients():
-    """Tied embeddings: the head's weight is the input's too."""
-    hidden, weight, _shift, targets, weights = make()
-    tied, apart = weight.clone().requires_grad_(), [weight.clone().requires_grad_() for _ in range(2)]
-    for first, second in ((tied, tied), tuple(apart)):
-        states = torch.tanh(first[targets] + hidden)
-        objective(token_logprobs(states, Head(second, None), targets, 1.0, 4 * VOCABULARY), weights, "le").backward()
-    torch.testing.assert_close(tied.grad, apart[0].grad + apart[1].grad)
 
 
 def test_sixteen_bit_weights_get_sixteen_bit_gradients_of_a_float32_sum():

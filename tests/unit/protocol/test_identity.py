@@ -40,20 +40,14 @@ def test_a_key_that_others_can_reach_is_refused_with_the_remedy(tmp_path: Path, 
         assert caught.value.exit_code == 2
 
 
-def _other_pem() -> bytes:
-    return x25519.X25519PrivateKey.generate().private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+PEM = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+FOREIGN = x25519.X25519PrivateKey.generate().private_bytes(*PEM, serialization.NoEncryption())
+LOCKED = ed25519.Ed25519PrivateKey.generate().private_bytes(*PEM, serialization.BestAvailableEncryption(b"x"))
 
 
-def _locked_pem() -> bytes:
-    return ed25519.Ed25519PrivateKey.generate().private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
-    )
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"hello", SigningKey.from_seed(SEED).to_pem()[:-40],
-                                     _other_pem(), _locked_pem()])  # fmt: skip
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\x00", b"hello", SigningKey.from_seed(SEED).to_pem()[:-40], FOREIGN, LOCKED]
+)
 def test_a_damaged_or_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "node.key"
     path.write_bytes(content)

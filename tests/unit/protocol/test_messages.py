@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import struct
-import tracemalloc
 
 import msgspec
 import numpy as np
@@ -57,14 +55,6 @@ def test_every_document_has_a_kind_of_its_own() -> None:
 def test_values_out_of_bounds_are_refused(kind: type[Message], values: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         kind.model_validate(values)
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/..", "a//b", "/a", "a/", "a\\b", "x" * 256, "a\n", "a\x00", "a/" * 512 + "a"]
-)
-def test_no_entry_can_leave_its_folder(name: str) -> None:
-    with pytest.raises(ValidationError):
-        Entry(name=name, type="file", offset=0, size_bytes=1)
 
 
 def test_seeds_are_whole_64_bit_numbers() -> None:
@@ -198,15 +188,6 @@ def test_every_truncation_and_every_trailing_byte_is_refused(submission: Submiss
     assert "after the zstd frame" in refused(body + data.draw(st.binary(min_size=1, max_size=8)))
 
 
-@given(submissions, st.data())
-def test_a_flipped_bit_never_raises_anything_else(submission: Submission, data: st.DataObject) -> None:
-    body = bytearray(pack(submission))
-    bit = data.draw(st.integers(0, 8 * len(body) - 1))
-    body[bit // 8] ^= 1 << bit % 8
-    with contextlib.suppress(CodecError):
-        unpack(bytes(body), Submission, LIMITS)
-
-
 def test_a_body_at_a_cap_passes_and_one_byte_more_does_not() -> None:
     body, size = pack(example()), len(msgspec.msgpack.encode(example()))
     assert unpack(body, Submission, BodyLimits(len(body), size)) == example()
@@ -214,20 +195,6 @@ def test_a_body_at_a_cap_passes_and_one_byte_more_does_not() -> None:
     assert message == f"the body has {len(body)} bytes; at most {len(body) - 1} are allowed"
     message = refused(body, BodyLimits(len(body), size - 1))
     assert message == f"the body inflates to {size} bytes; at most {size - 1} are allowed"
-
-
-def test_a_frame_that_inflates_past_what_it_declares_uses_no_more_than_that() -> None:
-    """Blocks of one repeated byte, 4 bytes for 128 KiB each: the streaming interface would inflate all of them."""
-    blocks, declared = 4000, 3 * 2**20  # half a gigabyte, were it believed
-    block = [struct.pack("<I", (131072 << 3) | 2 | last)[:3] + b"\0" for last in (0, 1)]
-    bomb = struct.pack("<IBBI", 0xFD2FB528, 2 << 6, 7 << 3, declared) + block[0] * (blocks - 1) + block[1]
-    assert len(bomb) < 20_000
-    tracemalloc.start()
-    try:
-        assert "damaged" in refused(bomb)
-        assert tracemalloc.get_traced_memory()[1] < 2 * declared
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_large_honest_body_passes() -> None:

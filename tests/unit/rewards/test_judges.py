@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.hostile import Answer, Asked, answering
 from shoal.environments import EnvironmentSettings
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
@@ -25,69 +27,44 @@ from shoal.runtime.stop import StopToken
 
 pytestmark = pytest.mark.timeout(60)
 
-Reply = tuple[int, dict[str, str], bytes]
 PIECE = Piece("2+2=", "4", "four")
 AT_ONCE_S = Backoff(first_s=0.001, most_s=0.001)
+Reply = Callable[[int, dict[str, Any]], Answer]
 
 
-def said(text: str) -> Reply:
+def said(text: str) -> Answer:
     return 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
 
 
-class Server(ThreadingHTTPServer):
+@dataclass
+class Server:
     """Answers with what `reply` says of the request's number and body; keeps what it was asked."""
 
-    daemon_threads = True
-    reply: Callable[[int, dict[str, Any]], Reply]
+    reply: Reply
+    url: str = ""
+    asked: list[Asked] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+    under_way: int = 0
+    most: int = 0
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-        self.lock = threading.Lock()
-        self.under_way = self.most = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with self.server.lock:
-            number = len(self.server.asked)
-            self.server.asked.append((self.path, dict(self.headers), body))
-            self.server.under_way += 1
-            self.server.most = max(self.server.most, self.server.under_way)
-        status, headers, content = self.server.reply(number, body)
-        with self.server.lock:
-            self.server.under_way -= 1
-        try:
-            self.send_response(status)
-            for name, value in {"content-length": str(len(content)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # who asked has gone
-
-    def log_message(self, *_arguments: object) -> None:
-        """Nobody reads it."""
+    def answer(self, asked: Asked) -> Answer:
+        with self.lock:
+            number = len(self.asked)
+            self.asked.append(asked)
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        found = self.reply(number, json.loads(asked.body))
+        with self.lock:
+            self.under_way -= 1
+        return found
 
 
 @contextmanager
-def serving(reply: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Server]:
-    server = Server()
-    server.reply = reply
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+def serving(reply: Reply) -> Iterator[Server]:
+    server = Server(reply)
+    with answering(server.answer) as address:
+        server.url = f"{address}/v1"
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def judge(url: str, stop: StopToken | None = None, **changes: Any) -> ChatJudge:
@@ -95,7 +72,7 @@ def judge(url: str, stop: StopToken | None = None, **changes: Any) -> ChatJudge:
     return ChatJudge(settings, stop or StopToken(), AT_ONCE_S)
 
 
-def value(reply: Callable[[int, dict[str, Any]], Reply], **changes: Any) -> tuple[Any, Server]:
+def value(reply: Reply, **changes: Any) -> tuple[Any, Server]:
     with serving(reply) as server:
         made = judge(server.url, **changes)
         [found] = made.values([PIECE])
@@ -111,9 +88,9 @@ def test_it_asks_as_such_servers_are_asked_and_takes_the_last_line(monkeypatch: 
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "k-123")
     found, server = value(lambda _n, _body: said("Fine, though 3 words short.\n8"))
     assert found == 0.8
-    [(path, headers, body)] = server.asked
-    assert path == "/v1/chat/completions"
-    assert {name.lower(): text for name, text in headers.items()}["authorization"] == "Bearer k-123"
+    [asked] = server.asked
+    body = json.loads(asked.body)
+    assert (asked.path, asked.headers["authorization"]) == ("/v1/chat/completions", "Bearer k-123")
     assert (body["model"], body["temperature"]) == ("m", 0)
     assert "2+2=" in body["messages"][0]["content"]
     assert "four" not in body["messages"][0]["content"]
@@ -122,7 +99,7 @@ def test_it_asks_as_such_servers_are_asked_and_takes_the_last_line(monkeypatch: 
 def test_answers_come_in_the_order_of_the_questions_a_few_at_a_time() -> None:
     pieces = [Piece("p", str(n)) for n in range(30)]
 
-    def reply(_number: int, body: dict[str, Any]) -> Reply:
+    def reply(_number: int, body: dict[str, Any]) -> Answer:
         completion = body["messages"][0]["content"].split("|")[1].splitlines()[1]
         return said(str(int(completion) / 3))
 
@@ -141,7 +118,7 @@ def test_answers_come_in_the_order_of_the_questions_a_few_at_a_time() -> None:
         ([said("I would rather not say"), said("4")], 0.4),
     ],
 )
-def test_trouble_that_passes_is_waited_out(replies: list[Reply], worth: float) -> None:
+def test_trouble_that_passes_is_waited_out(replies: list[Answer], worth: float) -> None:
     found, server = value(lambda number, _body: replies[number])
     assert (found, len(server.asked)) == (worth, len(replies))
 
@@ -171,7 +148,7 @@ def test_garbage_is_asked_about_once_more_and_then_unscored(content: bytes) -> N
 def test_an_answer_that_does_not_come_is_unscored() -> None:
     release = threading.Event()
 
-    def reply(_n: int, _body: dict[str, Any]) -> Reply:
+    def reply(_n: int, _body: dict[str, Any]) -> Answer:
         release.wait(20)
         return said("10")
 
@@ -183,26 +160,29 @@ def test_an_answer_that_does_not_come_is_unscored() -> None:
     assert unscored(nobody, "did not answer")
 
 
-def test_an_answer_that_comes_drop_by_drop_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_drop_by_drop_is_unscored() -> None:
     """Each byte is a sign of life: only a deadline for all of it ends this."""
-    over = threading.Event()
+    over, listener = threading.Event(), socket.create_server(("127.0.0.1", 0))
 
-    def drip(handler: Handler) -> None:
+    def drip() -> None:
         with suppress(OSError):
-            handler.wfile.write(b"HTTP/1.1 200 OK\r\nx-long: ")
-            while not over.wait(0.05):
-                handler.wfile.write(b"a")
+            while connection := listener.accept()[0]:
+                with connection, suppress(OSError):
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nx-long: ")
+                    while not over.wait(0.05):
+                        connection.sendall(b"a")
 
-    monkeypatch.setattr(Handler, "do_POST", drip)
-    found, _ = value(lambda _n, _body: said("1"), timeout_s=0.1)
+    threading.Thread(target=drip, daemon=True).start()
+    [found] = judge(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout_s=0.1).values([PIECE])
     over.set()
+    listener.close()
     assert unscored(found)
 
 
 def test_a_stop_is_no_failure_of_the_judge() -> None:
     stop = StopToken()
 
-    def reply(_n: int, _body: dict[str, Any]) -> Reply:
+    def reply(_n: int, _body: dict[str, Any]) -> Answer:
         stop.set("SIGTERM")
         return 500, {}, b""
 
@@ -236,7 +216,7 @@ def test_a_judge_that_refuses_is_found_before_anything_is_judged(status: int, ad
 
 
 @pytest.mark.parametrize("reply", [(500, {}, b""), (429, {}, b""), said("no idea"), said("7")])
-def test_trouble_that_may_pass_ends_nothing_at_the_start(reply: Reply) -> None:
+def test_trouble_that_may_pass_ends_nothing_at_the_start(reply: Answer) -> None:
     with serving(lambda _n, _body: reply) as server:
         judge(server.url).prepare()
         assert len(server.asked) == 1

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, 
 from shoal.rewards.child import _answer
 from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Work, frame_of, read_message
 from shoal.rewards.pool import Ground, ScoringProcess, _Round
-from shoal.rewards.protocol import core_digest, process_count, settled
+from shoal.rewards.protocol import process_count, settled
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -93,7 +93,7 @@ def test_a_job_that_waits_without_end_is_unscored_for_a_busy_machine_looks_the_s
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         failure = one(pool, "sleep")
         assert type(failure) is ScoringFailure, "and not one that was not begun"
-        assert "did not end within 1.5 s by the clock" in str(failure)
+        assert "did not end within 0.8 s by the clock" in str(failure)
 
 
 @pytest.mark.slow
@@ -186,31 +186,12 @@ def test_a_forked_copy_answers_nothing_wherever_it_could(pool: ScoringPool, tmp_
     assert [(tmp_path / str(number)).read_bytes() for number in range(8)] == [b""] * 8
 
 
-def test_a_killed_child_is_replaced_and_its_job_done_again(pool: ScoringPool) -> None:
-    assert one(pool, "fine") == Score(1.0, {})
-    [first] = pool.pids
-    os.kill(first, signal.SIGKILL)
-    assert one(pool, "fine too") == Score(1.0, {})
-    assert pool.pids != [first]
-
-
 @pytest.mark.slow
 def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         assert isinstance(one(pool, str(note), "leaves"), ScoringFailure)
     assert not is_running(int(note.read_text()))
-
-
-@pytest.mark.slow
-def test_several_processes_share_the_work_and_the_trouble(tmp_path: Path) -> None:
-    with naughty(tmp_path, LIMITS.model_copy(update={"processes": 2})) as pool:
-        jobs = [Job("plain", f"fine {n}") for n in range(50)] + [Job("plain", "spin"), Job("plain", "raise")]
-        results = pool.scores(jobs)
-        assert results[:50] == [Score(1.0, {})] * 50
-        assert results[50] == limited("took longer than 0.25 s of processor time")
-        assert isinstance(results[51], ScoringFailure)
-        assert len(set(pool.pids)) == 2
 
 
 @pytest.mark.parametrize(
@@ -296,30 +277,42 @@ def test_a_stop_ends_the_wait_and_leaves_nobody(tmp_path: Path) -> None:
 
 
 PARENT = """
-import sys, threading
+import sys
 from pathlib import Path
 from kit.reward import naughty
 from shoal.rewards import Job, ScoringPatience
 
-with naughty(Path(sys.argv[1]), patience=ScoringPatience(job_s=100)) as pool:
-    pool.scores([Job("plain", "fine")])
+with naughty(Path(sys.argv[1]), patience=ScoringPatience(start_s=float(sys.argv[2]), job_s=100)) as pool:
+    pool.start()
     print(pool.pids[0], flush=True)
-    if sys.argv[2]:
-        pool.scores([Job("plain", sys.argv[2])])
-    threading.Event().wait(100)
+    sys.stdin.readline()
+    print("asking", flush=True)
+    print(pool.scores([Job("plain", sys.argv[3])]), flush=True)
 """
 
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+@contextmanager
+def parent_of(folder: Path, start_s: float, completion: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that starts a pool and asks it when it is sent a line; and the pool's process."""
+    tests = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", PARENT, str(folder), str(start_s), completion]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ, "PYTHONPATH": tests}}
+    with subprocess.Popen(command, text=True, **pipes) as parent:  # type: ignore[call-overload]
+        yield parent, int(parent.stdout.readline())
 
 
-@pytest.mark.parametrize("busy", [slow(""), "sleep"])
-def test_children_end_with_their_parent_even_by_kill_9(tmp_path: Path, busy: str) -> None:
-    command = [sys.executable, "-c", PARENT, str(tmp_path), busy]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENV) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+def begin(parent: subprocess.Popen[str]) -> None:
+    print("go", file=parent.stdin, flush=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "asking\n"
+
+
+@pytest.mark.parametrize("busy", [slow(False), True])
+def test_children_end_with_their_parent_even_by_kill_9(tmp_path: Path, busy: bool) -> None:
+    with parent_of(tmp_path, 60, "sleep") as (parent, child):
         assert is_running(child)
+        if busy:
+            begin(parent)
         parent.kill()
     until(lambda: not is_running(child))
 
@@ -337,33 +330,14 @@ def score(prompt, completion, answer):
     return 1.0
 """
 
-ASKING = """
-import sys
-from pathlib import Path
-from kit.reward import naughty
-from shoal.rewards import Job, ScoringPatience
-
-with naughty(Path(sys.argv[1]), patience=ScoringPatience(start_s=1.0)) as pool:
-    pool.start()
-    print(pool.pids[0], flush=True)
-    sys.stdin.readline()
-    print("asking", flush=True)
-    print(pool.scores([Job("plain", "fine")]), flush=True)
-"""
-
 
 @pytest.mark.parametrize("stopped", [slow("before it asks"), slow("while it waits"), "with its child"])
 def test_a_process_that_was_stopped_for_longer_than_its_child_has_loses_nothing(tmp_path: Path, stopped: str) -> None:
     (tmp_path / "reward.py").write_text(SLOW_TO_START)
-    command = [sys.executable, "-c", ASKING, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV) as parent:
-        assert parent.stdout is not None
-        assert parent.stdin is not None
-        child = int(parent.stdout.readline())
+    with parent_of(tmp_path, 1.0, "fine") as (parent, child):
         until((tmp_path / "started").exists)
         if stopped != "before it asks":
-            print("go", file=parent.stdin, flush=True)
-            assert parent.stdout.readline() == "asking\n"
+            begin(parent)
         for pid in [parent.pid, *([child] if stopped == "with its child" else [])]:
             os.kill(pid, signal.SIGSTOP)
         resumes_s = time.monotonic() + 1.3
@@ -476,8 +450,6 @@ def test_a_job_is_a_score_a_failure_or_too_much_and_says_first_what_its_task_all
         channel.receive(0.01)
     os.close(source)
     os.close(sink)
-    settings = EnvironmentSettings(scoring=ScoringSettings(seconds=3))
-    assert core_digest(build(settings)) == core_digest(build(EnvironmentSettings())) != build(settings).digest
 
 
 @pytest.fixture

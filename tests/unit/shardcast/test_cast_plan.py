@@ -44,14 +44,6 @@ def following(
     return world, node, *sources
 
 
-def test_a_source_is_asked_only_for_what_it_says_it_has() -> None:
-    world, _, left, right = following(Source(A, hashes(0, 20)), Source(B, hashes(20, 40)))
-    assert world.run(60)
-    # one chunk of each may have been asked for before the map was there
-    assert sum(chunk not in left.has for chunk in left.asked) <= 1
-    assert sum(chunk not in right.has for chunk in right.asked) <= 1
-
-
 def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again_later() -> None:
     world, node, source = following(Source(A, hashes(0, 39), maps=False))
     assert not world.run(10)

@@ -11,12 +11,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from blake3 import blake3
 from castsim import bits, manifest_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kit import TempPaths, eventually
-from kit.cast import WITHIN_S, Handler, Lab, instead, lab_in, reply, says
-from kit.liar import hanging_up
+from kit import eventually
+from kit.cast import WITHIN_S, Handler, Lab, instead, reply, says
 from shoal.protocol import Chunk
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import PoolSettings
@@ -212,36 +209,3 @@ def test_what_is_no_longer_wanted_is_left_on_its_way(lab: Lab) -> None:
         assert left.wait(WITHIN_S)
         assert pool.wait(WITHIN_S)
         assert pool.progress() == (0, 0)
-
-
-def noise(_target: str, to: socket.socket) -> None:
-    to.sendall(b"noise\r\n\r\n")
-
-
-TROUBLES: dict[str, Callable[[Handler], Handler]] = {  # of a source that has some of the chunks
-    "lacking": lambda honest: honest,
-    "corrupt": lambda honest: chunks_by(says(bytes(SIZE)), honest),
-    "claims": chunks_by,
-    "truncated": lambda honest: chunks_by(hanging_up(b"abc", SIZE), honest),
-    "noise": lambda _honest: chunks_by(noise, says(b"\xff" * 6)),
-    "mapless": lambda honest: chunks_by(honest, says(b"", 404)),
-    "drip": lambda _honest: chunks_by(drip),
-    "busy": lambda _honest: says(b"", 503),
-}
-OTHERS = st.tuples(st.sampled_from(sorted(TROUBLES)), st.sampled_from([0, 1, 2]), st.integers(0, 2**24 - 1))
-
-
-@settings(max_examples=12, deadline=None)
-@given(others=st.lists(OTHERS, max_size=4), halves=st.booleans())
-def test_whatever_others_send_every_chunk_arrives_and_matches(others, halves, tmp_path_factory: TempPaths) -> None:
-    """`Shelf.keep` refuses what does not match and what comes twice; the honest sources together have everything."""
-    keys = list(DATA)
-    with lab_in(tmp_path_factory.mktemp("pool")) as lab:
-
-        def source(part: list[str], trouble: str = "lacking") -> str:
-            return lab.source(TROUBLES[trouble](serving(full({key: DATA[key] for key in part})))).url
-
-        named = [[source(part) for part in ([keys[0::2], keys[1::2]] if halves else [keys])], [], []]
-        for trouble, kind, mask in others:
-            named[kind].append(source([key for at, key in enumerate(keys) if mask >> at & 1], trouble))
-        fetch_all(SourceScores(*named))

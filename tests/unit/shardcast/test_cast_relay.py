@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -115,50 +110,18 @@ def test_a_request_for_a_chunk_on_its_way_is_held_and_the_map_follows_what_arriv
     assert grown.result(10) == (200, bytes([0b11111, 0]))
 
 
-RELAY_PROGRAM = """
-import sys
-from pathlib import Path
-from shoal.runtime.stop import StopToken
-from shoal.shardcast import RelayConfig, run_relay
-folder, upstream, run, key = sys.argv[1:]
-config = RelayConfig(Path(folder), (upstream,), run, key, port=0)
-run_relay(config, StopToken(), lambda url: print(url, flush=True))
-"""
-Start = Callable[[Path, str], tuple[subprocess.Popen[str], str]]
-
-
-@pytest.fixture
-def relay_process() -> Iterator[Start]:
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(folder: Path, upstream: str) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, "-c", RELAY_PROGRAM, str(folder), upstream, RUN, KEY.public_key]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        stdout = processes[-1].stdout
-        assert stdout is not None
-        return processes[-1], stdout.readline().strip()
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(lab: Lab, relay_process: Start) -> None:
+def test_a_relay_ended_in_the_middle_resumes_without_fetching_twice(lab: Lab) -> None:
     folder = lab.folder / "relay"
     files, tensors = content(1, sizes=(5000,))
     manifest = lab.publish(1, files=files, tensors=tensors)
     last = manifest.chunks[-1].hash
-    process, _ = relay_process(folder, lab.source(held_back(lab, last, threading.Event())).url)
-    eventually(lambda: sum(path.exists() for path in chunk_paths(folder, manifest)) == len(manifest.chunks) - 1, 30)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
+    relay = lab.relay("relay", lab.source(held_back(lab, last, threading.Event())).url)
+    eventually(lambda: health(relay)["missing_chunks"] == 1)
+    lab.stop(relay)
     rotten = chunk_paths(folder, manifest)[0]  # and the disk was not kind either
     rotten.write_bytes(b"x" * CHUNK)
-
     upstream = lab.source()
-    _, url = relay_process(folder, upstream.url)
-    lab.fetch(manifest, url)
+    lab.fetch(manifest, lab.relay("relay", upstream.url).url)
     assert set(upstream.asked("/chunks/")) == {f"/{chunk_key(last)}", f"/{chunk_key(rotten.name)}"}
 
 

@@ -106,14 +106,6 @@ def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(lab: Lab
     lab.fetch(following, client)
 
 
-def test_nothing_is_offered_that_is_not_there_and_nothing_stays_that_is_not_offered(lab: Lab) -> None:
-    run = Run(lab, anchor_every=4, kept_versions=2)
-    manifests = run.steps(11)
-    kept = [manifest for manifest in manifests if manifest.policy.label in run.head().kept_versions]
-    assert chunks_in(run.www) == {chunk.hash for manifest in kept for chunk in offered(manifest)}
-    assert {path.name for path in run.www.iterdir()} == {".lock", "chunks", "manifests", "head.json"}
-
-
 def test_what_has_no_delta_that_pays_is_an_anchor(run: Run, lab: Lab) -> None:
     run.step(1)
     assert run.step(2, share=0.9).anchor is False  # one bit each: that pays
@@ -151,18 +143,6 @@ def test_a_base_damaged_on_the_origins_disk_is_not_used(run: Run, lab: Lab, part
         lab.fetch(third, lab.honest().url)
 
 
-def test_a_fetch_of_deltas_is_continued_where_it_was_interrupted(lab: Lab) -> None:
-    run = Run(lab, chunk_size_bytes=64)
-    first, second = run.steps(2)
-    url = lab.honest().url
-    lab.fetch(first, url)
-    hidden = run.chunk(second).rename(lab.folder / "hidden")
-    with pytest.raises(BroadcastError, match="1 chunks are missing"):
-        lab.client(url).fetch(second.policy, 1)
-    hidden.rename(run.chunk(second))
-    assert sum(run.told(second, url).by_source.values()) == second.deltas[0].chunks[0].size_bytes
-
-
 def test_what_changed_is_told_tensor_by_tensor(run: Run, lab: Lab) -> None:
     """Applied to the tensors of the version before, it gives the new ones: an engine needs no second copy."""
     first, *_, fourth = run.steps(4)
@@ -186,11 +166,13 @@ def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_byt
     """Any settings, any gaps in the numbers, any versions skipped by a client: bit for bit, or not offered."""
     with lab_in(tmp_path_factory.mktemp("versions")) as lab:
         run = Run(lab, anchor_every=data.draw(st.integers(1, 6)), kept_versions=data.draw(st.integers(1, 4)))
-        url, version = lab.honest().url, 0
+        url, version, offers = lab.honest().url, 0, dict[str, set[str]]()
         client = lab.client(url)
         for _ in range(data.draw(st.integers(1, 8))):
             version += data.draw(st.integers(1, 3))
             manifest = run.step(version, share=data.draw(st.sampled_from([0.0, 0.01, 0.7])))
+            offers[manifest.policy.label] = {chunk.hash for chunk in offered(manifest)}
+            assert chunks_in(run.www) == set().union(*(offers[label] for label in run.head().kept_versions))
             if data.draw(st.booleans()):
                 lab.fetch(manifest, client)
         lab.fetch(manifest, client)

@@ -1,4 +1,6 @@
-"""The published format, byte for byte: the conformance vectors, through every form of input."""
+"""The published format, byte for byte: the conformance vectors, through every form of input. Arbitrary bytes: nothing
+crashes, nothing passes. And what was committed to is found again, whatever it was.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import base64
 import math
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
-from vectors import activations, by_name, vectors
+from hypothesis import strategies as st
+from vectors import activations, by_name, normal, packed, vectors
 
 from shoal.errors import ProofError
 from shoal.toploc import (
@@ -19,11 +23,16 @@ from shoal.toploc import (
     build_proofs,
     build_proofs_base64,
     build_proofs_bytes,
+    check_proofs,
+    commit,
+    compare,
+    top_points,
     verify_proofs,
     verify_proofs_base64,
     verify_proofs_bytes,
 )
 from shoal.toploc.package import _points
+from shoal.toploc.plain import PRIME
 
 NAMES = {section: [vector.get("name") for vector in vectors()[section]] for section in vectors() if section != "meta"}
 pytestmark = pytest.mark.usefixtures("arithmetic")
@@ -191,10 +200,10 @@ def test_a_chunk_smaller_than_topk_is_rejected_by_builder_and_verifier() -> None
 def test_float16_builds_as_published_and_is_not_verified() -> None:
     assert by_name("errors", "fp16_verify_tensor")["want"] == "TypeError"
     vector = by_name("activations", "fp16_build")
-    for given in (activations(vector), as_torch(activations(vector))):
-        proofs = build_proofs_bytes(given, *arguments(vector))
+    for values in (activations(vector), as_torch(activations(vector))):
+        proofs = build_proofs_bytes(values, *arguments(vector))
         with pytest.raises(TypeError, match="bfloat16"):
-            verify_proofs_bytes(given, proofs, *arguments(vector))
+            verify_proofs_bytes(values, proofs, *arguments(vector))
 
 
 def test_tensors_that_are_not_contiguous_work() -> None:
@@ -205,3 +214,85 @@ def test_tensors_that_are_not_contiguous_work() -> None:
     proofs = build_proofs_bytes(strided, 32, 128, skip_prefill=True)
     assert proofs == build_proofs_bytes(tensor, 32, 128, skip_prefill=True)
     assert verify_proofs_bytes(strided, proofs, 32, 128, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)] * 2
+
+
+POINTS = top_points(normal(0, 70, 64), [70], 128, 32)
+HONEST = commit(POINTS)
+
+
+def damaged(proof: bytes) -> st.SearchStrategy[bytes]:
+    """Bytes near a real proof: some replaced, cut off or appended."""
+    replaced = st.tuples(st.integers(0, len(proof) - 1), st.binary(min_size=1, max_size=6)).map(
+        lambda change: proof[: change[0]] + change[1] + proof[change[0] + len(change[1]) :]
+    )
+    cut = st.integers(0, len(proof)).map(lambda size: proof[:size])
+    longer = st.binary(max_size=8).map(lambda tail: proof + tail)
+    return st.one_of(replaced, cut, longer)
+
+
+def of_length(size: int) -> st.SearchStrategy[bytes]:
+    return st.binary(min_size=size, max_size=size)
+
+
+def wellformed(k: int) -> st.SearchStrategy[bytes]:
+    """Canonical proofs with any coefficients."""
+    coefficients = st.lists(st.integers(0, PRIME - 1), min_size=k, max_size=k)
+    return st.builds(packed, coefficients, st.integers(65433, PRIME))
+
+
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(data=st.data(), chunk=st.integers(0, 2))
+def test_no_bytes_pass_but_the_proof(data: st.DataObject, chunk: int) -> None:
+    honest = HONEST[chunk]
+    k = int(POINTS.counts[chunk])
+    strategy = st.one_of(st.binary(max_size=300), of_length(len(honest)), damaged(honest), wellformed(k))
+    proof = data.draw(strategy)
+    proofs = [*HONEST[:chunk], proof, *HONEST[chunk + 1 :]]
+    result = check_proofs(compare(POINTS, proofs))
+    assert result.passed == (proof == honest)
+    assert result.reason in (None, "malformed", "forged", "mismatch")
+    if proof != honest:
+        assert result.chunk == chunk
+
+
+@st.composite
+def point_batches(draw: st.DrawFn) -> PointBatch:
+    """A few chunks of any points: any indices, any bits that the field can hold."""
+    counts = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    size = draw(st.sampled_from([64, 3000, 65497, 131072, 2**20]))
+    seed = draw(st.integers(0, 2**32))
+    random = np.random.default_rng(seed)
+    indices = np.concatenate([random.choice(size, count, replace=False) for count in counts])
+    bits = random.integers(0, PRIME, len(indices)).astype(np.uint16)
+    return PointBatch(indices, bits, np.array(counts), np.full(len(counts), size))
+
+
+@hypothesis.given(points=point_batches(), seed=st.integers(0, 2**32))
+def test_what_was_committed_to_is_found_again_in_any_order(points: PointBatch, seed: int) -> None:
+    proofs = commit(points)
+    compared = compare(points, proofs)
+    assert compared.malformed == [None] * len(points)
+    for errors in (compared.exp_mismatches, compared.mant_err_sum, compared.mant_err_median, compared.sign_mismatches):
+        assert not errors.any()
+    order = np.concatenate([
+        begin + np.random.default_rng(seed).permutation(count)
+        for begin, count in zip(np.cumsum(points.counts) - points.counts, points.counts, strict=True)
+    ])  # fmt: skip
+    assert commit(PointBatch(points.indices[order], points.bits[order], points.counts, points.sizes)) == proofs
+    each = [commit(points[c : c + 1])[0] for c in range(len(points))]
+    assert each == proofs
+
+
+@pytest.mark.parametrize(
+    "text", ["/9kAAwABAAB=", "/9kAAwABAAA", "/9kAAwABAAA=\n", " /9kAAwABAAA=", "_9kAAwABAAA=", "é"]
+)
+def test_base64_has_one_form(text: str) -> None:
+    assert ProofPoly.from_base64("/9kAAwABAAA=").coeffs == [3, 1, 0]
+    with pytest.raises(ProofError, match="base64"):
+        ProofPoly.from_base64(text)
+
+
+def test_repeated_points_cannot_be_committed_to() -> None:
+    twice = PointBatch(np.array([5, 5]), np.array([1, 2], np.uint16), np.array([2]), np.array([64]))
+    with pytest.raises(ProofError, match="chunk 0"):
+        commit(twice)

@@ -178,7 +178,7 @@ def test_inverses_and_the_least_modulus() -> None:
     assert least_modulus(128) > least_modulus(384) > least_modulus(512) > least_modulus(1024) == 2**15 + 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), k=st.sampled_from([1, 2, 7, 64, 128]), outside=st.sampled_from([0, 16, 256]))
 def test_compiled_and_plain_give_the_same_numbers(seed: int, k: int, outside: int) -> None:
     """Interpolation by Lagrange against Newton, and the errors of proofs that are right, nearly right and random."""

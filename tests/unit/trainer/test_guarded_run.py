@@ -26,7 +26,7 @@ from shoal.trainer.step import StepWork, look_back, train_step
 
 
 def test_healthy_steps_are_not_touched_by_guards(tmp_path: Path) -> None:
-    """All guards at their most severe, and weights as without any."""
+    """All guards at their most severe, and weights as of a plain loop: hub, publisher and files add nothing to them."""
     severe = {name: {"react": "stop"} for name in ("gradient_spike", "clip_fraction", "mismatch_kl", "reward_collapse")}
     run, made = training_run(tmp_path, FakeHub(4), changed(guards=severe))
     run.run()
@@ -65,9 +65,8 @@ def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_pat
 def test_skip_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     """Every update moves too far for this limit, so none is made; warnings reach the hub once."""
     hub = FakeHub(3)
-    run, made = training_run(
-        tmp_path, hub, changed(guards={"effective_samples": {"react": "skip", "limit": 0.999999999}}, minibatches=1)
-    )
+    skipping = {"effective_samples": {"react": "skip", "limit": 0.999999999}}
+    run, made = training_run(tmp_path, hub, changed(guards=skipping, minibatches=1))
     with torch.no_grad():  # another model than the one that drew the tokens
         made.model.model.norm.weight.mul_(0.9)
     before = weights(made)

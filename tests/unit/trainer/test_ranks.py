@@ -13,7 +13,7 @@ from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, tiny_loaded, training_run
 from shoal.cli.main import main
 from shoal.errors import CheckpointError
 from shoal.shardcast.origin import Origin
-from shoal.trainer import elastic, settings
+from shoal.trainer import ranks, settings
 from shoal.trainer.checkpoint import MODEL, TRAINING, StoredCheckpoint, part_name, read_tensors
 from shoal.trainer.learner import new_learner
 from shoal.trainer.settings import TrainerSettings
@@ -31,9 +31,7 @@ def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings = 
 def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> StoredCheckpoint:
     """One process, from wherever the folder stands."""
     hub = FakeHub(steps)
-    head = Origin(folder / "origin", RUN, KEY).head()
-    if head is not None:
-        hub.policies[head.policy.incarnation, head.policy.version] = head.policy.digest
+    hub.remember(Origin(folder / "origin", RUN, KEY))
     loaded = tiny_loaded(settings)
     made = new_learner(loaded.model, settings)
     run, _ = training_run(folder, hub, settings, learner=made, files=dict(loaded.files))
@@ -155,7 +153,7 @@ def test_parts_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
 def test_the_code_that_ends_a_run_is_not_lost_among_others(
     failures: dict[int, tuple[int, str]], code: int, said: str
 ) -> None:
-    error = elastic.group_error(failures)
+    error = ranks.group_error(failures)
     assert (error.exit_code, str(error)) == (code, said)
 
 
@@ -164,4 +162,4 @@ def test_a_rank_tells_its_agent_why_it_ends(tmp_path: Path, monkeypatch: pytest.
     settings.report_to_agent("nobody listens")
     monkeypatch.setenv(settings.ERROR_FILE, str(path))
     assert main(["trainer", "--dir", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere" in elastic._message(path)
+    assert "nowhere" in ranks._message(path)

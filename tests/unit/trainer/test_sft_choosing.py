@@ -213,9 +213,7 @@ def encode(*said: tuple[str, str], template: str | None = CHAT, given: int = 0, 
 
 
 def learnt(sequence: Tokens) -> list[int]:
-    return [
-        token for token, is_learnt in zip(sequence.ids.tolist(), sequence.trained.tolist(), strict=True) if is_learnt
-    ]
+    return sequence.ids[sequence.trained].tolist()
 
 
 def test_every_turn_of_a_conversation_is_learnt_in_one_sequence_but_those_that_are_given() -> None:
@@ -232,9 +230,8 @@ def test_every_turn_of_a_conversation_is_learnt_in_one_sequence_but_those_that_a
 
 
 def test_a_template_that_forgets_thinking_gives_each_turn_its_own_sequence() -> None:
-    first, second = encode(
-        ("user", "a"), ("assistant", "t</think>b"), ("user", "c"), ("assistant", "u</think>d"), template=FORGETFUL
-    )
+    said = ("user", "a"), ("assistant", "t</think>b"), ("user", "c"), ("assistant", "u</think>d")
+    first, second = encode(*said, template=FORGETFUL)
     assert learnt(first) == [*spelt("t</think>b"), END]
     assert learnt(second) == [*spelt("u</think>d"), END]
     assert second.ids.tolist()[: -len(learnt(second))] == [

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_stubs import same, tiny_model, weights
 
+from kit import Patch
 from kit.sft import chosen, sort_files, sort_rows
 from shoal.errors import CheckpointError, TrainingDiverged
 from shoal.models.load import load_model
@@ -129,6 +130,7 @@ def test_it_learns_and_its_numbers_are_those_by_hand(tmp_path: Path, corpus: Cor
     assert [row["step"] for row in found if VALIDATION in row] == [0, 3, 6]
     rates = [row["learning_rate"] / 3e-3 for row in found[:6]]
     assert rates == pytest.approx([0.5, 1, 1, 0.8536, 0.5, 0.1464], abs=1e-4)
+    assert not {"mismatch", "mismatch_kl", "effective_samples"} & found[0].keys(), "nothing was recorded"
     # What is exported is the model that was trained.
     assert same(dict(load_model(run.out).model.named_parameters()), weights(run.learner))
     assert (run.out / "sft.json").read_bytes() == b"{}"
@@ -202,7 +204,7 @@ def diverges(tmp: Path, run: WarmStart) -> str:
     return str(caught.value)
 
 
-def ruin_at(run: WarmStart, monkeypatch: pytest.MonkeyPatch, step: int, rate: float) -> None:
+def ruin_at(run: WarmStart, monkeypatch: Patch, step: int, rate: float) -> None:
     """Only that step has the rate: the others are as they should be."""
     train = run._train
     factor = rate / run._settings.learning_rate
@@ -232,7 +234,7 @@ def test_an_only_step_that_destroys_the_model_is_no_success(
 
 
 def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_it(
-    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: Corpus, monkeypatch: Patch
 ) -> None:
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=3)
     ruin_at(run, monkeypatch, 2, 10.0)
@@ -241,9 +243,7 @@ def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_
     assert rows(tmp_path)[2]["alarm_divergence"] > 3
 
 
-def test_what_an_earlier_step_destroyed_is_seen_as_well(
-    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_earlier_step_destroyed_is_seen_as_well(tmp_path: Path, corpus: Corpus, monkeypatch: Patch) -> None:
     """The last step did no harm: only the model that it began with tells."""
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-6), steps=3)
     ruin_at(run, monkeypatch, 0, 10.0)

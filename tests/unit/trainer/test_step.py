@@ -23,7 +23,7 @@ from shoal.protocol.submission import drawn_mask, pack_spans
 from shoal.trainer.learner import Learner, choose_device, learning_rate
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import ObjectiveSettings, TrainerSettings
-from shoal.trainer.step import StepPlan, StepWork, Stopped, train_samples, train_step
+from shoal.trainer.step import StepWork, Stopped, train_samples, train_step
 
 STILL = SETTINGS.model_copy(update={"learning_rate": 1e-30, "weight_decay": 0.0, "grad_clip": 1e9})
 ONE = SETTINGS.model_copy(update={"minibatches": 1})
@@ -119,10 +119,10 @@ def test_a_step_without_signal_changes_nothing_and_says_so() -> None:
     assert (metrics["tokens"], metrics["groups"], metrics["dropped_groups"]) == (0, 0, 1)
     assert train_step(made, work([]))["tokens"] == 0
     nothing = Prepared([[demonstration([False, False])]], 0, 1, 0)
-    assert train_samples(made, nothing, StepPlan(0, 1.0))["tokens"] == 0
+    assert train_samples(made, nothing, StepWork(0))["tokens"] == 0
     assert same(before, weights(made))  # not even by weight decay
     # Beside others they form no minibatch of their own, which weight decay and momentum would move alone.
-    train_samples(made, Prepared([[demonstration([False])], [demonstration([True])]], 0, 2, 0), StepPlan(0, 1.0))
+    train_samples(made, Prepared([[demonstration([False])], [demonstration([True])]], 0, 2, 0), StepWork(0))
     assert {float(slots["step"]) for slots in made.optimizer.state.values()} == {1.0}
 
 
@@ -280,7 +280,7 @@ def test_mismatch_and_effective_samples_by_hand() -> None:
     apart = np.array([1.0, -1.0, 0.0, 0.0], np.float32)
     for gap, effective in ((shift, 1.0), (apart, None)):
         sample = Sample(prompt, tokens, recorded - gap, 1.0, np.ones(4, np.bool_))
-        metrics = train_samples(learner(FIXED), Prepared([[sample]], 0, 1, 0), StepPlan(0, 1.0))
+        metrics = train_samples(learner(FIXED), Prepared([[sample]], 0, 1, 0), StepWork(0))
         ratio = np.exp(gap.astype(float))
         assert metrics["mismatch"] == pytest.approx(np.abs(gap).mean(), abs=1e-5)
         assert metrics["mismatch_max"] == pytest.approx(np.abs(gap).max(), abs=1e-5)
@@ -344,10 +344,6 @@ def dialogues() -> list[TrainingGroup]:
     return [dialogue_group(unit, behaviour) for unit in range(2)]
 
 
-def test_only_drawn_tokens_are_counted(dialogues: list[TrainingGroup]) -> None:
-    assert train_step(learner(FIXED), work(dialogues))["tokens"] == 2 * (40 - 3 - 5 - 1)
-
-
 def test_what_was_said_of_a_given_token_does_not_matter_but_the_token_does(dialogues: list[TrainingGroup]) -> None:
     """Its log-probability, then and now, has no influence; that the model reads it has."""
 
@@ -361,17 +357,8 @@ def test_what_was_said_of_a_given_token_does_not_matter_but_the_token_does(dialo
     (before,), (after,) = gradients(FIXED, dialogues), gradients(FIXED, with_first(logprobs=pack_logprobs(logprobs)))
     assert same(before, after)
     tokens[3] = (tokens[3] + 1) % 90
+    assert train_step(learner(FIXED), work(dialogues))["tokens"] == 2 * (40 - 3 - 5 - 1), "only drawn ones are counted"
     (other,) = gradients(FIXED, with_first(tokens=pack_tokens(tokens)))
     assert not same(before, other)
     (unmasked,) = gradients(FIXED, with_first(given=b""))
     assert not all(torch.allclose(before[name], unmasked[name], rtol=1e-3) for name in before)
-
-
-def test_demonstrations_are_learnt_and_say_nothing_of_a_mismatch() -> None:
-    made = learner(ONE.model_copy(update={"loss": "cross_entropy", "learning_rate": 0.01}))
-    prepared = Prepared([[demonstration([True] * 6)], [demonstration([False, True, True])]], 0, 2, 0)
-    rows = [train_samples(made, prepared, StepPlan(step, 1.0, recorded=False)) for step in range(5)]
-    assert rows[0]["loss"] == pytest.approx(math.log(96), abs=0.2)
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
-    assert rows[0]["tokens"] == 8
-    assert not {"mismatch", "mismatch_kl", "effective_samples"} & rows[0].keys()

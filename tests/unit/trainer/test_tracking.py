@@ -1,4 +1,4 @@
-"""Tracking: what TensorBoard and Weights & Biases get is what metrics.jsonl says, also after a crash and late scores.
+"""What people see of a run: rows in TensorBoard and Weights & Biases, rollouts of every step as Parquet.
 
 The real libraries are used, and what they wrote is read back by them. Nothing goes over a network.
 """
@@ -14,15 +14,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pyarrow.parquet as pq
 import pytest
-from trainer_stubs import RUN, FakeHub, rows_of, training_run
+from trainer_stubs import RUN, FakeHub, rows_of, tiny_files, tiny_model, training_run, written_batch
 
-from shoal.errors import ConfigError
+from kit import Logs, Patch
+from shoal.errors import ConfigError, ResourceError, TrainingDiverged
+from shoal.models.tokenizer import TextTokenizer
+from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout
+from shoal.protocol.submission import pack_logprobs, pack_spans, pack_tokens
 from shoal.run.preflight import check_machine
 from shoal.run.recipe import Recipe
 from shoal.trainer import record
+from shoal.trainer.archive import SCHEMA, RolloutArchive
 from shoal.trainer.record import Row, Tracked, Trackers, open_trackers, require_trackers
 from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.shards import Actions
 
 
 def row(step: int, loss: float) -> dict[str, float]:
@@ -62,9 +69,7 @@ def test_a_resume_goes_on_without_doubled_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("works", range(5))
-def test_a_tracker_that_fails_is_warned_about_once_and_holds_up_nobody(
-    works: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_is_warned_about_once_and_holds_up_nobody(works: int, caplog: Logs) -> None:
     failing, other = Mock(), Mock()
     calls = [failing.begin, *[failing.write] * 4, failing.amend, failing.close]
     calls[works].side_effect = [*[None] * calls[:works].count(calls[works]), OSError(28, "No space left on device")]
@@ -101,7 +106,7 @@ def test_a_run_is_tracked_step_by_step_with_late_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["tensorboard", "wandb"])
-def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(record, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=rf"with: \S*python -m pip install {word}, or"):
         require_trackers([word])
@@ -118,7 +123,7 @@ def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch
     ],
 )  # fmt: skip
 def test_no_key_means_no_network_and_no_question(
-    tmp_path: Path, wanted: str, key: str | None, mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wanted: str, key: str | None, mode: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", wanted)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "unset")
@@ -127,9 +132,7 @@ def test_no_key_means_no_network_and_no_question(
     assert record.start_wandb(Tracked(tmp_path, RUN)) == mode
 
 
-def test_wandb_gets_each_step_once_and_its_own_count_only_rises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_each_step_once_and_its_own_count_only_rises(tmp_path: Path, monkeypatch: Patch) -> None:
     run = Mock()
     monkeypatch.setattr(record, "start_wandb", lambda _tracked: run)
     for at, rows in ((0, []), (2, [row(0, 0.0), row(1, 1.0)])):
@@ -163,7 +166,7 @@ trackers.close()
 
 
 @pytest.mark.slow
-def test_wandb_offline_writes_one_run_over_two_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_writes_one_run_over_two_starts(tmp_path: Path, monkeypatch: Patch) -> None:
     """Without a key and without a terminal: nothing is asked, nothing leaves the machine, the rows are in the file."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -179,3 +182,84 @@ def test_wandb_offline_writes_one_run_over_two_starts(tmp_path: Path, monkeypatc
     for file, rows in ((first, 3), (second, 2)):  # step 2 was logged by the first
         content = file.read_bytes()
         assert (content.count(b"held_out") > 0, content.count(b"loss") >= rows) == (True, True)
+
+
+TOKENIZER = TextTokenizer(tiny_files(tiny_model()))
+EOS = TOKENIZER.eos_token_id
+
+
+def group(unit: int, version: int, prompt: str, *completions: tuple[str, str, float]) -> TrainingGroup:
+    rollouts = []
+    for text, finish, reward in completions:
+        ids = [*TOKENIZER.encode(text), *([EOS] if finish == "eos" else [])]
+        logprobs = pack_logprobs([-0.5 * (index + 1) for index in range(len(ids))])
+        rollouts.append(TrainingRollout(pack_tokens(ids), logprobs, finish, reward, pack_spans([(0, 1)])))  # type: ignore[arg-type]
+    return TrainingGroup(unit, f"sort/{unit}", version, pack_tokens(TOKENIZER.encode(prompt)), rollouts)
+
+
+def written_down(step: int, *groups: TrainingGroup) -> tuple[Batch, TrainingBatch]:
+    return written_batch(step, groups), TrainingBatch(step=step, groups=list(groups))
+
+
+STEP_7 = written_down(
+    7, group(40, 6, "31=", ("13", "eos", 1.0), ("", "eos", 0.0)), group(41, 7, "2 0=", ("0 2 ", "length", 0.25))
+)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> RolloutArchive:
+    archive = RolloutArchive(tmp_path / "rollouts", TOKENIZER.decode)
+    archive.open()
+    return archive
+
+
+def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArchive) -> None:
+    path = archive.write(*STEP_7)
+    assert path.name == "step-00007.parquet"
+    table, chunks = pq.read_table(path), pq.ParquetFile(path).metadata.row_group(0)
+    assert table.schema.equals(SCHEMA)
+    assert {chunks.column(index).compression for index in range(chunks.num_columns)} == {"ZSTD"}
+    rows = table.to_pylist()
+    assert rows[0] == {
+        "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
+        "prompt": "31=", "completion": "13", "prompt_ids": list(TOKENIZER.encode("31=")),
+        "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "given": [0, 1], "finish": "eos",
+        "reward": 1.0,
+    }  # fmt: skip
+    seen = [(row["unit"], row["sample"], row["node"], row["staleness"], row["completion"]) for row in rows[1:]]
+    assert seen == [(40, 1, "node-40", 1, ""), (41, 0, "node-41", 0, "0 2 ")]
+    assert (rows[1]["token_ids"], rows[2]["logprobs"]) == ([EOS], [-0.5, -1.0, -1.5, -2.0])
+    assert (rows[2]["prompt"], rows[2]["finish"], rows[2]["reward"]) == ("2 0=", "length", 0.25)
+
+
+def test_a_step_without_a_group_is_a_file_without_rows_of_the_same_schema(archive: RolloutArchive) -> None:
+    empty = archive.write(*written_down(8))
+    archive.write(*STEP_7)
+    assert pq.read_table(empty).num_rows == 0
+    whole = pq.read_table(archive.folder)  # all steps together, as a reader of a run does it
+    assert (whole.num_rows, whole.schema.names) == (3, SCHEMA.names)
+
+
+def test_the_same_batch_gives_the_same_bytes_and_replaces_what_a_kill_left_there(archive: RolloutArchive) -> None:
+    before = archive.write(*STEP_7).read_bytes()
+    (archive.folder / "step-00007.parquet").write_bytes(b"half of a fi")
+    (archive.folder / ".step-00008.parquet.123.ab").write_bytes(b"PAR1")
+    archive.open()
+    assert archive.write(*STEP_7).read_bytes() == before
+    assert [path.name for path in archive.folder.iterdir()] == ["step-00007.parquet"]
+
+
+def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Actions, "train", Mock(side_effect=TrainingDiverged("step 0")))
+    with pytest.raises(TrainingDiverged):
+        training_run(tmp_path, FakeHub(1))[0].run()
+    assert pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet").num_rows == 12
+
+
+def test_a_batch_that_cannot_be_put_down_ends_the_run_before_its_row_is_written(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(RolloutArchive, "write", Mock(side_effect=ResourceError("cannot write: the disk is full")))
+    with pytest.raises(ResourceError, match="disk is full"):
+        training_run(tmp_path, FakeHub(1))[0].run()
+    assert not (tmp_path / "trainer" / "metrics.jsonl").exists()

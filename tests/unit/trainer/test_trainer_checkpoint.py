@@ -15,14 +15,12 @@ import torch
 from trainer_stubs import RUN, changed, learner, same, stored_in, tiny_files, weights
 from transformers import AutoModelForCausalLM
 
-from shoal.errors import CheckpointError, ModelError, ResourceError
+from shoal.errors import CheckpointError, ResourceError
 from shoal.protocol import TrainingGroup
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
 from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner
-from shoal.trainer.ranks import Ranks
-from shoal.trainer.shards import ShardedCopies
 from shoal.trainer.step import StepWork, train_step
 
 
@@ -180,16 +178,6 @@ def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> Non
     assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 1)
-    store.save(learner(num_hidden_layers=1), Progress(RUN, 0), {})
-    stored, made = stored_in(tmp_path), learner()
-    before = weights(made)
-    with pytest.raises(ModelError, match="another model"):
-        restore(made, stored)
-    assert same(before, weights(made))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_copy_does_not_follow_the_model_and_the_next_one_uses_its_memory(groups, dtype: str) -> None:
     """As it is published, and as it is saved."""
@@ -233,10 +221,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     return transfer
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_taking_a_copy_waits_for_nothing(late: Late, sharded: bool) -> None:
-    copies = ShardedCopies(Ranks()) if sharded else Copies()
-    copied = copies.take(made := learner(), with_training=False)
+def test_taking_a_copy_waits_for_nothing(late: Late) -> None:
+    copied = Copies().take(made := learner(), with_training=False)
     assert len(late.begun) == len(copied.weights)
     copied.arrived()
     assert same(copied.weights, weights(made))

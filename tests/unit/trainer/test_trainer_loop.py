@@ -1,27 +1,19 @@
-"""The trainer's story against a hub in memory: complete, killed anywhere, resumed, refused, stopped."""
+"""The trainer's story against a hub in memory: complete, killed anywhere, resumed, refused, stopped; held-out scores
+that come whenever they come."""
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from trainer_stubs import (
-    KEY,
-    RUN,
-    SETTINGS,
-    FakeHub,
-    Killed,
-    killing,
-    learner,
-    rows_of,
-    same,
-    stored_in,
-    training_run,
-    weights,
-)
+import trainer_stubs as stubs
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, Killed, killing, learner, rows_of, same, training_run, weights
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError
@@ -29,10 +21,12 @@ from shoal.protocol import BatchReply, TrainingBatch
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
+from shoal.trainer import loop
 from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.folder import Progress
-from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.step import StepWork, train_step
+from shoal.trainer.loop import HeldOut, run_trainer
+from shoal.trainer.settings import TrainerConfig, TrainerSettings
+from shoal.trainer.step import Stopped
 
 STEPS = 4
 SPARSE = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0})
@@ -55,6 +49,7 @@ def test_a_run_publishes_every_version_and_reports_every_step(whole) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert {step: {"step": step, **metrics} for step, metrics in hub.reports.items()} == {r["step"]: r for r in rows}
     assert [row["step"] for row in rows if "held_out" in row] == [0, 2, 4]  # every two steps, and the last version
+    assert sorted(archived(folder)) == [f"step-{step:05d}.parquet" for step in range(STEPS)]
 
 
 def test_a_row_holds_what_was_promised(whole) -> None:
@@ -69,14 +64,6 @@ def test_a_row_holds_what_was_promised(whole) -> None:
     assert row["reward_mean"] != row["sampled_reward"]
     assert row["dropped_groups"] == 2  # the hub's count, and none of the trainer's own
     assert 0 <= row["idle_fraction"] <= 1
-
-
-def test_the_run_equals_a_plain_loop_over_its_batches(whole) -> None:
-    """What `staleness 0 equals synchronous` rests on: hub, publisher and files add nothing to the numbers."""
-    made, hub = learner(), FakeHub(STEPS)
-    for step in range(STEPS):
-        train_step(made, StepWork(step, hub.rollouts(step).groups, temperature=1.0, max_staleness=0))
-    assert same(whole[0], weights(made))
 
 
 def killed_at(folder: Path, hub: FakeHub, where: str, number: int, settings: TrainerSettings = SETTINGS) -> None:
@@ -104,22 +91,16 @@ def test_killed_anywhere_and_resumed_gives_the_same_weights_and_files_bit_for_bi
     killed_at(tmp_path, hub, where, number, settings)
     if settings is SPARSE and torn.exists() and number < 3:
         torn.write_bytes(b"torn")  # checkpoints are far apart: a replay writes it again
+    asked: list[int] = []
+    hub.before["rollouts"] = asked.append
     resumed, made = training_run(tmp_path, hub, settings)
     resumed.run()
+    assert settings is SETTINGS or number > 2 or asked == [0, 1, 2, 3], "all since the last checkpoint, once"
     assert same(weights(made), whole[0])
     assert hub.policies == whole[1].policies  # every digest reproduced: still incarnation 0
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]  # none missing, none twice
     assert sorted(hub.reports) == [0, 1, 2, 3, 4]
     assert archived(tmp_path) == archived(whole[2])
-
-
-def test_batches_since_the_last_checkpoint_are_replayed(tmp_path: Path) -> None:
-    """With a checkpoint every three steps, a trainer killed in step 2 begins again at version 0."""
-    hub, asked = FakeHub(STEPS), []
-    killed_at(tmp_path, hub, "rollouts", 2, SPARSE)
-    hub.before["rollouts"] = asked.append
-    training_run(tmp_path, hub, SPARSE)[0].run()
-    assert asked == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["a damaged checkpoint", "a lost folder"])
@@ -159,7 +140,7 @@ def test_a_digest_that_cannot_be_reproduced_begins_a_new_incarnation(
         training_run(tmp_path, hub)[0].run()
     assert sorted(hub.policies) == [*before, (1, 2), (1, 3), (1, 4)]
     assert "incarnation 1" in caplog.text
-    assert stored_in(tmp_path / "trainer" / "checkpoints").progress == Progress(RUN, STEPS, 1)
+    assert stubs.stored_in(tmp_path / "trainer" / "checkpoints").progress == Progress(RUN, STEPS, 1)
     # and once more: the new incarnation is continued, not left
     training_run(tmp_path, hub)[0].run()
     assert max(hub.policies) == (1, 4)
@@ -263,8 +244,123 @@ def test_the_policy_is_published_and_exported_in_the_type_asked_for(tmp_path: Pa
     assert head is not None
     assert head.policy == hub.policy
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trainer" / "export").lm_head.weight
-    exact = stored_in(tmp_path / "trainer" / "checkpoints").tensors()["lm_head.weight"]
+    exact = stubs.stored_in(tmp_path / "trainer" / "checkpoints").tensors()["lm_head.weight"]
     assert (loaded.dtype, exact.dtype) == (torch.bfloat16, torch.float32)  # the master copy keeps its precision
     assert torch.equal(loaded, exact.to(torch.bfloat16))
     card = (tmp_path / "trainer" / "export" / "README.md").read_text()
     assert all(fact in card for fact in (head.policy.digest, RUN, "held_out"))
+
+
+def test_a_stop_while_the_hub_is_away_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, hub = StopToken(), Mock()
+    hub.register.side_effect = lambda *_: stop.set("SIGTERM") or Mock(side_effect=DeadlineExceeded("stopped"))()
+    monkeypatch.setattr(loop, "HubClient", lambda *_arguments, **_options: hub)
+    run_trainer(TrainerConfig(tmp_path, SETTINGS, "", tmp_path, "http://hub", None, KEY, Mock()), stop)
+    assert hub.close.called
+
+
+@pytest.fixture
+def hub() -> FakeHub:
+    """Its validators measure when a test says so."""
+    made = FakeHub(STEPS)
+    made.score = lambda _version: None
+    return made
+
+
+def measuring(hub: FakeHub, clock: ManualClock | None = None, stop: StopToken | None = None) -> HeldOut:
+    return HeldOut(2, hub.evaluations, clock or ManualClock(), stop or StopToken())
+
+
+def at_the_end(hub: FakeHub, mean: float | None) -> Callable[[int], None]:
+    return lambda version: hub.measure(version, mean, complete=mean is not None) if version == STEPS else None
+
+
+def held_out_of(folder: Path) -> dict[int, float]:
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(len(rows))), "one row per step, in order"
+    return {int(row["step"]): row["held_out"] for row in rows if "held_out" in row}
+
+
+def test_scores_go_into_their_rows_early_or_late(tmp_path: Path, hub: FakeHub) -> None:
+    """Version 0 is measured before its row is written, version 2 after, the last while the trainer waits."""
+    measured = {0: (0, 0.1), 2: (2, None, False), 3: (2, 0.3)}
+    hub.before["batch"] = lambda step: hub.measure(*measured[step]) if step in measured else None
+    hub.before["announced"] = at_the_end(hub, 0.5)
+    training_run(tmp_path, hub)[0].run()
+    assert held_out_of(tmp_path) == {0: 0.1, 2: 0.3, 4: 0.5}
+    assert {step: row["held_out"] for step, row in hub.reports.items() if "held_out" in row} == held_out_of(tmp_path)
+    assert "loss" in hub.reports[2], "the report is the whole row"
+
+
+def test_a_score_of_the_last_version_is_waited_for_and_is_on_the_card(tmp_path: Path, hub: FakeHub) -> None:
+    asked: list[int] = []
+
+    def look(since: int) -> None:
+        asked.append(since)
+        if asked.count(STEPS) == 3:
+            hub.measure(STEPS, 0.75)
+
+    hub.before |= {"announced": at_the_end(hub, None), "evaluations": look}
+    training_run(tmp_path, hub)[0].run()
+    assert held_out_of(tmp_path) == {STEPS: 0.75}
+    folder = tmp_path / "trainer" / "export"
+    assert json.loads((folder / "shoal.json").read_text())["metrics"]["held_out"] == 0.75
+    assert "| held_out | 0.75 |" in (folder / "README.md").read_text()
+
+
+def test_validators_that_never_come_are_not_waited_for_without_end(hub: FakeHub) -> None:
+    clock, looks, stop = ManualClock(), [], StopToken()
+    hub.measure(STEPS, None, complete=False)
+    hub.before["evaluations"] = lambda since: looks.append(since) or clock.advance(30)
+    assert measuring(hub, clock).last(STEPS) is None
+    assert len(looks) == loop.LAST_WAIT_S / 30
+    stop.set("enough")
+    with pytest.raises(Stopped):
+        measuring(hub, stop=stop).last(STEPS)
+
+
+def test_a_resume_takes_up_what_came_meanwhile_and_nothing_twice(tmp_path: Path, hub: FakeHub) -> None:
+    hub.before["batch"] = killing(2)
+    hub.measure(0, 0.1)
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub)[0].run()
+    assert held_out_of(tmp_path) == {0: 0.1}
+    hub.before.clear()
+    hub.measure(1, 0.2)
+    hub.before["announced"] = at_the_end(hub, 0.5)
+    training_run(tmp_path, hub)[0].run()
+    assert held_out_of(tmp_path) == {0: 0.1, 1: 0.2, 4: 0.5}
+
+
+def test_the_hub_is_asked_only_for_what_is_not_known_yet_and_tells_nothing_twice(hub: FakeHub) -> None:
+    asked: list[int] = []
+    hub.before["evaluations"] = asked.append
+    hub.measure(0, 0.1)
+    looking = measuring(hub)
+    assert [looking.known(version) for version in (0, 1)] == [{0: 0.1}, {}]
+    hub.measure(2, None, complete=False)
+    hub.measure(3, 0.2)
+    assert [looking.known(version) for version in (2, 3, 3)] == [{}, {3: 0.2}, {}], "an older version is awaited"
+    hub.measure(2, 0.3)
+    hub.measure(4, 1.0, partial=True)
+    assert looking.known(4) == {2: 0.3}, "a mean of a part of the tasks is no score"
+    assert looking.last(4) is None
+    assert asked == [0, 1, 1, 2, 2, 2, 4]
+
+
+def test_a_replay_tells_scores_that_were_there_before_it_came_to_them(hub: FakeHub) -> None:
+    for version in (0, 2, 4, 6):
+        hub.measure(version, version / 10)
+    looking = measuring(hub)
+    told = [looking.known(version) for version in range(7)]
+    assert told == [{0: 0.0}, {}, {2: 0.2}, {}, {4: 0.4}, {}, {6: 0.6}]
+
+
+def test_the_model_is_there_before_anybody_waits_for_its_score(tmp_path: Path, hub: FakeHub) -> None:
+    stop = StopToken()
+    hub.before["announced"] = at_the_end(hub, None)
+    hub.before["evaluations"] = lambda since: stop.set("enough") if since == STEPS else None
+    training_run(tmp_path, hub, stop=stop)[0].run()
+    card = json.loads((tmp_path / "trainer" / "export" / "shoal.json").read_text())
+    assert card["progress"]["version"] == STEPS
+    assert "held_out" not in card["metrics"]

@@ -1,7 +1,9 @@
-"""Publishing: in a thread, in order, its failures seen by whoever trains; conflicts begin a new incarnation."""
+"""Publishing: in a thread, in order, its failures seen by whoever trains; conflicts begin a new incarnation. Saving and
+publishing beside training, in an order that a crash anywhere can rely on; which checkpoints are kept."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,16 +12,27 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from trainer_stubs import KEY, RUN, FakeHub, stored_in, tiny_files, tiny_model
+import trainer_stubs as stubs
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, Killed, killing, same, tiny_model, training_run, weights
 
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import PolicyManifest
+from shoal.runtime import crash
 from shoal.runtime.clock import SystemClock
+from shoal.runtime.sizing import settle
+from shoal.shardcast import origin
 from shoal.shardcast.origin import Origin
+from shoal.trainer import checkpoint
+from shoal.trainer import publisher as publisher_module
 from shoal.trainer.checkpoint import CheckpointStore, Copied
+from shoal.trainer.folder import AWAITED, Place, Retention, ranked
+from shoal.trainer.guards import GuardSettings
 from shoal.trainer.publisher import Publisher
 from shoal.trainer.record import RunRecord, Trackers
+from shoal.trainer.settings import TrainerSettings
 
 Make = Callable[..., Publisher]
 
@@ -41,7 +54,7 @@ def publisher(tmp_path: Path, hub: FakeHub) -> Iterator[Make]:
     def make(at: str = "origin", **changes: object) -> Publisher:
         given: dict[str, Any] = {
             "origin": Origin(tmp_path / at, RUN, KEY), "hub": hub, "key": KEY, "run": RUN, "incarnation": 0,
-            "republished_until": -1, "deadline_s": 20.0, "files": tiny_files(tiny_model()), "dtype": "float32",
+            "republished_until": -1, "deadline_s": 20.0, "files": stubs.tiny_files(tiny_model()), "dtype": "float32",
             "record": RunRecord(tmp_path / "metrics.jsonl", hub, Trackers(), SystemClock()),
             "store": CheckpointStore(tmp_path / "checkpoints", 1),
         }  # fmt: skip
@@ -102,7 +115,7 @@ def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, publisher: Make
     weights = {"weight": weight}
     first = published(made, (0, Copied(weights, {"model.safetensors": weights}, lambda: weight.fill_(2))))
     second = published(made, (1, Copied({"weight": torch.full((4,), 2.0)}, None)))
-    assert stored_in(tmp_path / "checkpoints").tensors()["weight"].tolist() == [2.0] * 4
+    assert stubs.stored_in(tmp_path / "checkpoints").tensors()["weight"].tolist() == [2.0] * 4
     assert first.policy.digest == second.policy.digest
 
 
@@ -163,3 +176,156 @@ def test_what_no_new_incarnation_mends_is_an_error(
     with pytest.raises(error):
         published(made, handover(0))
     assert (made.incarnation == 0) == (error is HubRefused or refusal is None)
+
+
+STEPS = 3
+SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.8, 8: 0.2}
+POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]
+
+
+def without_stops() -> GuardSettings:
+    """No guard that stops a run: for one of those, older checkpoints are kept too."""
+    return GuardSettings.model_validate({name: {"react": "warn"} for name in ("divergence", "reward_collapse")})
+
+
+PLAIN = SETTINGS.model_copy(update={"guards": without_stops()})
+QUIET = PLAIN.model_copy(update={"evaluate_every": 0})
+SPARSE = PLAIN.model_copy(update={"checkpoint_every": 7, "keep_checkpoints": 1})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], FakeHub]:
+    folder, hub = tmp_path_factory.mktemp("whole"), FakeHub(STEPS, max_staleness=1)
+    run, made = training_run(folder, hub, QUIET)
+    run.run()
+    return weights(made), hub
+
+
+def saved(folder: Path) -> list[str]:
+    found = (folder / "trainer" / "checkpoints").glob("[!.]*")
+    return sorted((path.name for path in found), key=lambda name: tuple(map(int, name.split("."))))
+
+
+def newest(folder: Path) -> int:
+    return max((int(name.partition(".")[0]) for name in saved(folder)), default=-1)
+
+
+@pytest.fixture
+def die_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names to die at, each when it is reached for the second time: `die_at.append(name)`."""
+    wanted: list[str] = []
+    reached: list[str] = []
+
+    def point(name: str) -> None:
+        reached.append(name)
+        if name in wanted and reached.count(name) == 2:
+            raise Killed
+
+    for module in (checkpoint, publisher_module, origin):
+        monkeypatch.setattr(module, "point", point)
+    yield wanted
+    assert set(wanted) <= set(reached), "the point was never reached"
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_killed_at_every_point_while_training_goes_on(
+    tmp_path: Path, whole: tuple[dict[str, torch.Tensor], FakeHub], die_at: list[str], name: str
+) -> None:
+    hub = FakeHub(STEPS, max_staleness=1)
+    die_at.append(name)
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub, QUIET)[0].run()
+    out = hub.policy.version if hub.policy is not None else -1
+    assert newest(tmp_path) - 1 <= out <= newest(tmp_path), "what is out is saved, and one version more at most"
+    resumed, made = training_run(tmp_path, hub, QUIET)
+    resumed.run()
+    assert same(weights(made), whole[0])
+    assert hub.policies == whole[1].policies
+    assert sorted(hub.reports) == list(range(STEPS))
+    rows = (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(STEPS))
+
+
+def test_a_version_goes_out_after_its_checkpoint_and_the_report_of_the_step_before(tmp_path: Path) -> None:
+    hub, seen = FakeHub(STEPS, max_staleness=1), []
+    hub.before["announce"] = lambda version: seen.append((version, newest(tmp_path), len(hub.reports)))
+    hub.before["evaluations"] = seen.append  # nobody asks for scores that nobody measures
+    training_run(tmp_path, hub, QUIET)[0].run()
+    assert seen == [(version, version, version) for version in range(STEPS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores", "killed", "left"),
+    [
+        (SETTINGS, SCORES, None, ["6.0", "7.0", "8.0"]),  # and none that only guards look back to
+        (PLAIN, {**SCORES, 6: 0.7}, 5, ["2.0", "7.0", "8.0"]),
+        (SPARSE, {**SCORES, 6: 0.7}, None, ["2.0", "8.0"]),  # what is measured is saved though no checkpoint is due
+    ],
+    ids=["guarded", "killed", "sparse"],
+)
+def test_a_finished_run_keeps_the_newest_and_the_best(
+    tmp_path: Path, settings: TrainerSettings, scores: dict[int, float], killed: int | None, left: list[str]
+) -> None:
+    during: list[list[str]] = []
+    hub, settings = FakeHub(8, max_staleness=1), settings.model_copy(update={"minibatches": 1})
+    hub.before["announce"], hub.score = lambda _version: during.append(saved(tmp_path)), scores.get
+    if killed is not None:
+        hub.before["batch"] = killing(killed)
+        with pytest.raises(Killed):
+            training_run(tmp_path, hub, settings)[0].run()
+        assert "2.0" in saved(tmp_path)
+        del hub.before["batch"]
+    training_run(tmp_path, hub, settings)[0].run()
+    assert saved(tmp_path) == left
+    if settings.guards.lookback:
+        assert "0.0" in during[-1], "a guard that stops the run may need it"
+    else:
+        assert max(map(len, during)) <= settle(settings).keep_checkpoints + settings.keep_best + AWAITED
+
+
+RULE = Retention(keep=2, keep_best=1, is_measured=lambda version: version % 5 == 0)
+
+
+def after(versions: int, scores: dict[int, float], delay: int = 0) -> list[int]:
+    """What is left when versions were saved one by one, and the score of each came `delay` versions later."""
+    left: set[Place] = set()
+    for version in range(versions):
+        known = {number: score for number, score in scores.items() if number + delay <= version}
+        left = RULE.kept([*left, (version, 0)], known)
+    return sorted(version for version, _ in left)
+
+
+def test_the_newest_the_best_and_those_that_wait_for_their_score() -> None:
+    assert after(28, {0: 0.1, 5: 0.7, 10: 0.6, 15: 0.2}) == [5, 20, 25, 26, 27]
+    assert after(24, {0: 1.0, 5: 1.0, 10: 0.5, 15: 1.0, 20: 0.9}) == [15, 22, 23], "of equal ones the newer"
+    assert after(100, {}) == [90, 95, 98, 99], "those that nobody ever measures do not pile up"
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4, 7])
+def test_the_best_is_kept_however_late_its_score_comes(delay: int) -> None:
+    scores = {0: 0.1, 5: 0.7, 10: 0.6, 15: 0.2, 20: 0.3}
+    assert after(34, scores, delay=delay)[0] == 5
+
+
+def test_a_version_of_two_incarnations_counts_once_and_as_the_newer_one() -> None:
+    places = [(5, 0), (5, 1), (7, 1), (8, 1)]
+    assert RULE.kept(places, {5: 0.9}) == {(5, 1), (7, 1), (8, 1)}
+    assert ranked(places, {5: 0.9, 7: 0.1}) == [(5, 1), (7, 1)]
+
+
+places_strategy = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), unique=True, max_size=30)
+scores_strategy = st.dictionaries(st.integers(0, 40), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=30)
+
+
+@given(places_strategy, scores_strategy, st.integers(1, 4), st.integers(0, 3))
+def test_bounded_stable_and_never_without_the_newest(
+    places: list[Place], scores: dict[int, float], keep: int, keep_best: int
+) -> None:
+    rule = Retention(keep, keep_best, RULE.is_measured)
+    kept = rule.kept(places, scores)
+    assert kept <= set(places)
+    assert len(kept) <= keep + keep_best + (AWAITED if keep_best else 0)
+    assert set(sorted(places, reverse=True)[:keep]) <= kept
+    assert rule.kept(sorted(kept), scores) == kept, "what is kept for a reason stays as long as nothing is learnt"
+    if keep_best:
+        assert set(ranked(places, scores)[:keep_best]) <= kept

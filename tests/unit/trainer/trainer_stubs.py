@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,8 @@ from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.lora import AdapterShape
 from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import (
-    Batch,
-    BatchReply,
-    Evaluation,
-    PolicyRef,
-    SamplingParameters,
-    SignedDocument,
-    SigningKey,
-    TrainingBatch,
-    TrainingGroup,
-    TrainingRollout,
-)
+from shoal.protocol import Evaluation, PolicyRef, SamplingParameters, SignedDocument, SigningKey
+from shoal.protocol.batch import Batch, BatchReply, TrainingBatch, TrainingGroup, TrainingRollout
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
@@ -113,10 +103,21 @@ def make_group(
 def written_down(steps: int, max_staleness: int) -> list[list[TrainingGroup]]:
     """Three groups per step, as old as the bound allows."""
     behaviour = tiny_model()
-    return [
-        [make_group(step * 3 + unit, max(0, step - max_staleness), behaviour) for unit in range(3)]
-        for step in range(steps)
-    ]
+    ages = [max(0, step - max_staleness) for step in range(steps)]
+    return [[make_group(step * 3 + unit, version, behaviour) for unit in range(3)] for step, version in enumerate(ages)]
+
+
+def written_batch(step: int, groups: Sequence[TrainingGroup], **fields: Any) -> Batch:
+    """What the hub has written down of these groups."""
+    written = tuple(
+        protocol.BatchGroup(
+            unit=group.unit, submission="", node=f"node-{group.unit}",
+            policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
+            rewards=tuple(rollout.reward for rollout in group.rollouts),
+        )
+        for group in groups
+    )  # fmt: skip
+    return Batch(step=step, groups=written, written_at_ms=0, **fields)
 
 
 class FakeHub:
@@ -146,6 +147,11 @@ class FakeHub:
         incarnation, version = max(self.policies)
         return PolicyRef(incarnation=incarnation, version=version, digest=self.policies[incarnation, version])
 
+    def remember(self, origin: Origin) -> None:
+        """What an earlier life of the run has published."""
+        if (head := origin.head()) is not None:
+            self.policies[head.policy.incarnation, head.policy.version] = head.policy.digest
+
     def run_info(self) -> protocol.RunInfo:
         return protocol.RunInfo(
             run=RUN, name="test", root_key=KEY.public_key, certificates=(), sources=(), environment="stub",
@@ -158,9 +164,6 @@ class FakeHub:
             max_staleness=self.max_staleness, units={}, submissions={}, nodes=(), waits=(), verdicts=(), reports=(),
             alarms=(), ledger=self.ledger_head(),
         )  # fmt: skip
-
-    def register(self, name: str, role: Any, certificate: SignedDocument | None) -> protocol.NodeView:
-        return protocol.NodeView(node=KEY.node, name=name, role=role, state=protocol.NodeState.ACTIVE)
 
     def ledger_head(self) -> protocol.LedgerHead:
         return protocol.LedgerHead(run=RUN, index=len(self.policies), hash="ab" * 32)
@@ -184,15 +187,7 @@ class FakeHub:
             ready = self._arrived.wait_for(lambda: newest() >= step - self.max_staleness, timeout=wait_s)
         if not ready:
             return BatchReply(waiting="3 more groups")
-        groups = tuple(
-            protocol.BatchGroup(
-                unit=group.unit, submission="", node=f"{group.unit:032x}",
-                rewards=tuple(rollout.reward for rollout in group.rollouts),
-                policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
-            )
-            for group in self._groups[step]
-        )  # fmt: skip
-        batch = Batch(step=step, groups=groups, dropped_groups=2, sampled_reward=0.625, written_at_ms=0)
+        batch = written_batch(step, self._groups[step], dropped_groups=2, sampled_reward=0.625)
         return BatchReply(batch=batch)
 
     def rollouts(self, step: int) -> TrainingBatch:
@@ -212,9 +207,8 @@ class FakeHub:
 
     def measure(self, version: int, mean: float | None, complete: bool = True, partial: bool = False) -> None:
         ref = PolicyRef(incarnation=0, version=version, digest="ab" * 32)
-        self.evaluated[version] = Evaluation(
-            policy=ref, tasks=8, scored=8, mean=mean, complete=complete, partial=partial
-        )
+        made = {"policy": ref, "tasks": 8, "scored": 8, "mean": mean, "complete": complete, "partial": partial}
+        self.evaluated[version] = Evaluation.model_validate(made)
 
 
 class Killed(BaseException):

@@ -15,20 +15,9 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
-from shoal.protocol import (
-    Audit,
-    Lease,
-    PolicyRef,
-    ProofParameters,
-    SamplingParameters,
-    SigningKey,
-    Submission,
-    TensorView,
-    Verdict,
-    pack,
-    sign_document,
-    submission_digest,
-)
+from shoal.protocol import PolicyRef, SigningKey, Submission, TensorView, pack, sign_document, submission_digest
+from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
+from shoal.protocol.verdict import Audit, Verdict
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import uniforms
 from shoal.toploc import commit
@@ -123,15 +112,9 @@ def proved(of: Lease, what: Submission, value: float = 3.0) -> Submission:
 
 def docket(of: Lease, what: Submission | bytes | None = None, **audit_fields: Any) -> Docket:
     body = what if isinstance(what, bytes) else pack(what if what is not None else submission(of))
-    audit = Audit(
-        submission=submission_digest(body),
-        size_bytes=len(body),
-        lease=sign_document(of, HUB),
-        received_at_ms=1,
-        deadline_ms=2,
-        **audit_fields,
-    )
-    return Docket(audit, of, body)
+    name, signed = submission_digest(body), sign_document(of, HUB)
+    times = {"received_at_ms": 1, "deadline_ms": 2}
+    return Docket(Audit(submission=name, size_bytes=len(body), lease=signed, **times, **audit_fields), of, body)
 
 
 KEY = "scripted/cpu/float32"

@@ -1,8 +1,10 @@
-"""A profile is measured on honest work: it passes honest work, and catches what it says it catches."""
+"""A profile: a file that loads to what was written, mistakes told with the remedy; measured on honest work, it passes
+honest work and catches what it says it catches."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from honest import LengthEnvironment, docket, lease, loaded
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kit import Patch
 from shoal.engines import Engine, build
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
@@ -20,9 +26,11 @@ from shoal.environments import build as build_environment
 from shoal.errors import ConfigError
 from shoal.models.load import load_model
 from shoal.models.state import policy_state, policy_views
-from shoal.protocol import Submission
+from shoal.protocol import Outcome, Submission
+from shoal.runtime.config import parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
+from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profile_keys
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
@@ -31,15 +39,135 @@ from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
 from shoal.validator.profiles import (
     BUILT_IN,
+    LEAST,
+    MOST,
+    MOST_BY_NAT,
+    ON_REQUEST,
     ChannelLimits,
     LogprobLimits,
+    Measured,
     NoiseLimits,
-    Profile,
-    load_profiles,
-    read_profile,
     to_toml,
 )
-from shoal.validator.specimens import Machine
+from shoal.validator.verdicts import Machine
+
+MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})
+
+
+def test_wide_limits_are_there_only_for_who_names_them() -> None:
+    """In bfloat16 more may pass: a run that nobody runs in bfloat16 must not offer that to cheaters."""
+    assert not any("bfloat16" in key for key in BUILT_IN)
+    found = load_profiles([Path("torch/cuda/bfloat16")])
+    assert found == {**BUILT_IN, "torch/cuda/bfloat16": ON_REQUEST["torch/cuda/bfloat16"]}
+
+
+def test_a_bfloat16_validator_takes_no_float32_work() -> None:
+    """It could not tell float32 rounding from cheating, so the hub must not lease that work (issue: 144 of 144)."""
+    assert profile_keys(ValidatorSettings(dtype="bfloat16")) == ()
+    named = (Path("torch/cuda/bfloat16"),)
+    assert profile_keys(ValidatorSettings(dtype="bfloat16", profiles=named)) == ("torch/cuda/bfloat16",)
+    assert profile_keys(ValidatorSettings(profiles=named)) == tuple(sorted((*BUILT_IN, "torch/cuda/bfloat16")))
+
+
+def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_tell() -> None:
+    key = "scripted/cpu/float32"
+    narrow = BUILT_IN[key].model_copy(update={"validators": ("float64",)})
+    [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([docket(lease())], loaded())
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
+    assert "scripted/cpu/float32" in verdict.message
+
+
+@pytest.mark.parametrize("value", [LEAST, MOST])
+@pytest.mark.parametrize("rate", [LEAST, MOST_BY_NAT])
+@pytest.mark.parametrize("unit", [LEAST, MOST_BY_NAT])
+def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(
+    value: float, rate: float, unit: float
+) -> None:
+    of, channel = lease(), ChannelLimits(rate=rate, curve=rate, unit=unit, shared=value)
+    noise = NoiseLimits(**dict.fromkeys(NoiseLimits.model_fields, channel))
+    logprobs = LogprobLimits(spread=value, lean=value, drift=value)
+    profile = Profile(key=of.profile, noise=noise, logprobs=logprobs)
+    [verdict] = Judge(LengthEnvironment(), {of.profile: profile}).verdicts([docket(of)], loaded())
+    assert verdict.model_dump_json()
+
+
+small = st.floats(1e-12, 1.0)
+
+
+@settings(deadline=None)
+@given(small, small, small, st.integers(0, 10), st.booleans())
+def test_a_profile_survives_its_file(a: float, b: float, c: float, n: int, measured: bool) -> None:
+    written = Profile(
+        key="torch/cuda/bfloat16",
+        sampling=SeedTolerance(distance=a, floor=b),
+        proofs=ProofTolerance(exponents=c, boundary=n),
+        logprobs=LogprobLimits(spread=b, largest=c),
+        measured=MEASURED if measured else None,
+    )
+    assert parse_config(to_toml(written), Profile, "it") == written
+
+
+def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine.toml", tmp_path / "other.toml"
+    mine.write_text('key = "torch/cpu/float32"\n[logprobs]\nlargest = 0.5\n[measured]\nmodel = "m"\ntokens = 5\n'
+                    'date = 2026-11-15\nvalidators = ["cpu/float32"]\nbands = {distance = 1e-3}\n')  # fmt: skip
+    other.write_text('key = "vllm/cuda/float16"\n')
+    found = load_profiles([mine, other])
+    assert found["torch/cpu/float32"].logprobs.largest == 0.5
+    assert found["torch/cpu/float32"].sampling == BUILT_IN["torch/cpu/float32"].sampling
+    assert found["torch/cpu/float32"].measured == Measured(
+        model="m", tokens=5, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-3}
+    )
+    assert set(found) == {*BUILT_IN, "vllm/cuda/float16"}
+    assert profile_keys(ValidatorSettings(profiles=(mine, other))) == tuple(sorted(found))
+    assert load_profiles() == BUILT_IN
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"p\.toml: \[key\] is missing"),
+        ("key = 'torch'", r"p\.toml: \[key\] = \"torch\": string should match pattern"),
+        ("key = 'a/b/c'\nkay = 1", r"p\.toml: there is no section \[kay\]; did you mean \[key\]"),
+        ("key = 'a/b/c'\n[sampling]\ndistanze = 1.0", "there is no key 'distanze'; there are distance"),
+        ("key = 'a/b/c'\n[proofs]\nwidth = 1.0", "there is no key 'width'; there are exponents"),
+        ("key = 'a/b/c'\n[sampling]\ndistance = -1.0", "distance must be a number of at least 0, not -1.0"),
+        ("key = 'a/b/c'\n[sampling]\nfloor = nan", "floor must be a number of at least 0, not nan"),
+        ("key = 'a/b/c'\n[proofs]\nsigns = inf", "signs must be a number of at least 0, not inf"),
+        ("key = 'a/b/c'\n[logprobs]\nspread = inf", "spread"),
+        ("key = 'a/b/c'\n[noise.bias]\nrate = 1.0", "unit"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = nan\nunit = 1.0", "rate"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1e300\nunit = 1.0", "rate"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1e-300", "unit"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1.0\nshared = 1e200", "shared"),
+        ("key = 'a/b/c'\nvalidators = []", "validators"),
+        ("key = 'a/b/c'\n[sampling]\ndistance = 'far'", r"sampling.*distance"),
+        ("key = 'a/b/c'\n[logprobs]\nmean = 0", "mean"),
+        ("key = 'a/b/c'\n[measured]\nmodel = 'm'", r"\[measured\] tokens is missing"),
+        ("key = ", "not valid TOML"),
+    ],
+)
+def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_profiles([path])
+
+
+def test_a_file_that_cannot_be_read_or_comes_twice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the profile .*absent\.toml: No such file"):
+        load_profiles([tmp_path / "absent.toml"])
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="byte 0 is not UTF-8"):
+        load_profiles([tmp_path / "bytes.toml"])
+    (tmp_path / "huge.toml").write_bytes(b"#" * 1_000_001)
+    with pytest.raises(ConfigError, match="that is no profile"):
+        load_profiles([tmp_path / "huge.toml"])
+    for name in ("a.toml", "b.toml"):
+        (tmp_path / name).write_text("key = 'a/b/c'")
+    with pytest.raises(ConfigError, match=r"two files .* are for a/b/c, one of them is .*b\.toml"):
+        load_profiles([tmp_path / "a.toml", tmp_path / "b.toml"])
+
 
 CPU = Machine("cpu", "float32")
 LOOSE = {
@@ -100,12 +228,8 @@ def test_another_kernel_raises_means_and_leaves_the_spread_to_the_main_series() 
     every run refused bfloat16 workers."""
     worker, validators, plan = engines("bfloat16", "float32", 12)
     ((_, validator),) = validators.items()
-    main, other = (
-        calibrate_module.replayed(
-            validator, calibrate_module.Subject(worker, plan, lambda _text: None).drawn(label, rows, 12)
-        )
-        for label, rows in ((calibrate_module.MAIN, 64), ("other", 16))
-    )
+    subject = Subject(worker, plan, lambda _text: None)
+    main, other = (replayed(validator, subject.drawn(label, rows, 12)) for label, rows in (("main", 64), ("other", 16)))
     for case in other:  # four times as far off in the mantissas
         seen = case.replayed.comparisons
         worse = replace(seen, mant_err_sum=4 * seen.mant_err_sum)
@@ -117,20 +241,17 @@ def test_another_kernel_raises_means_and_leaves_the_spread_to_the_main_series() 
     assert ours.shared == theirs.shared
 
 
-def test_a_machine_too_slow_for_a_whole_block_of_cheaper_weights_tries_what_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_too_slow_for_a_whole_block_of_cheaper_weights_tries_what_it_has(monkeypatch: Patch) -> None:
     monkeypatch.setattr(calibrate_module, "DRAW_S", 0.0)
     measurement = measure(*engines("bfloat16", "float32", 4))
     (int8,) = [catch for catch in measurement.catches if catch.cheat == calibrate_module.INT8_NAME]
     assert (int8.tokens, int8.blocks > 0) == (4 * 32, True)
 
 
-def test_limits_that_honest_groups_do_not_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_honest_groups_do_not_keep_are_refused(monkeypatch: Patch) -> None:
     narrow = ProofTolerance(exponents=0.0, boundary=0, mantissa_median=0.0, mantissa_mean=0.0)
-    too_narrow = BUILT_IN["torch/cpu/float32"].model_copy(
-        update={"proofs": narrow, "logprobs": LogprobLimits(largest=1e-12)}
-    )
+    changes = {"proofs": narrow, "logprobs": LogprobLimits(largest=1e-12)}
+    too_narrow = BUILT_IN["torch/cpu/float32"].model_copy(update=changes)
     monkeypatch.setattr(calibrate_module, "limits_from", lambda _bands, _key: too_narrow)
     measurement = measure(*engines("float32", "float32", 10, sequences=32))
     assert set(measurement.failures["cpu/float32"]) == {"logprobs.mismatch"}
@@ -145,7 +266,7 @@ def test_a_worker_is_measured_without_changing_the_validators_weights() -> None:
         assert all(torch.equal(before[name], each) for name, each in policy_state(model).items())
 
 
-def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: Patch) -> None:
     """Gemma without <bos> repeats one word: limits measured so are refused, and nobody could work in bfloat16."""
     long = tuple(range(2000))
     monkeypatch.setattr(calibrate_module.Asking, "ids", lambda *_: long)
@@ -166,6 +287,12 @@ def test_a_policy_that_leaves_no_choice_has_limits_that_its_honest_work_keeps(nu
     assert ((limits.accidents.first > 0), limits.sampling.distance > 0.1) == (is_coarse, is_coarse)
 
 
+@pytest.mark.parametrize(("number_format", "temperature"), [("float32", 1e-7), ("bfloat16", 3e-3)])
+def test_a_temperature_that_leaves_no_nat_ends_no_validator(number_format: str, temperature: float) -> None:
+    found = measure(*engines(number_format, "float32", 10, sequences=32, temperature=temperature))
+    assert all(math.isfinite(getattr(found.profile.noise, name).rate) for name in NoiseLimits.model_fields)
+
+
 def certain_of(case: Case) -> Submission:
     rollouts = [msgspec.structs.replace(each, logprobs=bytes(len(each.tokens))) for each in case.rollouts]
     return msgspec.structs.replace(case.claim, rollouts=rollouts)
@@ -178,12 +305,10 @@ def without_choice(seen: Replay) -> Replay:
 
 def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(measured: Measurement, tmp_path: Path) -> None:
     profile = measured.profile
-    assert profile.key == "torch/cpu/float32"
     assert profile.measured is not None
     assert (profile.measured.model, profile.measured.validators) == ("tiny", ("cpu/float32",))
     (tmp_path / "p.toml").write_text(to_toml(profile))
-    assert read_profile(tmp_path / "p.toml") == profile
-    assert load_profiles([tmp_path / "p.toml"])[profile.key] == profile
+    assert load_profiles([tmp_path / "p.toml"])["torch/cpu/float32"] == profile
 
 
 def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(measured: Measurement) -> None:
@@ -269,7 +394,7 @@ def test_a_profile_that_lets_everything_pass_fails_the_self_test() -> None:
     assert "NOT caught" in trials["edited tokens"].text
 
 
-def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: Patch) -> None:
     """On a GPU a batch takes as long with one row as with many. Before, 32 sequences were drawn there, not 256."""
     now_s, drawn = [0.0], dict[str, int]()
 
@@ -285,7 +410,7 @@ def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: pytest.MonkeyPatch) -
     assert list(drawn.items()) == [("main", 256), ("batch 1", 1), ("batch 8", 8), ("batch 64", 64)]
 
 
-def test_a_group_that_is_only_unsure_does_not_count_as_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_only_unsure_does_not_count_as_rejected(monkeypatch: Patch) -> None:
     """Two accidents in 139 honest groups would have refused the limits that they were measured for."""
     findings = iter([unsure("sampling.accident", "far off"), failed("sampling.seed", "other tokens")])
     monkeypatch.setattr(calibrate_module, "run_checks", lambda _checks, _case: [next(findings)])

@@ -14,24 +14,14 @@ from honest import POLICY, LengthEnvironment, completions, docket, lease, loaded
 from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
-from shoal.errors import HubRefused, SignatureError
+from shoal.errors import HubRefused, ModelError, ResourceError, ShoalError, SignatureError
 from shoal.models.load import load_model
-from shoal.protocol import (
-    AuditReply,
-    Calibration,
-    Lease,
-    ModelSize,
-    Outcome,
-    PolicyRef,
-    Severity,
-    SignedDocument,
-    SigningKey,
-    pack_logprobs,
-)
+from shoal.protocol import Calibration, Lease, ModelSize, PolicyRef, SignedDocument, SigningKey, pack_logprobs
+from shoal.protocol.verdict import AuditReply, Outcome, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profiles
+from shoal.validator import Judge, Profile, load_profiles, profiles
 from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
@@ -65,8 +55,7 @@ class Hub:
 
 def calibrator(hub: Hub, dtype: Any) -> Calibrator:
     judge: Any = SimpleNamespace(profiles=load_profiles(), plain_kinds=set())
-    settings = ValidatorSettings(device="cpu", dtype=dtype)
-    return Calibrator(hub, None, judge, "torch", settings, ManualClock())  # type: ignore[arg-type]
+    return Calibrator(hub, None, judge, f"torch/cpu/{dtype}", ManualClock())  # type: ignore[arg-type]
 
 
 def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:
@@ -78,13 +67,10 @@ def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:
     return Measurement(profile, {}, {}, 1, {}, (catch,), problems, 0.0, {}, under)
 
 
-def publish(
-    by: Calibrator,
-    hub: Hub,
-    distance: float,
-    formats: Sequence[str] = ("bfloat16", "float32"),
-    blind_above: float = 1.0,
-) -> None:
+BOTH = ("bfloat16", "float32")
+
+
+def publish(by: Calibrator, hub: Hub, distance: float, formats: Sequence[str] = BOTH, blind_above: float = 1.0) -> None:
     """What a validator does after it has measured: limits of bfloat16 workers as it sees them."""
     for number_format in formats:
         key = f"torch/cpu/{number_format}"
@@ -202,6 +188,24 @@ def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.Mon
     assert mine._missing(hub.in_force, POLICY, (paged,)) == [], "it cannot be measured here"
 
 
+@pytest.mark.parametrize(("error", "is_tried_again"), [(ResourceError("no memory"), True), (ModelError("no"), False)])
+def test_what_has_no_memory_now_is_measured_later(
+    error: ShoalError, is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = calibrator(Hub(), "float32")
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(mine, "_shelf", SimpleNamespace(get=lambda *_: None, wait_s=0.0))
+    monkeypatch.setattr(mine, "_plan", lambda _loaded: None)
+    monkeypatch.setattr(mine, "_one", fails)
+    mine.attempt(partial(mine._measure, POLICY, [BFLOAT16], None, ""))
+    mine._clock.advance(60)  # type: ignore[attr-defined]
+    assert is_due(mine)
+    assert (BFLOAT16 in mine._missing(None, POLICY, (BFLOAT16,))) is is_tried_again
+
+
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])
 def test_joined_limits_are_tested_again_by_the_machine_that_joins_them(blind_above: float, is_refused: bool) -> None:
     hub = Hub()
@@ -280,11 +284,9 @@ def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
 
 def off_by_little(of: Lease) -> Docket:
     """An honest group with log-probabilities that only limits of nothing reject."""
-    rollouts = [
-        msgspec.structs.replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6))
-        for each in submission(of).rollouts
-    ]
-    return docket(of, msgspec.structs.replace(submission(of), rollouts=rollouts))
+    honest, replace = submission(of), msgspec.structs.replace
+    rollouts = [replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6)) for each in honest.rollouts]
+    return docket(of, replace(honest, rollouts=rollouts))
 
 
 NOTHING = LogprobLimits(largest=1e-30)

@@ -16,26 +16,15 @@ from hypothesis import strategies as st
 
 from shoal.engines import Completion, PrefillRequest
 from shoal.errors import CodecError
-from shoal.protocol import (
-    BodyLimits,
-    Lease,
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    Severity,
-    Submission,
-    Sums,
-    Tally,
-    canonical_json,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    unpack,
-)
+from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Severity, Sums, Tally, canonical_json
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_tokens
 from shoal.sampling import SeedTolerance
+from shoal.toploc import PointBatch, compare
 from shoal.toploc.check import Reason as ProofReason
-from shoal.validator import canary, checks, rewards, verdicts
+from shoal.validator import canary, checks, loop, rewards, verdicts
+from shoal.validator import judge as judge_module
+from shoal.validator.case import Case, Finding, Replay
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL
 from shoal.validator.judge import SHOWN_REASONS
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LikelihoodLimits, NoiseLimits
@@ -184,10 +173,8 @@ def test_an_honest_group_passes_every_check_and_gets_its_reward(unit: int) -> No
     group = completions(lease(unit))
     verdict = judged(lease(unit), submission(lease(unit)))
     assert verdict.outcome is Outcome.ACCEPTED
-    assert [check.check for check in verdict.checks] == [
-        *(check.__name__ for check in (*BEFORE_PREFILL, *AFTER_PREFILL)),
-        "reward",
-    ]
+    made = [check.__name__ for check in (*BEFORE_PREFILL, *AFTER_PREFILL)]
+    assert [check.check for check in verdict.checks] == [*made, "reward"]
     assert all(check.passed for check in verdict.checks)
     lengths = [len(c.token_ids) - (c.finish == "eos") for c in group]
     assert [reward.value for reward in verdict.rewards] == lengths
@@ -366,6 +353,29 @@ def test_honest_deviations_are_those_of_a_bell() -> None:
     assert 0.5 < np.std(found) < 1.6
 
 
+def test_rare_tokens_of_a_nearly_sure_policy_are_honest() -> None:
+    """512 tokens, each of which is the likeliest but for one in 10⁴, and then any of 151,936. Two such tokens come once
+    in 800 groups: 8 standard deviations, and nobody's fault."""
+    vocabulary, count, share = 151_936, 512, 1e-4
+    nats = np.array([-np.log1p(-share), -np.log(share / vocabulary)])
+    chances = np.array([1 - share, share])
+    entropy = float(chances @ nats)
+    varentropy = float(chances @ (nats - entropy) ** 2)
+
+    def finding(rare: int) -> Finding:
+        of = lease(seeds=1, sampling=SamplingParameters(temperature=1.0, max_new_tokens=count, eos_token_id=EOS))
+        rollout = Rollout(pack_tokens(range(count)), pack_logprobs(np.zeros(count)), "length", b"")
+        what = msgspec.structs.replace(submission(lease()), rollouts=[rollout])
+        logprobs = -np.repeat(nats, [count - rare, rare])
+        each = np.ones(count)
+        nothing = compare(PointBatch.concat([]), [])
+        replay = Replay(logprobs, 0 * each, each, entropy * each, varentropy * each, each / 2, nothing)
+        return checks.likelihood(Case(of, what, "", vocabulary, 64, BUILT_IN[KEY], replay=replay))
+
+    assert [finding(rare).passed for rare in (0, 1, 2, 3, 100)] == [True, True, True, True, False]
+    assert finding(count).result.evidence["deviations"] < -8
+
+
 @pytest.mark.parametrize(
     ("channel", "reason"),
     [
@@ -412,12 +422,6 @@ def test_a_light_audit_makes_the_cheap_checks_and_the_reward_without_a_prefill()
     assert two.reason == "envelope.malformed"
 
 
-@pytest.mark.parametrize("depth", ["full", "light"])
-def test_a_lease_of_another_environment_is_not_judged(depth: str) -> None:
-    verdict = judged(lease(environment_digest="f" * 64), depth=depth)
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
-
-
 SOURCES = [Path(module.__file__ or "") for module in (checks, rewards, canary)]
 
 
@@ -430,5 +434,6 @@ def test_the_table_has_every_reason_that_the_checks_give() -> None:
 
 
 def test_every_unsure_reason_is_explained() -> None:
-    constants = {value for name, value in vars(verdicts).items() if name.startswith("MACHINERY_")}
-    assert constants == set(verdicts.MACHINERY)
+    sources = "".join(Path(module.__file__ or "").read_text() for module in (checks, judge_module, loop))
+    given = re.findall(r'unsure\((?:\(\), |\[\], |findings, )?"([a-z]+\.[a-z]+)"', sources)
+    assert set(given) == set(verdicts.MACHINERY)

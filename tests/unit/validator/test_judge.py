@@ -11,10 +11,9 @@ from honest import completions, docket, engine, judge, lease, loaded, proved, su
 
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack_tokens
+from shoal.protocol import Outcome, RolloutReward, Severity
 from shoal.rewards.panel import Panel
 from shoal.validator.judge import KeptSubmission, recheck
-from shoal.validator.rewards import completion_ids
 from shoal.validator.verdicts import Docket
 
 
@@ -113,12 +112,6 @@ def test_shuffled_rewards_keep_the_group_and_lose_the_connection() -> None:
     assert sorted(sources) == list(range(16)) != sources
     assert [r.value for r in control.rewards] == [plain.rewards[i].value for i in sources]
     assert control.rewards[0].parts["task"] == control.rewards[0].value
-
-
-def test_one_end_token_is_no_part_of_the_completion() -> None:
-    assert completion_ids(Rollout(pack_tokens([7, 1]), b"", "eos"), eos_token_id=1) == [7]
-    assert completion_ids(Rollout(pack_tokens([7, 8]), b"", "length"), eos_token_id=1) == [7, 8]
-    assert completion_ids(Rollout(pack_tokens([1]), b"", "eos"), eos_token_id=1) == []
 
 
 def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

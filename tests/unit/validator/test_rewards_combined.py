@@ -11,9 +11,9 @@ from typing import ClassVar
 import pytest
 from honest import RUN, LengthEnvironment, docket, lease, loaded, submission
 
+from kit import Logs, Patch
 from shoal.engines.dialogue import texts_of
 from shoal.environments import Environment, EnvironmentSettings, Score, budget_of, build, identity_of
-from shoal.environments.composed import LengthBudget
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
@@ -61,10 +61,8 @@ class Opinion:
 
     def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
         self.asked += pieces
-        return [
-            ScoringFailure("no opinion") if self.poison in piece.completion else float(len(piece.completion))
-            for piece in pieces
-        ]
+        said = [piece.completion for piece in pieces]
+        return [ScoringFailure("no opinion") if self.poison in each else float(len(each)) for each in said]
 
     def close(self) -> None:
         self.open = False
@@ -93,7 +91,7 @@ def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path
     of = leased(environment)
     verdict = verdict_of(environment, of)
     assert verdict.outcome is Outcome.ACCEPTED
-    target = LengthBudget(settings).target(RUN, of.unit)
+    target = settings.target(RUN, of.unit)
     for rollout, reward in zip(submission(of).rollouts, verdict.rewards, strict=True):
         tokens = sampled_tokens(rollout, of.sampling.eos_token_id)
         task = float(tokens % 3)  # the scripted engine's tokens are characters
@@ -153,9 +151,8 @@ def test_a_group_that_the_environment_cannot_score_is_not_shown_to_judges() -> N
     opinion = Opinion()
     environment = LengthEnvironment()
     group = Group(lease(1, task="t/broken"), submission(lease(1)).rollouts)
-    [failure] = Scoring(environment, DirectScorer(environment), Panel((seated(opinion),))).score(
-        [group], texts_of({}).decode_many
-    )
+    scoring = Scoring(environment, DirectScorer(environment), Panel((seated(opinion),)))
+    [failure] = scoring.score([group], texts_of({}).decode_many)
     assert isinstance(failure, ScoringFailure)
     assert opinion.asked == []
 
@@ -194,14 +191,11 @@ def test_notes_are_for_the_owner_and_no_verdict_tells_them(tmp_path: Path) -> No
     verdict = verdict_of(environment, leased(environment), notebook=Notebook(tmp_path))
     assert "secret" not in verdict.model_dump_json()
     lines = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"unit": 5, "task": "t/5", "rollout": index, "note": "the answer was secret"} for index in range(12)
-    ]
+    note = {"unit": 5, "task": "t/5", "note": "the answer was secret"}
+    assert lines == [{**note, "rollout": index} for index in range(12)]
 
 
-def test_notes_are_bounded_and_a_disk_that_takes_none_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_notes_are_bounded_and_a_disk_that_takes_none_is_said_once(tmp_path: Path, caplog: Logs) -> None:
     book = Notebook(tmp_path, most_bytes=2000)
     for unit in range(100):
         book.write(unit, "t", [(0, "x" * 100)])
@@ -214,7 +208,7 @@ def test_notes_are_bounded_and_a_disk_that_takes_none_is_said_once(
     assert caplog.text.count("cannot be written") == 1
 
 
-def test_what_a_failing_reward_function_says_is_in_no_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_failing_reward_function_says_is_in_no_verdict(tmp_path: Path, caplog: Logs) -> None:
     file = tmp_path / "reward.py"
     file.write_text(REWARD.replace("return", "raise ValueError(answer)\n    return"))
     environment = build(EnvironmentSettings(file=file))
@@ -256,7 +250,7 @@ class Slow(DirectScorer):
 
 @pytest.mark.parametrize(("most", "units", "calls"), [(15, [1], [36]), (5, [1], [36, 7, 2]), (24, [1, 2], [36])])
 def test_what_there_is_no_time_to_score_has_no_verdict_but_one_always_has(
-    most: int, units: list[int], calls: list[int], monkeypatch: pytest.MonkeyPatch
+    most: int, units: list[int], calls: list[int], monkeypatch: Patch
 ) -> None:
     environment = LengthEnvironment()
     Slow.calls.clear()

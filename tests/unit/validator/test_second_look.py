@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from honest import POLICY, LengthEnvironment, docket, engine, lease, loaded, weights
 
+from kit import Patch
 from shoal.engines import Engine, Prefill, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
@@ -19,14 +20,11 @@ from shoal.validator import Judge, judge
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.checks import AFTER_PREFILL
 from shoal.validator.judge import SecondEngines
-from shoal.validator.profiles import Profile
+from shoal.validator.profiles import BUILT_IN, Profile
 
 COARSE = "scripted/cpu/bfloat16"
 RIGHT, WRONG = 3.0, 4.0
-PROFILES = {
-    COARSE: Profile(key=COARSE, validators=("float32", "bfloat16")),
-    "scripted/cpu/float32": Profile(key="scripted/cpu/float32"),
-}
+PROFILES = {**BUILT_IN, COARSE: Profile(key=COARSE, validators=("float32", "bfloat16"))}
 
 
 def drift(case: Case, severity: Severity | None = Severity.STATISTICAL) -> Finding:
@@ -44,7 +42,7 @@ def accident(case: Case) -> Finding:
 
 
 @pytest.fixture(autouse=True)
-def only_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_drift(monkeypatch: Patch) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (drift,))
 
 
@@ -76,7 +74,7 @@ def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **
     ],
 )
 def test_what_a_second_look_makes_of_a_failure(
-    monkeypatch: pytest.MonkeyPatch, check: Any, second: float | None, outcome: Outcome, reason: str
+    monkeypatch: Patch, check: Any, second: float | None, outcome: Outcome, reason: str
 ) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
     verdict = judged(loaded(WRONG), None if second is None else engine(second))
@@ -117,7 +115,7 @@ class Coarse(ScriptedEngine):
     ],
 )
 def test_what_a_coarse_validator_sees_in_its_own_format_is_looked_at_in_float32(
-    monkeypatch: pytest.MonkeyPatch, check: Any, second: float | None, expected: tuple[Outcome, str]
+    monkeypatch: Patch, check: Any, second: float | None, expected: tuple[Outcome, str]
 ) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
     coarse, asked = Coarse(), list[str]()
@@ -156,9 +154,7 @@ def flawed() -> LoadedPolicy:
 
 
 @pytest.mark.parametrize("newcomer", [False, True])
-def test_a_fault_of_one_prefill_bans_nobody_however_wrong_it_is(
-    newcomer: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_one_prefill_bans_nobody_however_wrong_it_is(newcomer: bool, monkeypatch: Patch) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", AFTER_PREFILL)
     handed_in = docket(lease(profile="scripted/cpu/float32"))
     handed_in = replace(handed_in, audit=handed_in.audit.model_copy(update={"newcomer": newcomer}))

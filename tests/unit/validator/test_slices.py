@@ -81,9 +81,8 @@ class Shelf(EngineShelf):
 def evaluating(hub: Hub, stop: StopToken | None = None, clock: ManualClock | None = None, **shelf: Any) -> SliceRunner:
     clock = clock or ManualClock()
     client: Any = hub
-    return SliceRunner(
-        client, Shelf(clock, **shelf), LengthEnvironment(), None, Activity(clock), stop or StopToken(), clock
-    )
+    given = (Shelf(clock, **shelf), LengthEnvironment(), None, Activity(clock), stop or StopToken(), clock)
+    return SliceRunner(client, *given)
 
 
 def test_a_policy_that_cannot_be_had_is_reported_but_not_by_who_is_told_to_stop() -> None:

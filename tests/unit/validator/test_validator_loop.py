@@ -17,40 +17,15 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Score
 from shoal.errors import CanaryMissed, DeadlineExceeded, HubRefused, HubUnreachable, ScoringFailure, VersionNotFound
-from shoal.protocol import (
-    Audit,
-    AuditReply,
-    AuditRequest,
-    Heartbeat,
-    HeartbeatReply,
-    Lease,
-    NodeState,
-    NodeView,
-    Outcome,
-    PolicyRef,
-    ProofParameters,
-    RefusedVerdict,
-    RoleCertificate,
-    SignedDocument,
-    SigningKey,
-    Verdict,
-    VerdictReply,
-    open_document,
-    sign_document,
-)
+from shoal.protocol import Lease, PolicyRef, ProofParameters, SignedDocument, SigningKey, open_document, sign_document
+from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeState, NodeView, RoleCertificate
+from shoal.protocol.verdict import Audit, AuditReply, AuditRequest, Outcome, RefusedVerdict, Verdict, VerdictReply
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.validator import (
-    Judge,
-    Validator,
-    ValidatorConfig,
-    ValidatorSettings,
-    load_profiles,
-    run_validator,
-    side_jobs,
-)
+from shoal.validator import Judge, ValidatorConfig, ValidatorSettings, load_profiles, side_jobs
 from shoal.validator.checks import run_all
+from shoal.validator.loop import Validator, run_validator
 from shoal.validator.side_jobs import Ahead
 from shoal.validator.verdicts import Docket
 
@@ -167,11 +142,26 @@ class OneShelf(ListShelf):
 
 def test_a_rehearsal_with_the_tiny_model_computes_what_an_audit_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, judge = list[str](), Judge(LengthEnvironment(), load_profiles())
-    monkeypatch.setattr(
-        side_jobs, "run_all", lambda checks, case: seen.append(case.lease.profile) or run_all(checks, case)
-    )
+    looking = lambda checks, case: seen.append(case.lease.profile) or run_all(checks, case)  # noqa: E731
+    monkeypatch.setattr(side_jobs, "run_all", looking)
     side_jobs.rehearse_with_tiny(judge, ListHub().run_info(), "cpu")
     assert seen == ["torch/cpu/bfloat16"]
+
+
+def test_a_validator_that_rejects_its_own_work_for_certain_judges_nobody() -> None:
+    """Its prefill is broken, twice in the same way: no canary is made where nothing is accepted, and the first verdict
+    on everybody's work would be a ban."""
+
+    class Broken(OneShelf):
+        def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+            other = engine(99.0)
+            self.engine.prefill = other.prefill  # type: ignore[method-assign]
+            return super().get(ref, deadline_s)
+
+    hub = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True))
+    hub.newest = POLICY
+    with pytest.raises(CanaryMissed, match="rejects a group that it has drawn itself"):
+        validator(hub, Broken()).run()
 
 
 @pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
@@ -385,9 +375,8 @@ def test_a_stop_while_it_registers_is_no_failure(tmp_path: Path) -> None:
         stop.set("SIGTERM")
         raise httpx.ConnectError("nobody there")
 
-    certificate = sign_document(
-        RoleCertificate(run=RUN, role="validator", public_key=KEY.public_key, issued_at_ms=0), KEY
-    )
+    role = RoleCertificate(run=RUN, role="validator", public_key=KEY.public_key, issued_at_ms=0)
+    certificate = sign_document(role, KEY)
     config = ValidatorConfig(
         tmp_path, ValidatorSettings(), LengthEnvironment(), "scripted", "http://hub.test", None, KEY, certificate,
         http=httpx.Client(transport=httpx.MockTransport(away)),

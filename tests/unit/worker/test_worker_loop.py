@@ -1,4 +1,4 @@
-"""The worker's loop: what it asks for, generates and gives back; how it ends and waits."""
+"""The worker's loop: what it asks for, generates and gives back; how it ends and waits; what its owner is told."""
 
 from __future__ import annotations
 
@@ -6,32 +6,24 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kit import Logs, Patch
-from kit.worker import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lease, policy
+from kit import Logs, Patch, eventually
+from kit.worker import KEY, RUN, SAMPLING, Bench, CountingEngine, lease, policy
+from shoal import errors, protocol
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments.tools import TOOLS
-from shoal.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    PolicyMismatch,
-    ProtocolError,
-    ResourceError,
-    ShutOut,
-    VersionNotFound,
-)
-from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState, SamplingParameters, pack
+from shoal.protocol import NodeState
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import loop
+from shoal.worker.earnings import Earnings
 from shoal.worker.loop import NotTaken
 from shoal.worker.settings import units_that_fit
 
@@ -73,16 +65,16 @@ def test_every_lease_gets_proofs_of_the_size_that_it_asks_for(tmp_path: Path) ->
 
 
 def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_path: Path) -> None:
-    refusal = HubRefused(403, "profile.unknown", "this run has no profile for warp/tpu/int3")
+    refusal = errors.HubRefused(403, "profile.unknown", "this run has no profile for warp/tpu/int3")
     bench = Bench(tmp_path, [lease(1)], refusal)
-    with pytest.raises(ConfigError, match="this run has no profile for warp/tpu/int3") as caught:
+    with pytest.raises(errors.ConfigError, match="this run has no profile for warp/tpu/int3") as caught:
         bench.worker.run()
     assert caught.value.exit_code == 2
     assert bench.units == [1]  # what was done before is handed in
 
 
 def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_path: Path) -> None:
-    bench = Bench.worked(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=VersionNotFound("nobody has it"))
+    bench = Bench.worked(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=errors.VersionNotFound("nobody"))
     assert bench.units == [2, 3]
     assert bench.shelf.engine.calls == [[2], [3]]  # the oldest policy first
     [release] = bench.hub.released
@@ -93,9 +85,9 @@ def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_
 
 @pytest.mark.parametrize(("version", "requests", "released"), [(0, 0, []), (1, 1, [("lease-1", "lease-2")])])
 def test_other_weights_than_promised_end_it_and_give_everything_back(tmp_path, version, requests, released):
-    wrong: Any = {f"v{version}": PolicyMismatch("another digest")}
+    wrong: Any = {f"v{version}": errors.PolicyMismatch("another digest")}
     bench = Bench(tmp_path, [lease(1, version=version), lease(2, version=version)], **wrong)
-    with pytest.raises(PolicyMismatch):
+    with pytest.raises(errors.PolicyMismatch):
         bench.worker.run()
     assert (len(bench.hub.requests), bench.released) == (requests, released)
 
@@ -115,7 +107,7 @@ def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_
     bench.shelf.before_get = lambda: asked_before.append(len(bench.hub.requests))
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
-    assert eventually(lambda: len(bench.hub.beats) > 3)
+    eventually(lambda: len(bench.hub.beats) > 3)
     assert bench.hub.requests == []
     bench.hub.policy = policy()
     thread.join(30)
@@ -127,13 +119,13 @@ def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_
 def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_until_the_hub_gives_nothing_for_it(
     tmp_path: Path,
 ) -> None:
-    bench = Bench(tmp_path, [lease(1)], v1=VersionNotFound("it comes slowly"))
+    bench = Bench(tmp_path, [lease(1)], v1=errors.VersionNotFound("it comes slowly"))
 
-    def second() -> list[Lease]:
+    def second() -> list[protocol.Lease]:
         bench.hub.policy = policy(1)
         return [lease(2)]
 
-    def nothing_for_it() -> list[Lease]:
+    def nothing_for_it() -> list[protocol.Lease]:
         bench.shelf.missing = {}
         return []
 
@@ -151,9 +143,9 @@ def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_unti
 @pytest.mark.parametrize(
     ("failure", "expected", "hint"),
     [
-        (ResourceError("too large"), ResourceError, r"elsewhere or in another format \(--device, --dty"),
-        (RuntimeError("device-side assert"), ResourceError, "doctor --selftest"),
-        (ValueError("token 500 is outside"), ProtocolError, "do not fit policy"),
+        (errors.ResourceError("too large"), errors.ResourceError, r"elsewhere or in another format \(--device, --dty"),
+        (RuntimeError("device-side assert"), errors.ResourceError, "doctor --selftest"),
+        (ValueError("token 500 is outside"), errors.ProtocolError, "do not fit policy"),
     ],
 )
 def test_an_engine_that_fails_gives_everything_back_and_says_what_to_do(tmp_path, failure, expected, hint):
@@ -169,7 +161,7 @@ def test_a_lease_that_ran_out_is_not_begun_unless_its_deadline_was_moved(tmp_pat
     bench = Bench(tmp_path, [lease(1, lasts_ms=0), lease(2)])
     if moved:
         bench.hub.deadlines = {"lease-1": lease(1, lasts_ms=0).deadline_ms + 60_000}
-        reply = HeartbeatReply(node=bench.hub.view, deadlines=bench.hub.deadlines)
+        reply = protocol.HeartbeatReply(node=bench.hub.view, deadlines=bench.hub.deadlines)
         bench.shelf.before_get = lambda: bench.worker._hear(reply)
     bench.worker.run()
     assert (bench.units, bench.released) == (([1, 2], []) if moved else ([2], [("lease-1",)]))
@@ -184,7 +176,7 @@ def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_pa
         def __contains__(self, name: object) -> bool:  # asked while old deadlines are looked through
             if threading.current_thread() is not threading.main_thread():
                 return True
-            beat = HeartbeatReply(node=bench.hub.view, deadlines={f"lease-{next(heard)}": 9})
+            beat = protocol.HeartbeatReply(node=bench.hub.view, deadlines={f"lease-{next(heard)}": 9})
             thread = threading.Thread(target=worker._hear, args=[beat])
             thread.start()
             thread.join(10)
@@ -202,9 +194,9 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
     try:
-        assert eventually(lambda: bench.waiting == [1, 3])
+        eventually(lambda: bench.waiting == [1, 3])
         before = len(bench.hub.beats) + 1  # one may be under way
-        assert eventually(lambda: len(bench.hub.beats) > before)
+        eventually(lambda: len(bench.hub.beats) > before)
         assert set(bench.hub.beats[-1].progress) == {"lease-1", "lease-3"}
         assert min(bench.hub.beats[-1].progress.values()) > 0
     finally:
@@ -221,11 +213,11 @@ def test_a_suspended_worker_waits_and_resumes(tmp_path: Path, caplog: Logs) -> N
     changes = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 5}
     bench.hub.view = active.model_copy(update=changes)
 
-    def still_out() -> list[Lease]:
-        assert eventually(lambda: "is suspended" in caplog.text)
+    def still_out() -> list[protocol.Lease]:
+        eventually(lambda: "is suspended" in caplog.text)
         return []
 
-    def lifted() -> list[Lease]:
+    def lifted() -> list[protocol.Lease]:
         bench.hub.view = active
         return [lease(2)]
 
@@ -241,20 +233,20 @@ def test_what_is_no_number_is_given_back_and_not_handed_in(tmp_path: Path, caplo
     bench.worker.run()
     assert bench.units == [3, 4]
     reason = "log-probabilities that are NaN or infinite"
-    assert bench.hub.released == [LeaseRelease(leases=("lease-1",), reason=reason)]
+    assert bench.hub.released == [protocol.LeaseRelease(leases=("lease-1",), reason=reason)]
     assert f"1 of 2 groups have {reason}" in caplog.text
 
 
 def test_a_machine_that_computes_no_numbers_at_all_ends_with_what_to_do(tmp_path: Path) -> None:
     bench = Bench(tmp_path, *[[lease(1)]] * 4)
     bench.shelf.engine.broken = {1: np.nan}
-    with pytest.raises(ResourceError, match="another device or number format"):
+    with pytest.raises(errors.ResourceError, match="another device or number format"):
         bench.worker.run()
     assert (bench.units, bench.released) == ([], [("lease-1",)] * 3)
 
 
-def dialogue_lease(unit: int, tool: str) -> Lease:
-    terms = DialogueTerms(tool=tool, max_turns=3, before=(7,), after=(8,))
+def dialogue_lease(unit: int, tool: str) -> protocol.Lease:
+    terms = protocol.DialogueTerms(tool=tool, max_turns=3, before=(7,), after=(8,))
     sampling = SAMPLING.model_copy(update={"max_new_tokens": 30})
     return lease(unit).model_copy(update={"dialogue": terms, "sampling": sampling})
 
@@ -277,7 +269,7 @@ def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(tmp_path: Path,
 
 def test_a_lease_with_a_tool_that_it_does_not_have_ends_it_and_gives_everything_back(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2)])
-    with pytest.raises(ConfigError, match=r"the tool 'aba\\ncus', which this shoal does not have"):
+    with pytest.raises(errors.ConfigError, match=r"the tool 'aba\\ncus', which this shoal does not have"):
         bench.worker.run()
     assert bench.released[0] == ("lease-1", "lease-2")
 
@@ -294,8 +286,8 @@ def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(t
     assert len(bench.hub.requests) == (1 if ends else 3)
 
 
-def long_lease(prompt: int, seeds: int) -> Lease:
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1)
+def long_lease(prompt: int, seeds: int) -> protocol.Lease:
+    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1)
     sizes = {"prompt_ids": (5,) * prompt, "seeds": tuple(f"{i:016x}" for i in range(seeds))}
     return lease(1).model_copy(update={"sampling": sampling, **sizes})
 
@@ -331,20 +323,20 @@ def test_it_asks_for_as_many_groups_as_fit_into_a_lease_and_into_memory(tmp_path
 def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1), lease(2)])
 
-    def stop_after_leasing() -> list[Lease]:
+    def stop_after_leasing() -> list[protocol.Lease]:
         bench.stop.set("SIGTERM")
         return [lease(3), lease(4)]
 
     bench.hub.replies.append(stop_after_leasing)
     bench.worker.run()
     assert bench.units == [1, 2]
-    assert bench.hub.released == [LeaseRelease(leases=("lease-3", "lease-4"), reason="SIGTERM")]
+    assert bench.hub.released == [protocol.LeaseRelease(leases=("lease-3", "lease-4"), reason="SIGTERM")]
 
 
 def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "STOP_FLUSH_S", 0.0)
     bench = Bench(tmp_path, [lease(1)])
-    bench.hub.refusals[1] = DeadlineExceeded("stopped")
+    bench.hub.refusals[1] = errors.DeadlineExceeded("stopped")
     bench.hub.replies.append(lambda: bench.stop.set("SIGTERM") or [])
     bench.worker.run()
     assert bench.units == []
@@ -356,7 +348,7 @@ def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_pa
 
 @pytest.mark.parametrize("route", ["lease", "heartbeat", "upload"])
 def test_being_shut_out_ends_it_and_leaves_the_outbox_to_other_runs(tmp_path: Path, route: str) -> None:
-    refusal = ShutOut(403, "node.banned", "this node is banned: x")
+    refusal = errors.ShutOut(403, "node.banned", "this node is banned: x")
     bench = Bench(tmp_path, [lease(1)], *([refusal] if route == "lease" else [[]] * 100_000))
     other = lease(5).model_copy(update={"run": "other-000000000000"})
     [group] = CountingEngine().generate([GenerationRequest(other.prompt_ids, other.seed_numbers, SAMPLING)])
@@ -367,12 +359,12 @@ def test_being_shut_out_ends_it_and_leaves_the_outbox_to_other_runs(tmp_path: Pa
     if route == "heartbeat":
         bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED, "reason": "sampling.seed"})
     sentence = r"banned this node: sampling\.seed" if route == "heartbeat" else "this node is banned: x"
-    with pytest.raises(ShutOut, match=sentence) as caught:
+    with pytest.raises(errors.ShutOut, match=sentence) as caught:
         bench.worker.run()
     assert caught.value.exit_code == 6
     assert route != "upload" or bench.waiting == [1], "what was not taken stays"
     assert bench.outbox.waiting("other-000000000000") == [kept]
-    assert kept.path.read_bytes() == pack(elsewhere)
+    assert kept.path.read_bytes() == protocol.pack(elsewhere)
 
 
 def test_a_finished_run_is_said_to_be_finished_with_what_it_earned(tmp_path, caplog):
@@ -390,7 +382,7 @@ def test_a_finished_run_is_said_to_be_finished_with_what_it_earned(tmp_path, cap
 @pytest.mark.parametrize("status", [403, 404, 409, 410, 413, 422])
 def test_a_refused_group_is_given_up_and_work_continues(tmp_path: Path, status: int) -> None:
     bench = Bench(tmp_path, [lease(1), lease(2)], [lease(3)])
-    bench.hub.refusals[1] = HubRefused(status, "lease.late", "too late")
+    bench.hub.refusals[1] = errors.HubRefused(status, "lease.late", "too late")
     bench.worker.run()
     assert bench.units == [2, 3]
     assert bench.waiting == []
@@ -399,8 +391,8 @@ def test_a_refused_group_is_given_up_and_work_continues(tmp_path: Path, status: 
 
 def test_a_hub_that_is_gone_ends_it_and_keeps_the_work(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
-    bench.hub.refusals[1] = HubUnreachable("gone")
-    with pytest.raises(HubUnreachable):
+    bench.hub.refusals[1] = errors.HubUnreachable("gone")
+    with pytest.raises(errors.HubUnreachable):
         bench.worker.run()
     assert bench.waiting == [1]
 
@@ -412,9 +404,89 @@ def test_a_full_outbox_pauses_work(tmp_path: Path, monkeypatch: Patch) -> None:
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
     try:
-        assert eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
+        eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
         assert len(bench.hub.requests) == 1
     finally:
         bench.hub.gate.set()
         thread.join(30)
     assert bench.units == [1, 2, 3, 4]
+
+
+# ── what a node's owner is told: credit, refusals with their reason, suspensions ──────────────────────────────────────
+
+VIEW = protocol.NodeView(node="n" * 32, name="n", role="worker", state=NodeState.ACTIVE, accepted=10, credit=1000)
+
+
+def status_hub(*verdicts: protocol.RecentVerdict, away: bool = False) -> Mock:
+    """Stands where the client stands, and answers `status` only."""
+    hub = Mock(patient=lambda _patience_s: hub)
+    hub.status = Mock(side_effect=errors.HubUnreachable("gone")) if away else lambda: Mock(verdicts=verdicts)
+    return hub
+
+
+def verdict(unit: int, node: str = "n" * 32, at_ms: int = 1) -> protocol.RecentVerdict:
+    words = {"outcome": "rejected", "reason": "prompt.mismatch", "message": "another prompt"}
+    return protocol.RecentVerdict(unit=unit, node=node, decided_at_ms=at_ms, **words)
+
+
+def heard(hub: Mock, *changes: dict[str, Any]) -> Earnings:
+    earnings = Earnings(hub)
+    for change in ({}, *changes):
+        earnings.hear(protocol.HeartbeatReply(node=VIEW.model_copy(update=change)))
+    return earnings
+
+
+def test_credit_is_told_with_the_sum_of_this_start(caplog: Logs) -> None:
+    caplog.set_level("INFO")
+    earnings = heard(status_hub(), {"accepted": 11, "credit": 1010}, {"accepted": 15, "credit": 1050, "pending": 3})
+    assert [record.message for record in caplog.records] == [
+        "1 group accepted, credit +10; in all 11 groups, credit 1010",
+        "4 groups accepted, credit +40; in all 15 groups, credit 1050 and 3 pending",
+    ]
+    assert earnings.summary() == "5 groups accepted, credit +50; in all 15 groups, credit 1050 and 3 pending"
+
+
+def test_a_rejection_is_told_at_once_with_its_own_reason(caplog: Logs) -> None:
+    hub = status_hub(verdict(3, at_ms=1), verdict(5, at_ms=9), verdict(7, node="m" * 32, at_ms=20))
+    heard(hub, {"rejected": 2})
+    assert caplog.records[-1].message == "2 groups rejected: unit 5, prompt.mismatch: another prompt"
+
+
+def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: Logs) -> None:
+    heard(status_hub(), {"rejected": 1, "reason": "sampling.seed: x"})
+    assert "sampling.seed: x" in caplog.text
+    heard(status_hub(away=True), {"rejected": 1})
+    assert "could not be asked for (gone)" in caplog.text
+
+
+def test_being_shut_out_carries_the_reason() -> None:
+    earnings = heard(status_hub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
+    assert isinstance(earnings.shut_out, errors.ShutOut)
+    assert earnings.shut_out.code == "node.banned"
+    assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
+
+
+def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: Logs) -> None:
+    caplog.set_level("INFO")
+    suspended = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 70_000, "last_seen_ms": 27_000}
+    longer = {**suspended, "until_ms": 90_000}
+    earnings = heard(status_hub(), suspended, {**suspended, "last_seen_ms": 32_000}, longer, {})
+    assert earnings.shut_out is None
+    assert [record.message for record in caplog.records] == [
+        "this node is suspended for 43 s more: leases.lapsed: 8; it waits, and resumes by itself",
+        "this node is suspended for 63 s more: leases.lapsed: 8; it waits, and resumes by itself",
+        "the suspension is over: this node gets work again",
+    ]
+
+
+def test_a_suspension_from_before_this_start_is_told_too(caplog: Logs) -> None:
+    view = VIEW.model_copy(update={"state": NodeState.SUSPENDED, "reason": "x"})
+    Earnings(status_hub()).hear(protocol.HeartbeatReply(node=view))
+    assert "suspended until the run's owner pardons it: x; it waits, and resumes by itself" in caplog.text
+
+
+def test_groups_that_are_not_judged_yet_are_in_the_last_line() -> None:
+    earnings = heard(status_hub(), {"accepted": 12, "unsure": 1, "credit": 1020})
+    gained = "2 groups accepted, credit +20; in all 12 groups, credit 1020"
+    assert earnings.summary(submitted=5) == f"{gained}; 2 groups not judged yet, which may still earn"
+    assert earnings.summary(submitted=3) == gained

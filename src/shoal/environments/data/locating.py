@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,24 +24,17 @@ NOT_DATA = frozenset({"state.json", "dataset_info.json", "dataset_infos.json", "
 MOST_FILES = 100_000
 
 
-@dataclass(frozen=True)
-class DataFile:
-    path: Path
-    kind: Kind
-
-
-def locate(path: Path, split: str = "") -> tuple[DataFile, ...]:
+def locate(path: Path, split: str = "") -> tuple[Path, ...]:
     """The files of the data set at `path`, in the order of their rows."""
     path = path.expanduser()
     _require(path)
     if path.is_dir():
         return _shards(path, split)
-    kind = kind_of(path)
-    if kind is None:
+    if kind_of(path) is None:
         raise EnvironmentSetupError(f"{path} is no .parquet or .jsonl file by its name: unpack or convert it")
     if split not in ("", _split_of(path)):  # it would change nothing but the environment's digest
         raise EnvironmentSetupError(f"{path} is one file and has no split {split!r}: leave options.split out")
-    return (DataFile(path, kind),)
+    return (path,)
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -60,33 +52,32 @@ def _require(path: Path) -> None:
         raise EnvironmentSetupError(f"cannot open the data {str(path)!r}: {why}; check environment.data") from None
 
 
-def _shards(path: Path, split: str) -> tuple[DataFile, ...]:
+def _shards(path: Path, split: str) -> tuple[Path, ...]:
     """Data files below a folder. Folders that are links are not followed: no loop, nothing from elsewhere."""
-    found: list[DataFile] = []
+    found: list[Path] = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         for name in names:
-            kind = kind_of(Path(name))
-            if kind is not None and name not in NOT_DATA and not name.startswith((".", "_")):
+            if kind_of(Path(name)) is not None and name not in NOT_DATA and not name.startswith((".", "_")):
                 _require(Path(folder) / name)
-                found.append(DataFile(Path(folder) / name, kind))
+                found.append(Path(folder) / name)
         if len(found) > MOST_FILES:
             raise EnvironmentSetupError(f"{path} holds more than {MOST_FILES:,} data files; give a folder of its own")
     if not found:
         raise EnvironmentSetupError(f"{path} holds no Parquet or JSON lines file; check environment.data")
     for several, what in (
-        ({str(file.path.parent.relative_to(path)) for file in found}, "in several folders"),
-        ({file.kind for file in found}, "of several kinds"),
+        ({str(file.parent.relative_to(path)) for file in found}, "in several folders"),
+        ({str(kind_of(file)) for file in found}, "of several kinds"),
     ):
         if len(several) > 1:
             listed = ", ".join(sorted(several)[:10])
             raise EnvironmentSetupError(f"{path} holds data {what} ({listed}): give one of them")
-    splits = sorted({_split_of(file.path) for file in found})
+    splits = sorted({_split_of(file) for file in found})
     chosen = split or (splits[0] if len(splits) == 1 else "train" if "" not in splits else "")
     if chosen not in splits:
         listed = ", ".join(name or "(no name)" for name in splits)
         raise EnvironmentSetupError(f"{path} has no split {chosen!r}; it has {listed}: set environment.options.split")
-    return tuple(sorted((file for file in found if _split_of(file.path) == chosen), key=lambda file: file.path.name))
+    return tuple(sorted((file for file in found if _split_of(file) == chosen), key=lambda file: file.name))
 
 
 def _split_of(path: Path) -> str:

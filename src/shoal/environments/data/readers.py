@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.environments.data import cache
-from shoal.environments.data.locating import DataFile
+from shoal.environments.data.locating import kind_of
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 if TYPE_CHECKING:
@@ -234,8 +234,8 @@ def _line_starts(path: Path) -> np.ndarray[Any, Any]:
 class Table:
     """Rows by number over all files. Threads may share it: one reads at a time."""
 
-    def __init__(self, files: Sequence[DataFile]) -> None:
-        self.files, self.paths = tuple(files), tuple(file.path for file in files)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
         self._kept, self._lock = Pieces(), threading.RLock()
         self._open: dict[int, ParquetSource | JsonlSource] = {}
         found = []
@@ -266,7 +266,7 @@ class Table:
         return [cache.identity(path) for path in self.paths]
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
-        for number in range(len(self.files)):
+        for number in range(len(self.paths)):
             with self._lock:
                 source = self._source(number)
             yield from source.scan(columns)
@@ -283,7 +283,7 @@ class Table:
         """Where a row is, for a person who knows its number: `train.jsonl line 18`, `b.parquet row 3`, `a.parquet`."""
         file = bisect.bisect_right(self._starts, number) - 1
         inside, name = number - self._starts[file], self.paths[file].name
-        if self.files[file].kind == "jsonl":
+        if kind_of(self.paths[file]) == "jsonl":
             return f"{name} line {inside + 1}"
         return name if inside == number else f"{name} row {inside}"
 
@@ -291,9 +291,10 @@ class Table:
         if number not in self._open:
             if len(self._open) >= OPEN_AT_ONCE:
                 self._open.pop(next(iter(self._open))).close()
-            path, kind = self.files[number].path, self.files[number].kind
+            path = self.paths[number]
+            is_parquet = kind_of(path) == "parquet"
             try:
-                self._open[number] = ParquetSource(path, self._kept) if kind == "parquet" else JsonlSource(path)
+                self._open[number] = ParquetSource(path, self._kept) if is_parquet else JsonlSource(path)
             except OSError as error:
                 raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None
         return self._open[number]

@@ -22,13 +22,14 @@ from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import ROW_LIMIT_BYTES, Broken, Table, rows_of, values_of
 from shoal.environments.formats import DatasetOptions, Format, fit
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
-from shoal.environments.questions import DIGEST_BYTES, question_digest
+from shoal.environments.protocol import DIGEST_BYTES, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Graders = Callable[[str], Grader]
-VERSION, CHECK_VERSION = 6, 1
+Checked = dict[int, str]  # rows whose answer is no good, and why
+VERSION, CHECK_VERSION = 7, 2
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
@@ -110,12 +111,15 @@ class Opened:
 
     def good(self) -> Flags:
         good = self.found.usable.copy()
-        good[list(self.checked.bad if self.checked else ())] = False
+        good[list(self.checked or ())] = False
         return good
 
     @property
     def problems(self) -> Problems:
-        return self.found.problems.joined(self.checked.problems) if self.checked else self.found.problems
+        answers = Problems()
+        for row, reason in (self.checked or {}).items():
+            answers.add(row, reason)
+        return self.found.problems.joined(answers)
 
     def where(self, row: int) -> str:
         return self.table.where(row)
@@ -129,7 +133,7 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
         usual = [name for name in table.columns if name.startswith("solve_rate")]
         rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
         if more or rates not in table.columns:
-            found = ", ".join([rates, *more])
+            found = ", ".join([rates, *more]) or "none (by its name, solve_rate…)"
             told = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
             raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {told}")
     table.agree([*layout.columns, *([rates] if rates else [])])
@@ -211,36 +215,22 @@ class Splits:
     shared: int
 
 
-def split_one(found: Scan, held_out_size: int) -> Splits:
-    """Hold out the questions with the lowest digests, each by its first row; rows that repeat one are in no split."""
+def split(found: Scan, other: Scan | None, held_out_size: int) -> Splits:
+    """Hold out the questions with the lowest digests, each by its first row; or those of another data set, all of which
+    count, also those beyond `held_out_size`: nobody can say later that they were clean. Other rows that repeat such a
+    question are in no split."""
     rows = np.flatnonzero(found.usable & found.kept)
-    keys = found.keys[rows]
-    questions, firsts = np.unique(keys, return_index=True)
-    size = min(held_out_size, len(questions) // LARGEST_SHARE)
-    aside = np.isin(keys, questions[:size])
-    return Splits(train=rows[~aside], held_out=np.sort(rows[firsts[:size]]), shared=int(aside.sum()) - size)
-
-
-def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
-    """Train on one data set and hold out another; rows of the first whose question the second has are left out.
-
-    All questions of the second count, also those beyond `held_out_size`: nobody can say later that they were clean.
-    """
-    rows = np.flatnonzero(found.usable & found.kept)
-    aside = np.isin(found.keys[rows], held_out.keys[held_out.usable])
-    others = np.flatnonzero(held_out.usable)[:held_out_size]
-    return Splits(train=rows[~aside], held_out=others, shared=int(aside.sum()))
+    keys, size = found.keys[rows], 0
+    if other is not None:
+        aside, held_out = np.isin(keys, other.keys[other.usable]), np.flatnonzero(other.usable)[:held_out_size]
+    else:
+        questions, firsts = np.unique(keys, return_index=True)
+        size = min(held_out_size, len(questions) // LARGEST_SHARE)
+        aside, held_out = np.isin(keys, questions[:size]), np.sort(rows[firsts[:size]])
+    return Splits(train=rows[~aside], held_out=held_out, shared=int(aside.sum()) - size)
 
 
 # Every answer
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Rows whose answer is no good."""
-
-    bad: dict[int, str]
-    problems: Problems
 
 
 def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Graders) -> str:
@@ -258,11 +248,10 @@ def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]
     name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)
     if known := load_arrays(name):
         arrays, beside = known
-        bad = dict(zip(arrays["bad"].tolist(), beside["why"], strict=True))
-        return Checked(bad, Problems.from_json(**beside["problems"]))
+        return dict(zip(arrays["bad"].tolist(), beside["why"], strict=True))
     if progress is None:
         return None
-    bad, problems, first, layout = dict[int, str](), Problems(), 0, opened.layout
+    bad, first, layout = dict[int, str](), 0, opened.layout
     for batch in opened.table.scan(layout.columns):
         for number, row in enumerate(rows_of(batch), first):
             if opened.found.usable[number]:
@@ -272,8 +261,7 @@ def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]
                     usable_answer(layout, row, layout.grader or layout.question(row).kind, graders)
                 except UnusableTask as error:
                     bad[number] = str(error)
-                    problems.add(number, str(error))
         first += len(next(iter(batch.values())))
         progress(first, opened.table.rows)
-    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, {"why": [*bad.values()], "problems": problems.as_json()})
-    return Checked(bad, problems)
+    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, {"why": [*bad.values()]})
+    return bad

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.graders import after_thinking
 from shoal.environments.protocol import Score
 
 LETTERS = frozenset("ABCDEFGHIJ")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from textwrap import dedent
 from typing import ClassVar
 
+from shoal.environments.graders import after_thinking
 from shoal.environments.graders.code_tests import BadTests, Test, read_tests
-from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 from shoal.environments.sandbox import Limits, Ran, Sandbox, require_sandbox
 from shoal.errors import ScoringFailure
@@ -35,7 +35,7 @@ class CodeGrader:
     """Implements `Grader`. `parts` has the share of tests that were passed before the first failure."""
 
     name: ClassVar[str] = "code"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
 
     def problem(self, answer: str) -> str:
         try:
@@ -109,19 +109,13 @@ class Block:
     info: str
     closed: bool
 
-    @property
-    def python(self) -> bool:
-        return _PYTHON.match(self.info) is not None
-
 
 def program(completion: str, functions: Collection[str] = ()) -> str:
-    """The program: the last block that defines the functions, if some are wanted; otherwise the last one.
-
-    Blocks that are marked as Python go before those that are not marked at all; others are none. A session of an
-    interpreter (>>>) is taken only where there is nothing else.
-    """
+    """The program: the last block that defines the functions, if some are wanted; otherwise the last one. Blocks that
+    are marked as Python go before those that are not marked at all; others are none. A session of an interpreter (>>>)
+    is taken only where there is nothing else."""
     found = [block for block in blocks(completion) if block.code.strip()]
-    marked = [block.code for block in found if block.python]
+    marked = [block.code for block in found if _PYTHON.match(block.info)]
     unmarked = [block for block in found if not block.info]
     plain = [block.code for block in unmarked if block.closed] or [block.code for block in unmarked]
     for code in (*reversed(marked), *reversed(plain)) if functions else ():

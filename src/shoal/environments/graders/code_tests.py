@@ -49,7 +49,7 @@ class Test:
     expected: Any
     function: str = ""
     expected_bytes: int = 0  # of the expected value as JSON: something much longer is not read at all
-    or_alone: bool = False  # APPS wraps what a function returns in a list; not everywhere
+    or_alone: bool = False  # APPS, and what was made of it, wraps what a function returns in a list; not everywhere
 
     @property
     def called(self) -> bool:
@@ -133,7 +133,7 @@ def _case(case: Any, function: Any, field: str) -> Test:
     if kind in ("stdin_stdout", "stdin"):
         return Test(_text(case["input"], "input"), _text(case["output"], "output"))
     if kind in ("function_call", "functional"):
-        return _returned(named or function, case["input"], case["output"])
+        return _returned(named or function, case["input"], case["output"], or_alone=kind == "function_call")
     raise BadTests(f"a test is of type {str(kind)[:40]!r}; there are stdin_stdout (stdin), function_call (functional)")
 
 
@@ -152,7 +152,7 @@ def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = Fa
     if not name.isidentifier():
         raise BadTests("a function call names no function (fn_name, or metadata.func_name)")
     if isinstance(arguments, str):
-        arguments = [_parsed(line, "an argument of a call") for line in arguments.splitlines() if line.strip()]
+        arguments = [_parsed(line, "an argument of a call") for line in arguments.split("\n") if line.strip()]
         wanted = _parsed(wanted, "what a call returns")
     if not isinstance(arguments, list):
         raise BadTests("the input of a function call is neither a list of arguments nor a text with one on each line")

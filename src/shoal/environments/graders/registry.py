@@ -39,13 +39,6 @@ class PatientGrader(Grader, Protocol):
         ...
 
 
-@runtime_checkable
-class DemandingGrader(Grader, Protocol):
-    """A grader that needs something of the machine."""
-
-    def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
-
-
 GRADERS = ("code", "exact", "mathematics", "math-verify", "choice")
 
 TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code", "verifiable_code": "code"}

@@ -46,11 +46,9 @@ Ended = Literal["well", "error", "signal", "time", "output"]
 
 
 class Limits(BaseModel):
-    """Limits of one program, all of its tests together unless it says otherwise. More than these is worth 0.
-
-    Time is processor time, so that a busy machine does not fail a good program; what it takes to start a test is not
-    counted. A program that only waits is ended by the clock: after four times its processor time and five seconds more.
-    """
+    """Limits of one program, all of its tests together unless it says otherwise. More than these is worth 0. Time is
+    processor time, so that a busy machine does not fail a good program; what it takes to start a test is not counted. A
+    program that only waits is ended by the clock: after four times its processor time and five seconds more."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,10 +77,8 @@ class Ran:
 
 @dataclass
 class Exchange:
-    """What goes in and comes out during one test, all at once: a program may print before it has read everything.
-
-    One look counts `LOOK_S` at most in `waited_s`: while the machine sleeps, the program does not run either.
-    """
+    """What goes in and comes out during one test, all at once: a program may print before it has read everything. One
+    look counts `LOOK_S` at most in `waited_s`: while the machine sleeps, the program does not run either."""
 
     control: socket.socket
     given: bytes

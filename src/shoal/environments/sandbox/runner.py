@@ -133,10 +133,8 @@ def next_test(channel: _socket.socket) -> tuple[bytes, list[int]]:
 
 
 def until_ended(child: int, channel: _socket.socket) -> None:
-    """Waits for the program; ends everything if whoever started us has gone or wants no more.
-
-    Asked meanwhile, by any byte, it says how long the program has been waiting for a processor.
-    """
+    """Waits for the program; ends everything if whoever started us has gone or wants no more. Asked meanwhile, by any
+    byte, it says how long the program has been waiting for a processor."""
     watched = os.pidfd_open(child)
     poll = select.poll()
     poll.register(watched, select.POLLIN)
@@ -215,11 +213,8 @@ def run(code: bytes, *, called: bool) -> None:
 
 
 def main_module(code: bytes) -> dict[str, Any]:
-    """Runs the program as `__main__`; its names.
-
-    Names that are granted are builtins: the program's own go before them, and they do not pass for functions that it
-    wrote.
-    """
+    """Runs the program as `__main__`; its names. Names that are granted are builtins: the program's own go before them,
+    and they do not pass for functions that it wrote."""
     module = type(sys)("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module

@@ -56,11 +56,8 @@ def bubblewrap() -> str:
 
 
 def spare_uid() -> int:
-    """A user that nobody else is, for a sandbox that root starts; 0 if we are not root.
-
-    A fresh one for each sandbox: the kernel counts processes per user, and one program's threads must not be missing
-    from another's allowance.
-    """
+    """A user that nobody else is, for a sandbox that root starts; 0 if we are not root. A fresh one for each sandbox:
+    the kernel counts processes per user, and one program's threads must not be missing from another's allowance."""
     if os.geteuid() != 0:
         return 0
     lines = Path("/proc/self/uid_map").read_text().splitlines()
@@ -102,15 +99,11 @@ def _files() -> tuple[str, ...]:
             options += ["--perms", "0755", "--dir", folder]
     for path in own:
         options += ["--ro-bind", path, path]
-    for path in _packages(prefix):
-        options += ["--tmpfs", path, "--remount-ro", path]
-    return tuple(options)
-
-
-def _packages(prefix: Path) -> list[str]:
-    """Folders of installed packages: a program has the standard library only, the same for every validator."""
+    # Installed packages are hidden: a program has the standard library only, the same for every validator.
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     bases = {prefix / "lib", prefix / "lib64", Path("/usr/lib"), Path("/usr/lib64")}
     names = ("site-packages", "dist-packages")
     folders = [base / name / packages for base in bases for name in ("python3", version) for packages in names]
-    return sorted({os.path.realpath(folder) for folder in folders if folder.is_dir()})
+    for path in sorted({os.path.realpath(folder) for folder in folders if folder.is_dir()}):
+        options += ["--tmpfs", path, "--remount-ro", path]
+    return tuple(options)

@@ -21,8 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub.http.metrics import StateMetrics
-from shoal.hub.http.middleware import HEADER_REQUEST, Edge, EdgeMiddleware, visit_of
+from shoal.hub.http.middleware import HEADER_REQUEST, Edge, EdgeMiddleware, StateMetrics, visit_of
 from shoal.hub.http.routes import TABLE
 from shoal.hub.service import Hub
 from shoal.hub.service.reporting import read_figures

@@ -26,19 +26,8 @@ from shoal.hub.service import Context
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import (
-    MAX_SKEW_MS,
-    HubClock,
-    Registration,
-    RequestSignature,
-    Role,
-    first_problem,
-    node_id,
-    sign_document,
-    verify_body,
-    verify_request,
-)
-from shoal.protocol.signing import check_date
+from shoal.protocol import MAX_SKEW_MS, HubClock, Registration, RequestSignature, Role, first_problem, node_id
+from shoal.protocol.signing import check_date, sign_document, verify_body, verify_request
 
 M = TypeVar("M", bound=BaseModel)
 

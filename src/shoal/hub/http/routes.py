@@ -22,8 +22,7 @@ from starlette.responses import Response
 from shoal import protocol as wire
 from shoal.hub.changes import Topic
 from shoal.hub.http.auth import SMALL_BODY_BYTES, authenticate, authenticate_newcomer, parse_json, read_body
-from shoal.hub.http.metrics import CONTENT_TYPE
-from shoal.hub.http.middleware import CONNECTION, Edge, Visit, visit_of
+from shoal.hub.http.middleware import CONNECTION, CONTENT_TYPE, Edge, Visit, visit_of
 from shoal.hub.limits import network_of
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Refusal

@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 
 from shoal.errors import ShoalError
-from shoal.hub.service.calibrating import Calibrating
 from shoal.hub.service.checking import Checking
 from shoal.hub.service.context import Context, retry
-from shoal.hub.service.evaluating import Evaluating
+from shoal.hub.service.measuring import Calibrating, Evaluating
 from shoal.hub.service.membership import Administration, Membership
 from shoal.hub.service.reporting import Reporting
 from shoal.hub.service.showing import Showing

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
-from shoal.hub.service.calibrating import in_force_of, wanted_of
 from shoal.hub.service.context import Context, node_label, require_trusted
-from shoal.hub.service.evaluating import Evaluating, require_environment
+from shoal.hub.service.measuring import Evaluating, in_force_of, require_environment, wanted_of
 from shoal.hub.service.showing import Showing, unknown_submission
 from shoal.hub.service.work import Work
 from shoal.hub.state import audits, newcomers, pacing, reputation
@@ -21,7 +19,7 @@ from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import verdict as messages
 from shoal.protocol.codec import pack
-from shoal.protocol.signing import SignedDocument, open_document
+from shoal.protocol.signing import SignedDocument
 from shoal.protocol.verdict import AuditReply, AuditRequest, Outcome, RefusedVerdict, Severity, Verdict
 from shoal.runtime.crash import point
 
@@ -162,12 +160,7 @@ class Checking:
         return pack(messages.SubmissionBodies(bodies), level=1)
 
     def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling:
-        try:
-            verdict = open_document(signed, Verdict, node.public_key)
-        except ProtocolError as error:
-            raise Refusal(422, "verdict.signature", str(error)) from error
-        if verdict.run != self._context.config.run_id:
-            raise Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
+        verdict = self._context.opened(signed, Verdict, node.public_key, "verdict")
         if not verdict.environment_digest:
             raise Refusal(422, "verdict.environment", "the verdict does not say which environment it was scored with")
         require_environment(self._context, verdict.environment_digest, "verdict.environment", "verdict")

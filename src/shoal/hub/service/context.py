@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
+from shoal.errors import ConfigError, EnvironmentSetupError, ProtocolError, ShoalError
 from shoal.hub.changes import Changes, Topic, Waits
 from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
@@ -35,11 +35,12 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
-from shoal.protocol import Document, NodeView, SignedDocument, sign_document, sign_values
+from shoal.protocol import Document, NodeView, SignedDocument, open_document, sign_document, sign_values
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
+D = TypeVar("D", bound=Document)
 T = TypeVar("T")
 
 ATTEMPTS = 6
@@ -167,6 +168,16 @@ class Context:
         if signed.signed_by == self.config.key.public_key:
             return signed
         return sign_values(signed.kind, signed.document, self.config.key)
+
+    def opened(self, signed: SignedDocument, kind: type[D], keys: str | set[str], code: str, status: int = 422) -> D:
+        """The document inside, if one of these keys signed it, for this run."""
+        try:
+            document = open_document(signed, kind, keys)
+        except ProtocolError as error:
+            raise Refusal(status, f"{code}.signature", f"the {code} does not hold: {error}") from error
+        if (run := str(vars(document)["run"])) != self.config.run_id:
+            raise Refusal(422, f"{code}.run", f"the {code} is for run {run[:80]}")
+        return document
 
     def moment(self, reader: Reader, counted: bool = True) -> Moment:
         """What a decision goes by. Units alive are 0 unless `counted`: not all need to know how many there are."""

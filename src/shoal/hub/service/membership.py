@@ -11,7 +11,7 @@ from typing import Any
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import ORDERS, Context, node_view, orders_of, require_trusted
-from shoal.hub.service.readiness import validator_alarms
+from shoal.hub.service.reporting import validator_alarms
 from shoal.hub.state import leases, nodes, orders, pacing
 from shoal.hub.state.commands import Command, Record, Refusal
 from shoal.hub.state.rows import Moment, NodeRow

@@ -103,7 +103,7 @@ class Showing:
         )  # fmt: skip
 
     def _is_due(self, row: LeaseRow) -> bool:
-        return submissions.is_shown_due(row.progress, self._looked_at.get(row.lease, 0))
+        return row.progress >= max(1, submissions.GROWTH * self._looked_at.get(row.lease, 0))
 
     def _note(self, rows: Iterable[LeaseRow]) -> None:
         self._due.update({row.lease: (row.deadline_ms, row.progress) for row in rows if self._is_due(row)})

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label, orders_of, require_trusted
 from shoal.hub.state import batches, evaluations
 from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import Moment, NodeRow, UnitRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import PolicyAnnouncement, SignedDocument, Submission, open_document, pack, unpack
+from shoal.protocol import PolicyAnnouncement, SignedDocument, Submission, pack, unpack
 from shoal.protocol.batch import BatchReply, StepReport, TrainingBatch, TrainingGroup, TrainingRollout
 from shoal.runtime.crash import point
 
@@ -22,13 +21,7 @@ class Training:
 
     def announce(self, node: NodeRow, signed: SignedDocument) -> None:
         context = self._context
-        try:
-            announcement = open_document(signed, PolicyAnnouncement, node.public_key)
-        except ProtocolError as error:
-            raise Refusal(422, "policy.signature", str(error)) from error
-        if announcement.run != context.config.run_id:
-            raise Refusal(422, "policy.run", f"the announcement is for run {announcement.run[:80]}")
-        policy = announcement.policy
+        policy = context.opened(signed, PolicyAnnouncement, node.public_key, "policy").policy
         with context.decision(exclusive=True) as (transaction, moment):
             require_trusted(transaction, node.public_key)
             announced = batches.announce(

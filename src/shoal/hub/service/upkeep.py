@@ -14,7 +14,7 @@ from shoal import ledger
 from shoal.hub.changes import Topic
 from shoal.hub.limits import Buckets
 from shoal.hub.service.context import Context, holders
-from shoal.hub.service.evaluating import Evaluating
+from shoal.hub.service.measuring import Evaluating
 from shoal.hub.state import audits, credits, leases
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment

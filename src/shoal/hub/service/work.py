@@ -13,9 +13,9 @@ from dataclasses import replace
 from shoal.environments import identity_of
 from shoal.errors import CodecError, ConfigError, EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
-from shoal.hub.service.calibrating import Calibrating
 from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
+from shoal.hub.service.measuring import Calibrating
 from shoal.hub.service.turns import Place
 from shoal.hub.state import draws, leases, newcomers, nodes, pacing, reputation, submissions
 from shoal.hub.state.calibrations import CalibrationTerms

@@ -132,10 +132,6 @@ def _malformed(each: ShownChunks, why: str) -> Refusal:
     return Refusal(422, "progress.malformed", f"the chunks of rollout {each.rollout} cannot be taken: {why}")
 
 
-def is_shown_due(tokens: int, looked_at: int) -> bool:
-    return tokens >= max(1, GROWTH * looked_at)
-
-
 def next_shown_rollout(tokens: Sequence[int], fraction: float) -> int:
     """The rollout that a draw in [0, 1) picks, each in proportion to its shown tokens.
 

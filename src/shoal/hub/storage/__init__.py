@@ -11,15 +11,13 @@ next step) only an `exclusive` one changes.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
 
 from shoal.hub.storage.blobs import BlobFolder, Blobs, open_blobs
 from shoal.hub.storage.reader import Reader
 from shoal.hub.storage.sqlite import SqliteStorage
 from shoal.hub.storage.tables import Presence
-from shoal.hub.storage.writer import StaleRow, Writer
+from shoal.hub.storage.writer import StaleRow, Storage, Writer
 
 __all__ = [
     "DATABASE_FILE", "BlobFolder", "Blobs", "Presence", "Reader", "SqliteStorage", "StaleRow", "Storage", "Writer",
@@ -30,31 +28,6 @@ DATABASE_FILE = "hub.db"
 ATTEMPTS = 6  # a lock that somebody else holds is waited for ten seconds each time: a minute in all
 
 log = logging.getLogger("shoal.hub")
-
-
-class Storage(Protocol):
-    """A database. `durable=False` is for what may be lost with the machine (not with the process): no fsync."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other hubs may work on it at the same time: then changes come without notice."""
-
-    def read(self) -> AbstractContextManager[Reader]: ...
-
-    def write(self, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Writer]:
-        """One transaction. `exclusive`: nobody writes beside it, at no hub. Where the database is a file, that is
-        always so."""
-
-    def now_ms(self) -> int | None:
-        """The database's own time, the one that all its hubs go by; None where one machine's clock will do."""
-
-    def lead(self, name: str, holder: str, for_s: float) -> bool:
-        """Whether `holder` is the one that does background work `name` for the next `for_s` seconds."""
-
-    def resign(self, name: str, holder: str) -> None:
-        """Leave the lead to others now, if `holder` has it."""
-
-    def close(self) -> None: ...
 
 
 def open_storage(database: str, folder: Path, create: bool = True) -> Storage:

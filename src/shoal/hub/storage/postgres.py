@@ -28,7 +28,7 @@ from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Progress
 from shoal.hub.storage import tables
 from shoal.hub.storage.reader import Reader, among
-from shoal.hub.storage.writer import StaleRow, Writer, is_overtaken
+from shoal.hub.storage.writer import StaleRow, Storage, Writer, is_overtaken
 
 log = logging.getLogger("shoal.hub")
 
@@ -62,8 +62,8 @@ _LEAD = text(
 _RESIGN = text("DELETE FROM leaders WHERE name = :name AND holder = :holder")
 
 
-class PostgresStorage:
-    """Implements `protocol.Storage` on a server; `url` is postgresql://user:password@host/database."""
+class PostgresStorage(Storage):
+    """On a server; `url` is postgresql://user:password@host/database."""
 
     def __init__(self, url: str, create: bool = True) -> None:
         place = parsed(url)

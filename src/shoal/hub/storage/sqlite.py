@@ -29,15 +29,16 @@ from shoal.hub.storage import tables
 from shoal.hub.storage.counts import CountingWriter, Counts
 from shoal.hub.storage.grouping import Busy, GroupCommit
 from shoal.hub.storage.reader import Reader, driver_of
+from shoal.hub.storage.writer import Storage
 from shoal.runtime.files import ensure_folder, is_full, make_private, resource_error
 
 BUSY_TIMEOUT_MS = 10_000
 _LOST = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 
-class SqliteStorage:
-    """On one file; without a `path` in memory, for simulations and tests: there who reads excludes who writes, and
-    closing it loses nothing."""
+class SqliteStorage(Storage):
+    """On one file, whose folder is locked against other hubs; without a `path` in memory, for simulations and tests:
+    there who reads excludes who writes, and closing it loses nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._in_memory = path or Path(":memory:"), path is None
@@ -61,18 +62,6 @@ class SqliteStorage:
         except ShoalError:
             self.close()
             raise
-
-    @property
-    def is_shared(self) -> bool:
-        return False
-
-    def now_ms(self) -> int | None:
-        return None
-
-    def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002  the folder's lock keeps others out
-        return True
-
-    def resign(self, name: str, holder: str) -> None: ...
 
     @contextmanager
     def read(self) -> Iterator[Reader]:

@@ -1,11 +1,12 @@
-"""Applying commands inside one write transaction."""
+"""Applying commands inside one write transaction; and what every storage of rows has."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from sqlalchemy.exc import IntegrityError
 
@@ -129,3 +130,33 @@ def is_overtaken(error: BaseException) -> bool:
     """Whether somebody else was first, so that deciding anew may help. What a column never takes is a defect."""
     said = getattr(error, "orig", error)  # SQLAlchemy wraps what PostgreSQL's driver says
     return not _OVERTAKEN.isdisjoint((getattr(said, "sqlstate", None), getattr(said, "sqlite_errorname", None)))
+
+
+class Storage(Protocol):
+    """A database; unless it says otherwise, one that no other hub works on. `durable=False` is for what may be lost
+    with the machine (not with the process): no fsync."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hubs may work on it at the same time: then changes come without notice."""
+        return False
+
+    def read(self) -> AbstractContextManager[Reader]: ...
+
+    def write(self, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Writer]:
+        """One transaction. `exclusive`: nobody writes beside it, at no hub. Where the database is a file, that is
+        always so."""
+
+    def now_ms(self) -> int | None:
+        """The database's own time, the one that all its hubs go by; None where one machine's clock will do."""
+        return None
+
+    def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002
+        """Whether `holder` is the one that does background work `name` for the next `for_s` seconds."""
+        return True
+
+    def resign(self, name: str, holder: str) -> None:  # noqa: ARG002
+        """Leave the lead to others now, if `holder` has it."""
+        return
+
+    def close(self) -> None: ...

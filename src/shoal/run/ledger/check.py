@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
-from shoal.ledger.verification import Checked, begun, check_rows, pages
+from shoal.ledger.evidence import Checked, begun, check_rows, pages
 from shoal.protocol import LedgerEntry
 from shoal.run.ledger import places
 from shoal.run.ledger.places import FolderPlace, Place, evidence_file, head_file, open_place

@@ -29,7 +29,7 @@ from shoal.hub.service.context import orders_of
 from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
-from shoal.ledger.verification import Rows
+from shoal.ledger.evidence import Rows
 from shoal.run.folder import RunFolder, hub_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.exchange import limited, read_body

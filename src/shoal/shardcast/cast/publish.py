@@ -24,7 +24,7 @@ from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, run_origin
 from shoal.shardcast.cast import Terminal, megabytes, say_commands
-from shoal.shardcast.manifest import place_of, read_head
+from shoal.shardcast.manifest import read_head
 from shoal.shardcast.tree import HEAD
 
 FIRST_VERSION = 1
@@ -126,7 +126,7 @@ def _publish(
     origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
     version = FIRST_VERSION
     if head is not None:  # and the next one if what was published has been damaged
-        version = head.policy.version + (place_of(head) not in origin.known())
+        version = head.policy.version + (head.policy.place not in origin.known())
     while True:
         try:
             with terminal.metered(f"publishing {request.path.name}") as report:

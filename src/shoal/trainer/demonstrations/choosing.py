@@ -5,8 +5,8 @@
     corpus ─► validation, by question ─┐
            └► the others: epoch 0, an order by (seed, 0), cut into batches; epoch 1, …
 
-A filter says of each candidate why it is left out, or nothing. The cheap ones come first, and each sees only what those
-before it have kept. Batches and rates are functions of the settings alone: a resume restores the number of the step.
+A filter says of each candidate why it is left out, or nothing; each sees only what those before it have kept. Batches
+and rates are functions of the settings alone: a resume restores the number of the step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ import pyarrow as pa
 
 from shoal.environments import Environment, prompt_settings_of
 from shoal.environments.composed import Composed
-from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.graders import after_thinking
 from shoal.environments.mix import MixedEnvironment
-from shoal.environments.protocol import GeneratingEnvironment
-from shoal.environments.questions import prompt_digest, question_digest, task_digest, task_digests
+from shoal.environments.protocol import GeneratingEnvironment, prompt_digest, question_digest, task_digest, task_digests
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.rewards import Job, Scorer
 from shoal.rewards.panel import PartJudge, Piece
@@ -216,9 +215,8 @@ def choose(
     def rank(candidates: Sequence[Demonstration]) -> list[str]:
         """Leaves out only what could not be judged."""
         assert judge is not None
-        pieces = [
-            Piece(each.prompt, after_thinking(each.completion), history=each.messages[:-2]) for each in candidates
-        ]
+        answers = [after_thinking(each.completion) for each in candidates]
+        pieces = [Piece(c.prompt, said, history=c.messages[:-2]) for c, said in zip(candidates, answers, strict=True)]
         values, reasons = judge.values(pieces), [""] * len(candidates)
         for number, value in enumerate(values):
             if isinstance(value, ScoringFailure) or not math.isfinite(value):
@@ -317,9 +315,8 @@ class Course:
         aside = np.flatnonzero(np.isin(questions, asked[:enough])).astype(np.int64)
         others = np.setdiff1d(np.arange(len(questions)), aside)
         if not len(others):
-            raise ConfigError(
-                f"all {len(questions)} sequences are kept for validation: lower --validation, or give more"
-            )
+            told = "sequences are kept for validation: lower --validation, or give more"
+            raise ConfigError(f"all {len(questions)} {told}")
         # As even as can be: a last batch of one sequence would weigh as much as one of many.
         batches = math.ceil(len(others) / self.batch)
 

@@ -22,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.environments.data.cache import data_digest
-from shoal.environments.data.locating import locate
+from shoal.environments.data.locating import kind_of, locate
 from shoal.environments.data.readers import Broken, Table, rows_of
 from shoal.environments.formats import conversation, messages_of, required
-from shoal.environments.questions import prompt_digest, question_digest
+from shoal.environments.protocol import prompt_digest, question_digest
+from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
 from shoal.models.folder import read_config
-from shoal.models.prompts import Manner, PromptEncoder
+from shoal.models.prompts import PromptEncoder
 
 Message = tuple[str, str]
 LAYOUTS = {"messages": ("messages",), "completion": ("prompt", "completion"), "text": ("text",)}
@@ -99,7 +100,7 @@ class Demonstrations:
     def __init__(self, paths: Sequence[Path]) -> None:
         try:
             files = [file for path in paths for file in locate(path)]
-            if empty := next((file.path for file in files if file.path.stat().st_size == 0), None):
+            if empty := next((file for file in files if file.stat().st_size == 0), None):
                 raise ConfigError(f"{empty} is empty: there is nothing to train on; check --data")
             self._table = Table(files)
             (_, first), *others = self._table.columns_by_file
@@ -114,8 +115,8 @@ class Demonstrations:
                     raise ConfigError(f"the files differ: {path} has no column {lacking[0]}, {has}")
             self._task = next((name for name in TASK_COLUMNS if name in first), None)
             self._columns = [*needed, *([self._task] if self._task else [])]
-            for kind in {file.kind for file in files}:  # lines say no types, so that only files of a kind can agree
-                Table([file for file in files if file.kind == kind]).agree(self._columns)
+            for kind in set(map(kind_of, files)):  # lines say no types, so that only files of a kind can agree
+                Table([file for file in files if kind_of(file) == kind]).agree(self._columns)
             self.digest = data_digest(self._table.paths)
         except EnvironmentSetupError as error:  # data is named in a recipe elsewhere, and here by --data
             said = str(error).replace("environment.options.split", "--data to the files of one split")
@@ -162,8 +163,8 @@ def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 class Encoder:
-    def __init__(self, files: Mapping[str, bytes], manner: Manner, layout: str) -> None:
-        self._prompts = PromptEncoder.of(files, manner)
+    def __init__(self, files: Mapping[str, bytes], manner: PromptSettings, layout: str) -> None:
+        self._prompts = PromptEncoder(files, **manner.model_dump())
         self._thinking = manner.thinking.strip()
         self.tokenizer = self._prompts.tokenizer
         positions = read_config(files).get("max_position_embeddings")
@@ -181,8 +182,8 @@ class Encoder:
 
     def _turns(self, demonstration: Demonstration) -> Iterator[Tokens]:
         """A turn is put behind the one before if the ids of its prompt begin with everything so far. Where they do not
-        (templates leave out earlier thinking, or end a turn otherwise), it becomes a sequence of its own. So each turn
-        is trained on behind the very ids that the model will be asked with."""
+        (templates leave out earlier thinking, or end a turn otherwise), it becomes a sequence of its own: each turn is
+        trained on behind the very ids that the model will be asked with."""
         said = demonstration.messages
         ids: tuple[int, ...] = () if said else self._spoken(demonstration.text)
         trained = [True] * len(ids)

@@ -2,9 +2,8 @@
 
     resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► look back ─► checkpoint ─► export
 
-Batches, order and rate follow from the number of the step: resumed from the newest checkpoint, the weights are the same
-on a CPU, bit for bit. Told to stop, it saves where it stands. Divergence ends it before anything is saved: at the end
-the loss of the last batch is compared with that of the first step.
+Batches, order and rate follow from the number of the step: a resume gives the same weights on a CPU, bit for bit. Told
+to stop, it saves where it stands. At the end the loss of the last batch is compared with that of the first step.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shoal.trainer.guards import Judged, Watch
 from shoal.trainer.learner import Learner
 from shoal.trainer.record import RunRecord, Trackers
 from shoal.trainer.samples import Prepared
-from shoal.trainer.step import StepPlan, StepWork, Stopped, look_back, mean_loss, train_samples
+from shoal.trainer.step import StepWork, Stopped, look_back, mean_loss, train_samples
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 @dataclass
 class WarmStart:
     """One warm start from wherever it stands to its last step. `version` counts the steps done, `name` is a hash of
-    what was asked for. `card` and `extra` are for the export: what it was trained from, and files that go with it."""
+    what was asked for; `card` and `extra` files are for the export."""
 
     folder: Path
     out: Path
@@ -118,17 +117,17 @@ class WarmStart:
     def _train(self, step: int) -> dict[str, float]:
         self._watch.begin(step)
         factor = self.course.rate_factor(step, self.steps, self._settings.warmup_steps)
-        plan = StepPlan(step=step, temperature=1.0, seed=self.course.seed, rate_factor=factor, recorded=False)
+        work = StepWork(step, seed=self.course.seed, rate_factor=factor, recorded=False)
         samples = [self.corpus.sample(int(number)) for number in self.batches[step]]
         batch = Prepared([[sample] for sample in samples], without_signal=0, rollouts=len(samples), truncated=0)
-        metrics = train_samples(self.learner, batch, plan, self.stop.is_set, self._watch.veto)
+        metrics = train_samples(self.learner, batch, work, self.stop.is_set, self._watch.veto)
         return {**metrics, "sequences": float(len(samples))}
 
     def _look_back(self) -> dict[str, float]:
         """The last version is judged by the batch that it was made of, forward only, before it is saved."""
         step, loss = self.steps - 1, self._loss(self.batches[-1])
         first = next((row["loss"] for row in self._watch.rows if "loss" in row), loss)
-        weights = look_back(self.learner, StepWork(step, (), temperature=1.0, max_staleness=0))
+        weights = look_back(self.learner, StepWork(step))
         judged = self._watch.conclude(step, {**weights, LAST_BATCH: loss, "rise": loss - first})
         self._record.amend(step, judged.numbers)
         self._refuse(judged)

@@ -170,10 +170,8 @@ def main(seconds: float) -> None:
 
 
 def _work(seconds: float) -> None:
-    """Answer until the pipe ends. Questions are read without a buffer: the next worker needs what this one leaves.
-
-    Two timers, both of processor time: the first stops Python, the second the process, should it be in C.
-    """
+    """Answer until the pipe ends. Questions are read without a buffer: the next worker needs what this one leaves. Two
+    timers, both of processor time: the first stops Python, the second the process, should it be in C."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     for kind, value in ((resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.graders import after_thinking
 
 LONGEST = 2_000  # characters of an answer: anything longer costs time to read
 _TAIL, _BOXES = 20_000, 16  # where an answer without a box is looked for; boxes that may form one answer

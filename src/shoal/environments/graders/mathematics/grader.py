@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from shoal.environments.graders import after_thinking
 from shoal.environments.graders.choice import chosen_letter
 from shoal.environments.graders.mathematics import algebra
 from shoal.environments.graders.mathematics.answer import LONGEST, balanced, final_answer, plain
 from shoal.environments.graders.mathematics.equality import Comparison, Symbolic
 from shoal.environments.graders.mathematics.formula import TooLarge
 from shoal.environments.graders.mathematics.reading import readings
-from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
 
@@ -33,11 +33,9 @@ _LIMITS = "comparing the answer took more than the limits allow"
 
 @dataclass(frozen=True)
 class MathematicsGrader:
-    r"""1 if the final answer of the completion is the gold answer, by value and not by spelling; 0 otherwise.
-
-    The gold answer is plain text (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of
-    several is right.
-    """
+    r"""1 if the final answer of the completion is the gold answer, by value and not by spelling; 0 otherwise. The gold
+    answer is plain text (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of several
+    is right."""
 
     name: ClassVar[str] = "mathematics"
     version: ClassVar[int] = 5

@@ -1,27 +1,98 @@
-"""What validators measure beside their audits, and who reads it: evaluations on held-out tasks.
+"""What validators measure beside their audits, and who reads it: calibrations, and evaluations on held-out tasks.
 
+calibration ─► signed by a validator or the owner ─► in force: named in leases, told to anyone
 tasks of a slice made (once for all versions) ─► claimed in a decision ─► task ids and prompt tokens, signed
 audits ─► nothing to check, or one is overdue ─► a slice
 report ─► signed by its validator, of this environment ─► the slice is done ─► /evaluations, /status, /metrics
+
+Each calibration is kept for ever, as it was signed, under its digest (`meta`): verdicts name it, and may be judged
+again by it.
 """
 
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 
 from shoal.environments import identity_of
-from shoal.errors import EnvironmentSetupError, ModelError, ProtocolError
+from shoal.errors import EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import Context, require_trusted
+from shoal.hub.service.context import Context, orders_of, require_trusted
 from shoal.hub.service.drawing import HELD_OUT, Drawing
-from shoal.hub.state import evaluations
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state import calibrations, evaluations
+from shoal.hub.state.calibrations import CalibrationTerms, InForce
+from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import EvaluationRow, Moment, NodeRow
-from shoal.hub.storage import Writer
-from shoal.protocol.signing import SignedDocument, open_document, sign_document
+from shoal.hub.storage import Reader, Writer
+from shoal.protocol import Calibration, document_hash, format_of
+from shoal.protocol.signing import SignedDocument, sign_document
 from shoal.protocol.verdict import EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask
 
+CALIBRATION = "calibration"
+WANTED = "calibrations.wanted"
 MOST_VERSIONS = 1024
+
+
+class Calibrating:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def terms(self, transaction: Writer, kind: str) -> CalibrationTerms:
+        """What a worker of this kind is judged by; its limits are wanted from now on."""
+        config, in_force = self._context.config, in_force_of(transaction)
+        if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
+            known = calibrations.taken(in_force, config.profiles, config.measurable)
+            takes = f"no validator of this run can judge work of {kind}; the run takes {', '.join(known)}"
+            advice = "choose one (worker.device, worker.dtype), or measure yours (`shoal doctor --calibrate`)"
+            raise Refusal(403, "profile.unknown", f"{takes}: {advice}")
+        wanted = wanted_of(transaction)
+        if kind not in wanted:
+            transaction.put_setting(WANTED, " ".join([*wanted, kind]))
+        return calibrations.terms(in_force, kind, config.profiles)
+
+    def publish(self, signed: SignedDocument) -> None:
+        """Put a calibration in force: a validator's for all leases from now on, the owner's for the kinds in it."""
+        context, config, digest = self._context, self._context.config, document_hash(signed)
+        with context.decision(exclusive=True) as (transaction, moment):
+            certified = {
+                str(each.document.get("public_key"))
+                for each in orders_of(transaction).trusted(config.certificates)
+                if each.document.get("role") == "validator"
+            }
+            made = context.opened(signed, Calibration, {config.root_key, *certified}, "calibration", 403)
+            before = in_force_of(transaction)
+            if signed.signed_by == config.root_key:
+                after = calibrations.open_kinds(before, digest, made)
+            else:
+                after = calibrations.put_in_force(before, digest, made, moment.progress.policy)
+            transaction.put_setting(f"{CALIBRATION}/{digest}", signed.model_dump_json())
+            transaction.put_setting(CALIBRATION, after.model_dump_json())
+            for kind, why in made.refused.items():
+                if kind not in before.refused:
+                    message = (
+                        f"the limits measured for {kind} are not used: {why}. Change worker.dtype or validator.dtype"
+                    )
+                    code = f"calibration.refused.{format_of(kind)}"
+                    transaction.apply([RaiseAlarm(moment.progress.next_step, code, message, moment.now_ms)])
+        context.changes.notify(Topic.LEASES, Topic.AUDITS)
+
+    def document(self, digest: str) -> SignedDocument:
+        with self._context.storage.read() as reader:
+            text = reader.setting(f"{CALIBRATION}/{digest}")
+        if text is None:
+            raise Refusal(404, "calibration.unknown", f"there is no calibration {digest} in this run")
+        return SignedDocument.model_validate_json(text)
+
+
+def in_force_of(reader: Reader) -> InForce:
+    return _parsed(reader.setting(CALIBRATION) or "{}")
+
+
+_parsed = lru_cache(maxsize=8)(InForce.model_validate_json)
+
+
+def wanted_of(reader: Reader) -> tuple[str, ...]:
+    return tuple((reader.setting(WANTED) or "").split())
 
 
 class Evaluating:
@@ -93,12 +164,7 @@ class Evaluating:
 
     def report(self, node: NodeRow, signed: SignedDocument) -> None:
         context = self._context
-        try:
-            said = open_document(signed, EvaluationReport, node.public_key)
-        except ProtocolError as error:
-            raise Refusal(422, "evaluation.signature", str(error)) from error
-        if said.run != context.config.run_id:
-            raise Refusal(422, "evaluation.run", f"the report is for run {said.run[:80]}")
+        said = context.opened(signed, EvaluationReport, node.public_key, "evaluation")
         require_environment(context, said.environment_digest, "evaluation.environment", "report")
         with context.decision() as (transaction, moment):
             require_trusted(transaction, node.public_key)

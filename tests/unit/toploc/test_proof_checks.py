@@ -1,4 +1,6 @@
-"""Proofs made without running the model, and proofs of something else: none passes, each for its reason."""
+"""Which proofs pass: those that differ by what rounding explains. None that was made without running the model, or of
+something else, each for its reason.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,13 @@ import pytest
 from vectors import normal, packed, through, unpacked
 
 from shoal.errors import ProofError
-from shoal.toploc import (
-    PointBatch,
-    ProofCheck,
-    ProofTolerance,
-    chunk_topk,
-    commit,
-    compare,
-    plain,
-    split_proofs,
-    top_points,
-)
+from shoal.toploc import PointBatch, ProofCheck, ProofTolerance, chunk_topk, commit, compare, plain, top_points
 from shoal.toploc import check_proofs as check
-from shoal.toploc.check import outside_limit
+from shoal.toploc.check import Comparisons, ProofSums, outside_limit, proof_sums
 from shoal.toploc.plain import PRIME
+from shoal.toploc.points import split_proofs
+from shoal.validator.evidence import STRIKE, in_units, log_evidence
+from shoal.validator.profiles import NoiseLimits
 
 TOPK, ROWS = 128, 32
 LENIENT = ProofTolerance(exponents=60 / 128, mantissa_mean=40, mantissa_median=40, signs=1.0)
@@ -49,16 +44,6 @@ def modal_value(points: PointBatch) -> int:
     magnitudes = (points.bits & np.uint16(0x7FFF)).astype(np.int64)
     exponent = np.bincount(magnitudes >> 7).argmax()
     return int(np.median(magnitudes[magnitudes >> 7 == exponent]))
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("tolerance", [None, LENIENT])
-def test_the_honest_proof_passes(hidden: int, tolerance: ProofTolerance | None) -> None:
-    points = points_of(1, 4, hidden)
-    result = judged(points, *commit(points), tolerance=tolerance)
-    assert result.passed
-    assert (result.exponent_mismatches, result.mantissa_mean, result.sign_mismatches) == (0, 0.0, 0)
-    assert result.values == 4 * TOPK
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -194,17 +179,6 @@ def test_not_bytes_is_malformed_and_the_number_of_proofs_must_fit() -> None:
             compare(points, proofs)
 
 
-def test_one_forgery_among_many_honest_proofs_is_found() -> None:
-    points = points_of(16, 64, 64)
-    proofs = commit(points)
-    proofs[40] = proof_of(modal_value(points[40:41]))
-    result = judged(points, *proofs)
-    assert (result.reason, result.chunk) == ("forged", 40)
-    proofs[40] = proofs[41]
-    result = judged(points, *proofs)
-    assert (result.reason, result.chunk) == ("mismatch", 40)
-
-
 def test_activations_that_are_all_equal_honestly_give_a_constant() -> None:
     for value in (0.0, 1.0, np.nan):
         points = top_points(np.full((ROWS, 64), value, np.float32), [ROWS], TOPK, ROWS)
@@ -235,3 +209,143 @@ def test_proofs_are_split_by_their_known_sizes() -> None:
     for wrong, length in ((data[:-1], 70), (data + b"\0\0", 70), (data, 69), (data, 32), (b"", 70)):
         with pytest.raises(ProofError, match=f"{len(wrong)} bytes of proofs, but {length} tokens"):
             split_proofs(wrong, length, 64, TOPK, ROWS)
+
+
+# Rounding: what it explains passes, what it does not is seen, the sooner the more values there are
+
+
+def against(prover: npt.NDArray[np.float32], verifier: npt.NDArray[np.float32]) -> Comparisons:
+    proofs = commit(top_points(prover, [len(prover)], TOPK, ROWS))
+    return compare(top_points(verifier, [len(verifier)], TOPK, ROWS), proofs)
+
+
+def is_seen(compared: Comparisons) -> bool:
+    """By one chunk, or by the sums of all under the limits of float32."""
+    return not check(compared).passed or drift(proof_sums(compared)) >= STRIKE
+
+
+def drift(sums: ProofSums) -> float:
+    """The log-evidence of sums under the limits of float32."""
+    noise = NoiseLimits()
+    exponents = in_units(sums.exponents, noise.exponents.rate * sums.values, noise.exponents)
+    mantissa = in_units(sums.mantissa, noise.mantissa.rate * sums.matches, noise.mantissa)
+    return max(log_evidence("exponents", exponents), log_evidence("mantissa", mantissa))
+
+
+def noisy(values: npt.NDArray[np.float32], scale: float, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Errors as matrix products have them: relative to the typical size of a value, not to the value."""
+    noise = np.random.default_rng(1000 + seed).standard_normal(values.shape, dtype=np.float32)
+    return values + np.float32(scale) * noise
+
+
+@pytest.mark.parametrize("hidden", [64, 576])
+@pytest.mark.parametrize("scale", [0.0, 1e-7, 1e-6, 1e-5])
+def test_float32_rounding_passes(hidden: int, scale: float) -> None:
+    """128 chunks of Gaussian activations, tails included; errors up to ten times what float32 products show."""
+    for seed in range(4):
+        values = normal(seed, 1000, hidden)
+        compared = against(noisy(values, scale, seed), values)
+        assert check(compared).passed, check(compared)
+        assert not is_seen(compared)
+    assert check(compared).mantissa_mean < 0.02
+
+
+@pytest.mark.parametrize("scale", [0.004, 0.01, 0.1])
+@pytest.mark.parametrize("tokens", [256, 2048])
+def test_lower_precision_is_seen(scale: float, tokens: int) -> None:
+    """bfloat16 in place of float32 makes errors of 0.4 %, int8 weights of about 1 %, int4 of 10 %."""
+    values = normal(1, tokens, 64)
+    assert is_seen(against(noisy(values, scale), values))
+
+
+def synthetic(chunks: int, mant_err_sum: int, exp_mismatches: int = 0, median: float = 0.0) -> Comparisons:
+    def column(value: float) -> npt.NDArray[np.int64]:
+        return np.full(chunks, value, np.int64)
+
+    return Comparisons(column(128), column(exp_mismatches), column(mant_err_sum), np.full(chunks, median), column(0),
+                       column(1), column(256), np.zeros(chunks, bool), [None] * chunks)  # fmt: skip
+
+
+def test_small_errors_everywhere_show_once_there_are_enough_values() -> None:
+    """Each chunk passes alone; 64 together do not. Nor do a few small chunks."""
+    for numbers in ({"mant_err_sum": 20}, {"mant_err_sum": 0, "exp_mismatches": 4}):
+        assert check(synthetic(64, **numbers)).passed
+        assert drift(proof_sums(synthetic(1, **numbers))) < STRIKE <= drift(proof_sums(synthetic(64, **numbers)))
+    small = replace(synthetic(16, mant_err_sum=8), k=np.full(16, 28))
+    assert drift(proof_sums(small)) >= STRIKE
+
+
+def test_the_sums_leave_out_what_chance_and_ties_put_into_them() -> None:
+    """Of 64 chunks one other exponent each, and the worst mantissa error; of few chunks one error."""
+    some = proof_sums(synthetic(64, mant_err_sum=20, exp_mismatches=4))
+    noise = 2 * 256 / 65497 * 127 * 64 * 4
+    assert (some.values, some.exponents, some.matches) == (64 * 128, 64 * 3, 63 * 124)
+    assert some.mantissa == pytest.approx(63 * 20 - noise)
+    assert proof_sums(synthetic(64, 0, exp_mismatches=1)).exponents == 0
+    assert proof_sums(synthetic(1, 130)) == ProofSums(128, 0, 128, 3.0)
+    assert proof_sums(synthetic(1, 20)).mantissa == 0.0
+    shared = replace(synthetic(16, mant_err_sum=0, exp_mismatches=3), k=np.full(16, 28))
+    assert drift(proof_sums(shared)) >= STRIKE
+    once = np.zeros(16, dtype=np.int64)
+    once[3] = 127
+    assert proof_sums(replace(synthetic(16, 0), mant_err_sum=once)).mantissa == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({"exp_mismatches": 6}, True),
+        ({"exp_mismatches": 7}, False),
+        ({"mant_err_sum": 127}, True),  # one value tied at the boundary that has the right exponent by chance
+        ({"mant_err_sum": 192}, False),
+        ({"mant_err_median": 1.0}, False),
+        ({"sign_mismatches": 2}, True),
+        ({"sign_mismatches": 3}, False),
+        ({"outside_hits": 11}, True),
+        ({"outside_hits": 12}, False),
+        ({"outside_hits": 14, "exp_mismatches": 3}, True),  # points that only the prover chose lie outside
+    ],
+)
+def test_the_limits_of_one_chunk(changes: dict[str, float], passes: bool) -> None:
+    """Every limit, on both sides, on the third of many chunks that are perfect otherwise."""
+    compared = synthetic(200, 0)
+    for name, value in changes.items():
+        column = getattr(compared, name).copy()
+        column[3] = value
+        compared = replace(compared, **{name: column})
+    result = check(compared)
+    assert result.passed == passes
+    assert passes or result.chunk == 3
+
+
+def test_the_evidence_also_where_nothing_agrees_and_of_nothing_at_all() -> None:
+    result = check(synthetic(2, 64, exp_mismatches=64, median=3.0))
+    assert (result.reason, result.chunks, result.values, result.exponent_mismatches) == ("mismatch", 2, 256, 128)
+    assert (result.mantissa_mean, result.mantissa_median, result.outside_hits) == (1.0, 3.0, 1)
+    assert "64 of 128 exponents differ" in result.detail
+    nothing_agrees = check(synthetic(2, 0, exp_mismatches=128, median=2.0**64))
+    assert (nothing_agrees.reason, nothing_agrees.mantissa_mean) == ("mismatch", 2.0**64)
+    nothing = check(compare(PointBatch.concat([]), []))
+    assert (nothing.passed, nothing.chunks, nothing.chunk) == (True, 0, None)
+
+
+def with_other_ties(values: npt.NDArray[np.float32]) -> PointBatch:
+    """Of equal magnitudes the highest index: another implementation's rule."""
+    batches = []
+    for begin in range(0, len(values), ROWS):
+        chunk = values[begin : begin + ROWS].reshape(-1)
+        backwards = top_points(chunk[::-1].reshape(ROWS, -1), [ROWS], TOPK, ROWS)
+        batches.append(
+            PointBatch(chunk.size - 1 - backwards.indices, backwards.bits, backwards.counts, backwards.sizes)
+        )
+    return PointBatch.concat(batches)
+
+
+def test_another_rule_for_ties_is_tolerated_by_its_profile() -> None:
+    """At most 4 of 128 points differ in a chunk of 4096 channels, about one on average: no fraud."""
+    values = normal(4, 16 * ROWS, 4096)
+    compared = compare(top_points(values, [len(values)], TOPK, ROWS), commit(with_other_ties(values)))
+    assert 0.2 < compared.exp_mismatches.mean() < 3
+    assert compared.exp_mismatches.max() <= 6
+    assert check(compared).passed
+    assert proof_sums(compared).exponents < 0.01 * proof_sums(compared).values
