@@ -23,73 +23,49 @@
     │   ├── ChunkCorrupt                       bytes that do not match their hash
     │   └── DeltaRefused                       a difference that is malformed, or gives other weights
     ├── CheckpointError               exit 5   a checkpoint that cannot be read or continued
-    ├── TrainingDiverged              exit 5   a loss or gradient that is not a number, or a guard has stopped the run
+    ├── TrainingDiverged              exit 5   a loss or gradient that is NaN or infinite, or a guard stopped it
     ├── CanaryMissed                  exit 5   a validator accepted a known cheat: it must not judge
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
-    ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
+    ├── ScoringFailure                exit 1   the scoring machinery failed: unscored, never reward 0
     ├── LedgerError                   exit 5   a chain that is broken, rewritten, rolled back or not proven
     │   └── LedgerForked                       somebody signed for another row than the one that is there
     ├── LeakFound                     exit 5   tasks to be evaluated that the model was, or could be, trained on
     └── DeadlineExceeded              exit 1   a wait that ended
 
 Exit codes 2, 3 and 5 mean that starting again cannot help: a supervisor ends the run with the message. Code 6 means
-that it cannot help this node: a supervisor leaves it stopped, and the run goes on without it.
+that it cannot help this node: a supervisor leaves it stopped, and the run continues.
 
-A bad rollout is data (a verdict with a reason code), not an exception. Messages say what is wrong, where, and
-what to do; they are printed on one line, without a traceback.
+A bad rollout is data (a verdict with a reason code), not an exception. A message says on one line what is wrong, where,
+and what to do.
 """
 
 from __future__ import annotations
 
 
+# fmt: off
 class ShoalError(Exception):
     exit_code = 1  # what a command ends with when this reaches the top
 
-
 class UserError(ShoalError):
     exit_code = 2
-
-
 class ConfigError(UserError): ...
-
-
 class ModelError(UserError): ...
-
-
 class EnvironmentSetupError(UserError): ...
-
-
 class UnusableTask(EnvironmentSetupError): ...
-
-
 class KeyFileError(UserError): ...
-
 
 class ResourceError(ShoalError):
     exit_code = 3
-
-
 class DiskError(ResourceError): ...
 
-
 class ProtocolError(ShoalError): ...
-
-
 class CodecError(ProtocolError): ...
-
-
 class SignatureError(ProtocolError): ...
-
-
 class ProofError(ProtocolError, ValueError): ...
-
 
 class HubError(ShoalError):
     exit_code = 4
-
-
 class HubUnreachable(HubError): ...
-
 
 class HubRefused(HubError):
     """`code` is stable and for programs, the message is for people."""
@@ -99,47 +75,27 @@ class HubRefused(HubError):
         self.status = status
         self.code = code
 
-
 class ShutOut(HubRefused):
     exit_code = 6
 
-
 class BroadcastError(ShoalError): ...
-
-
 class VersionNotFound(BroadcastError): ...
-
-
 class ManifestRefused(BroadcastError): ...
-
-
 class ChunkCorrupt(BroadcastError): ...
-
-
 class DeltaRefused(BroadcastError): ...
-
 
 class CheckpointError(ShoalError):
     exit_code = 5
-
-
 class TrainingDiverged(ShoalError):
     exit_code = 5
-
-
 class CanaryMissed(ShoalError):
     exit_code = 5
 
-
 class PolicyMismatch(ShoalError): ...
-
-
 class ScoringFailure(ShoalError): ...
-
 
 class LedgerError(ShoalError):
     exit_code = 5
-
 
 class LedgerForked(LedgerError):
     """A signed document names another row `index` than the ledger has. `statement`: that document, if it is at hand."""
@@ -149,9 +105,7 @@ class LedgerForked(LedgerError):
         self.index = index
         self.statement = statement
 
-
 class LeakFound(ShoalError):
     exit_code = 5
-
 
 class DeadlineExceeded(ShoalError): ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -27,21 +27,19 @@ ORDERS = {
     "rotate": ("NAME", "give hub, admin or validator-N another key; the old one is trusted until revoked"),
 }
 EPILOG = "\n\n".join(f"{verb} RUN {what}: {does}." for verb, (what, does) in ORDERS.items())
+TARGET = "A node's id, the start of it, or its name; or what the order names."
+KEYS = "A folder with admin.key and admin.json, or root.key."
+PASSPHRASE = "Where the passphrase is. (default: SHOAL_PASSPHRASE, or asked for)"
 
 
 def admin(
     order: Annotated[str, Argument(metavar="ORDER", help=f"One of {', '.join(ORDERS)}; see below.")],
     run: Annotated[str, Argument(metavar="RUN|URL", help="The run's folder; or its join URL, with --keys.")],
-    target: Annotated[
-        str | None,
-        Argument(metavar="TARGET", help="A node's id, the start of it, or its name; or what the order names."),
-    ] = None,
+    target: Annotated[str | None, Argument(metavar="TARGET", help=TARGET)] = None,
     reason: Annotated[str, Option(help="Why; everybody concerned is told.")] = "",
     for_s: Annotated[float, Option("--for", min=0, metavar="SECONDS", help="Of suspend; 0: as the rules say.")] = 0,
     out: Annotated[Path | None, Option(metavar="FILE", help="Of add-validator: where the certificate goes.")] = None,
-    keys: Annotated[
-        Path | None, Option(metavar="FOLDER", help="A folder with admin.key and admin.json, or root.key.")
-    ] = None,
+    keys: Annotated[Path | None, Option(metavar="FOLDER", help=KEYS)] = None,
 ) -> None:
     """Act as the owner of a run: every order is signed, and is written into the ledger."""
     if order not in ORDERS:
@@ -52,29 +50,22 @@ def admin(
     from shoal.run import owner as orders
 
     given = orders.Order(run, order, target or "", reason, for_s, keys=keys)
-    lines: Iterable[str]
-    if order == "add-validator":
-        lines = orders.add_validator(Path(run), target, out, reason)
-    elif order == "rotate":
-        lines = orders.rotate(Path(run), given.target, reason)
-    else:
-        special = {"calibrate": orders.calibrate, "revoke": orders.revoke}
-        lines = [special[order](given) if order in special else given.send()]
-    for line in lines:
+    special: dict[str, Callable[[], Iterable[str]]] = {
+        "add-validator": lambda: orders.add_validator(Path(run), target, out, reason),
+        "rotate": lambda: orders.rotate(Path(run), given.target, reason),
+        "calibrate": lambda: [orders.calibrate(given)],
+        "revoke": lambda: [orders.revoke(given)],
+    }
+    for line in special.get(order, lambda: [given.send()])():
         echo(visible(line))
 
 
 key = Typer(
-    name="key",
-    help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.",
-    no_args_is_help=True,
-    context_settings=options.HELP,
-)
-
+    name="key", help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.",
+    no_args_is_help=True, context_settings=options.HELP,
+)  # fmt: skip
 Where = Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder.")]
-PassphraseFile = Annotated[
-    Path | None, Option("--passphrase-file", help="Where the passphrase is. (default: SHOAL_PASSPHRASE, or asked for)")
-]
+PassphraseFile = Annotated[Path | None, Option("--passphrase-file", help=PASSPHRASE)]
 
 
 @key.command()

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Exit, Option, Typer
 
 from shoal.cli import options
-from shoal.runtime.logs import is_verbose
-
-if TYPE_CHECKING:
-    from shoal.runtime.stop import StopToken
+from shoal.runtime import logs
+from shoal.runtime.stop import StopToken, stop_on_signals
 
 cast = Typer(
-    name="cast",
     help="Broadcast files and folders to many machines: signed, verified, resumable. No run or hub is needed.",
-    epilog="Start with: shoal cast publish FILE",
-    no_args_is_help=True,
-    context_settings=options.HELP,
-)
+    epilog="Start with: shoal cast publish FILE", name="cast", no_args_is_help=True, context_settings=options.HELP,
+)  # fmt: skip
+
+KEY = "What signs it. (default: FOLDER.key, made if new)"
+SOURCES = "Publisher or relays, one with the publisher's key."
+PATIENCE = "Give up when nothing arrives for so many seconds."
 
 
 @cast.command()
 def publish(
     path: Annotated[Path, Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
     directory: Annotated[Path, Option("--dir", metavar="FOLDER", help="Where the tree is.")] = Path("www"),
-    key: Annotated[
-        Path | None, Option(metavar="FILE", help="What signs it. (default: FOLDER.key, made if new)")
-    ] = None,
+    key: Annotated[Path | None, Option(metavar="FILE", help=KEY)] = None,
     name: Annotated[str | None, Option(help="Of the broadcast. (default: that of PATH)")] = None,
     keep: options.Keep = 3,
     serve: Annotated[bool, Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
@@ -46,9 +43,7 @@ def publish(
 
 @cast.command()
 def relay(
-    upstreams: Annotated[
-        list[str], Option("--upstream", metavar="URL#KEY", help="Where to mirror from; may be repeated.")
-    ],
+    upstreams: Annotated[list[str], Option("--upstream", metavar="URL#KEY", help=options.UPSTREAM)],
     peers: options.Peers = None,
     directory: Annotated[Path, Option("--dir", metavar="FOLDER", help="Where the mirror is.")] = Path("mirror"),
     host: options.Host = "0.0.0.0",
@@ -67,14 +62,10 @@ def relay(
 
 @cast.command()
 def fetch(
-    sources: Annotated[
-        list[str], Argument(metavar="URL#KEY", help="Publisher or relays, one with the publisher's key.")
-    ],
+    sources: Annotated[list[str], Argument(metavar="URL#KEY", help=SOURCES)],
     output: Annotated[str, Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
     wait_s: options.Wait = 10,
-    patience_s: Annotated[
-        float, Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
-    ] = 60,
+    patience_s: Annotated[float, Option("--patience", min=1, max=86_400, help=PATIENCE)] = 60,
     force: Annotated[bool, Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
@@ -86,12 +77,8 @@ def fetch(
 
 
 def _begin(role: str) -> StopToken:
-    """Listen to signals, and log to stderr; a fetch says what matters itself."""
-    from shoal.runtime import logs
-    from shoal.runtime.stop import stop_on_signals
-
     stop = stop_on_signals()
-    logs.setup(role, None, is_verbose())
-    if role == "fetch" and not is_verbose():
+    logs.setup(role, None, logs.is_verbose())
+    if role == "fetch" and not logs.is_verbose():
         logging.getLogger("shoal").setLevel(logging.WARNING)
     return stop

@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 PLACE, RIGHT = "{answer}", 1.0 - 1e-9
 
 data = Typer(
-    name="data",
     help="Check a data set, see in which order its tasks are drawn, write right answers as demonstrations.",
-    epilog="Schemas, options and a first try: docs/guides/data.md.",
-    no_args_is_help=True,
+    epilog="Schemas, options and a first try: docs/guides/data.md.", name="data", no_args_is_help=True,
     context_settings=options.HELP,
-)
-
-WhereArgument = Annotated[
-    str, Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe (TOML), or a run's folder.")
-]
-Settings = Annotated[
-    list[str] | None,
-    Option("--set", metavar="OPTION=VALUE", help="An option of the data set, e.g. format=aime; may be repeated."),
-]
-
+)  # fmt: skip
+WHERE = "A data file or folder, FORMAT:FILE, a recipe (TOML), or a run's folder."
+SET = "An option of the data set, e.g. format=aime; may be repeated."
+FORM = "What is said, with {answer} in it, e.g. <answer>{answer}</answer>."
+WhereArgument = Annotated[str, Argument(metavar="DATA", help=WHERE)]
+Settings = Annotated[list[str] | None, Option("--set", metavar="OPTION=VALUE", help=SET)]
 BAD_ROWS = ("", "skip", "refuse")
 SHOWN = 20  # reasons, and rows by their number
 
@@ -52,9 +46,8 @@ def check(where: WhereArgument, settings: Settings = None) -> None:
     finally:
         opening.setLevel(before)
     if not found:
-        raise UserError(
-            f"{where} trains on no data set: its environment is {source.settings.name}; give a data file or FORMAT:FILE"
-        )
+        why = f"{where} trains on no data set: its environment is {source.settings.name}"
+        raise UserError(f"{why}; give a data file or FORMAT:FILE")
     raise Exit(max(_check(data, bad_rows) for data, bad_rows in found))
 
 
@@ -77,8 +70,7 @@ def order(
     chosen = seed if seed is not None else source.recipe.run.seed if source.recipe else 0
     identity = identity_of(environment)
     data = f", data digest {identity.data_digest}" if identity.data_digest else ""
-    echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}")
-    echo("unit\trow\tid")
+    echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}\nunit\trow\tid")
     for unit in range(start, start + count):
         echo(f"{unit}\t{_drawn(environment, chosen, unit, tasks)}")
 
@@ -88,9 +80,7 @@ def demos(
     spec: Annotated[str, Argument(metavar="SPEC", help="An environment by name, a recipe, a data file, …")],
     out: Annotated[Path, Option(metavar="FILE.jsonl", help="The demonstrations to write.")],
     count: Annotated[int, Option(min=1, max=10_000_000, help="How many.")] = 1000,
-    form: Annotated[
-        str, Option(help="What is said, with {answer} in it, e.g. <answer>{answer}</answer>.")
-    ] = "{answer}",
+    form: Annotated[str, Option(help=FORM)] = "{answer}",
     settings: options.EnvironmentSettings = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
@@ -102,39 +92,33 @@ def demos(
     if PLACE not in form:
         raise ConfigError(f"--form {form}: say with {PLACE} where the answer goes")
     environment = scorable(task_source(spec, settings or ()))
-    tasks, rows, left_out, example = environment.tasks("train"), list[bytes](), 0, "none could be scored"
-    for index in range(len(tasks)):
+    tasks, rows, tried, example = environment.tasks("train"), list[bytes](), 0, "none could be scored"
+    while tried < len(tasks) and len(rows) < count:
+        tried += 1
         try:
-            task = tasks[index]
+            task = tasks[tried - 1]
             completion = form.replace(PLACE, task.answer)
             value = environment.score(task, completion).value
         except (EnvironmentSetupError, ScoringFailure):
-            left_out += 1
             continue
         if value < RIGHT:
-            left_out += 1
             example = f"for example {task.id}: {completion[:60]!r} is worth {value:g}"
             continue
         said = [{"role": role, "content": text} for role, text in (*task.history, ("user", task.prompt))]
         row = {"task": task.id, "prompt": said if task.history else task.prompt, "completion": completion}
         rows.append(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        if len(rows) == count:
-            break
     if not rows:
-        raise ConfigError(
-            f"none of the {len(tasks):,} tasks has an answer that, written as {form!r}, is right ({example}): give "
-            "another --form"
-        )
+        why = f"none of the {len(tasks):,} tasks has an answer that, written as {form!r}, is right ({example})"
+        raise ConfigError(f"{why}: give another --form")
     ensure_folder(out.absolute().parent)
     write_atomically(out, b"".join(rows))
     echo(f"wrote {out}: {len(rows):,} demonstrations of {environment.name}")
-    if left_out:
+    if left_out := tried - len(rows):
         echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")
 
 
 def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
-    """What the specification means; an override is of an option of the data set: `keep_solve_rate=[0.1, 0.5]`, or by
-    its whole name, as in a recipe."""
+    """An override is of an option of the data set (`keep_solve_rate=[0.1, 0.5]`), or has its whole name."""
     from shoal.run.sources import task_source
 
     for override in overrides:
@@ -145,14 +129,13 @@ def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
 
 
 def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironment, str]]:
-    """The data set of a recipe, or those of its mixture, opened whatever its rows are; with its own `bad_rows`."""
+    """The data set of a recipe, or those of its mixture, opened whatever its rows are; with the `bad_rows` it says."""
     from shoal.environments.dataset import DatasetEnvironment
     from shoal.environments.registry import build_ingredient
 
     for part in settings.mix or (settings,):
         if part.name == "dataset" and part.file is None:
-            bad_rows = str(part.options.get("bad_rows", ""))
-            if bad_rows not in BAD_ROWS:
+            if (bad_rows := str(part.options.get("bad_rows", ""))) not in BAD_ROWS:
                 raise ConfigError(f"environment.options.bad_rows is {bad_rows!r}: it is '', 'skip' or 'refuse'")
             skipping = part.model_copy(update={"options": {**part.options, "bad_rows": "skip"}})
             environment = build_ingredient(skipping)
@@ -168,9 +151,7 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
         report(0, 0)  # it begins here; how many rows there are is told with the first of them
         findings = data.check(report)
-    echo(data.description)
-    for line in data.kinds():
-        echo(f"  {line}")
+    echo("\n  ".join([data.description, *data.kinds()]))
     for found in findings:
         first = sorted(found.problems.first)[:SHOWN]
         for reason, count in found.problems.reasons.most_common(SHOWN):
@@ -193,7 +174,6 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
 
 
 def _drawn(environment: Environment, seed: int, unit: int, count: int) -> str:
-    """The row and id of the first candidate that can be used."""
     from shoal.environments.composed import inner_of
     from shoal.environments.dataset import DatasetEnvironment
     from shoal.hub.state.draws import candidates

@@ -1,11 +1,4 @@
-"""`shoal eval`, `shoal compare`, `shoal filter` and `shoal sft`: what they are given; `measuring` and `sft` do it.
-
-shoal eval tiny --env sort                                 greedy, one completion per held-out task
-shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, leaks looked for in what the run trained on
-shoal eval --rescore evals/mine                            its completions, scored again: a grader was mended, or failed
-shoal filter MODEL data.parquet --out kept.parquet         rows solved in 12.5 to 50 % of 8 samples, with their rate
-shoal sft tiny --data demos.jsonl --out models/begun       train on demonstrations, and write a Hugging Face folder
-"""
+"""`shoal eval`, `shoal compare`, `shoal filter` and `shoal sft`: what they are given; `measuring` and `sft` do it."""
 
 from __future__ import annotations
 
@@ -16,10 +9,16 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
+from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
 
 ENV = f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"
 SET = "Rate, clip, memory, …, or environment.KEY; repeatable."
 FORM = "Last words must have: thinking, boxed, answer, or a pattern."
+TASKS = "A data file or folder, FORMAT:FILE, a recipe, or an environment."
+SPLIT = "held_out, train or all. (default: held_out; all of a data file)"
+RESCORE = "Score what is kept in DIR again; only --env and --set count."
+TRAINED_ON = "Look for leaks in this; a run's folder names its own."
+ALLOW = "Leave tasks out that are in the training set, and go on."
 DATA = "Demonstrations: JSON lines, Parquet, a folder; columns messages, prompt and completion, or text. Repeatable."
 
 
@@ -31,17 +30,11 @@ def evaluate(
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
-    split: Annotated[str | None, Option(help="held_out, train or all. (default: held_out; all of a data file)")] = None,
+    split: Annotated[str | None, Option(help=SPLIT)] = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="Where results go. (default: evals/MODEL-ENV-…)")] = None,
-    rescore: Annotated[
-        Path | None, Option(metavar="DIR", help="Score what is kept in DIR again; only --env and --set count.")
-    ] = None,
-    trained_on: Annotated[
-        str | None, Option(metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own.")
-    ] = None,
-    allow_leaks: Annotated[
-        bool, Option("--allow-leaks", help="Leave tasks out that are in the training set, and go on.")
-    ] = False,
+    rescore: Annotated[Path | None, Option(metavar="DIR", help=RESCORE)] = None,
+    trained_on: Annotated[str | None, Option(metavar="RUN|SPEC", help=TRAINED_ON)] = None,
+    allow_leaks: Annotated[bool, Option("--allow-leaks", help=ALLOW)] = False,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
@@ -82,25 +75,19 @@ def compare(
     """Say whether B is better than A, task by task, with an interval and a significance test."""
     import json
 
+    from shoal.evaluation import job
     from shoal.evaluation.compare import compare as compared
     from shoal.evaluation.compare import comparison_lines
-    from shoal.evaluation.job import TASKS
     from shoal.evaluation.records import read_results
 
-    first, second = read_results(a, TASKS), read_results(b, TASKS)
+    first, second = read_results(a, job.TASKS), read_results(b, job.TASKS)
     found = compared(first, second, force, seed)
-    if as_json:
-        echo(json.dumps(found.as_json(), indent=2))
-        return
-    for line in comparison_lines(first, second, found):
-        echo(line)
+    echo(json.dumps(found.as_json(), indent=2) if as_json else "\n".join(comparison_lines(first, second, found)))
 
 
 def filter_tasks(
     model: options.Model,
-    data: Annotated[
-        str, Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe, or an environment.")
-    ],
+    data: Annotated[str, Argument(metavar="DATA", help=TASKS)],
     out: Annotated[Path, Option(metavar="FILE.parquet", help="The data set to write.")],
     samples: options.Samples = 8,
     keep: Annotated[str, Option(metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
@@ -155,8 +142,6 @@ def sft(
     best: Annotated[float | None, Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
 ) -> None:
     """Train a model on demonstrations, chosen by filters, before RL. The same command resumes."""
-    from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
-
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source

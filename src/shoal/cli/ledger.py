@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,20 +13,20 @@ from shoal.cli import options
 from shoal.runtime.text import count_of, visible, visible_json
 
 if TYPE_CHECKING:
-    from shoal.ledger import Account
     from shoal.ledger.evidence import Checked
 
 MAX_ROWS = 50
 
 ledger = Typer(
-    name="ledger",
-    help="Verify, export and read the ledger.",
+    name="ledger", help="Verify, export and read the ledger.", no_args_is_help=True, context_settings=options.HELP,
     epilog="Nothing that a hub says is believed: hashes, heads and accounts are recomputed here.",
-    no_args_is_help=True,
-    context_settings=options.HELP,
-)
+)  # fmt: skip
 
 WHERE = "A hub's address, a run's folder, or an exported file."
+HEAD = "Heads that you kept: the ledger must contain them."
+WITNESS = "A witness that you trust: its heads must fit."
+WITHOUT = "Leave out receipts and verdicts: then no credit is proven."
+OUT = "A relay's folder to publish in; repeatable. (default: --folder)"
 Where = Annotated[str, Argument(metavar="URL|RUN|FILE", help=WHERE)]
 OptionalWhere = Annotated[str | None, Argument(metavar="URL|RUN|FILE", help=f"{WHERE} {options.DefaultRun}")]
 
@@ -33,22 +34,16 @@ OptionalWhere = Annotated[str | None, Argument(metavar="URL|RUN|FILE", help=f"{W
 @ledger.command()
 def verify(
     where: Where,
-    head: Annotated[
-        Path | None, Option(metavar="FILE", help="Heads that you kept: the ledger must contain them.")
-    ] = None,
-    witnesses: Annotated[
-        list[str] | None, Option("--witness", metavar="KEY[@URL]", help="A witness that you trust: its heads must fit.")
-    ] = None,
-    without_evidence: Annotated[
-        bool, Option("--without-evidence", help="Leave out receipts and verdicts: then no credit is proven.")
-    ] = False,
+    head: Annotated[Path | None, Option(metavar="FILE", help=HEAD)] = None,
+    witnesses: Annotated[list[str] | None, Option("--witness", metavar="KEY[@URL]", help=WITNESS)] = None,
+    without_evidence: Annotated[bool, Option("--without-evidence", help=WITHOUT)] = False,
     wait_s: options.Wait = 3,
 ) -> None:
     """Check every hash, account, order, receipt and verdict, and every head; exit 5 if anything is wrong."""
     from shoal.run.ledger.check import check_ledger
 
-    for line in checked_lines(check_ledger(where, head, wait_s, not without_evidence, witnesses or ())):
-        echo(visible(line))
+    checked = check_ledger(where, head, wait_s, not without_evidence, witnesses or ())
+    echo("\n".join(map(visible, checked_lines(checked))))
 
 
 @ledger.command()
@@ -83,25 +78,20 @@ def show(
 
     book = Book(find_run(where), wait_s)
     accounts = {node: book.accounts.by_node[node] for node in book.find(who)}
-    total, heads = Account(), ("node", "name", "credit", "pending", "void", "accepted", "rejected", "standing")
+    total, sums = Account(), ("credit", "pending", "void", "accepted", "rejected")
     rows = []
     for node, account in accounts.items():
         total = total.plus(account)
         state = "banned" if account.banned else "suspended" if account.suspended_until_ms is not None else ""
-        rows.append(
-            (node[:16], book.names.get(node, ""), *_sums(account), f"{state}: {account.reason}" if state else "")
-        )
+        numbers = [f"{getattr(account, name):,}" for name in sums]
+        rows.append((node[:16], book.names.get(node, ""), *numbers, f"{state}: {account.reason}" if state else ""))
     if as_json:
         nodes = {node: asdict(account) for node, account in accounts.items()}
         return echo(json.dumps({"nodes": nodes, "together": asdict(total)}, indent=2))
     if len(rows) > 1:
-        rows.append(("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), ""))
-    return console().print(sheet(heads, rows, ("standing", "name")))
-
-
-def _sums(account: Account) -> tuple[str, ...]:
-    numbers = (account.credit, account.pending, account.void, account.accepted, account.rejected)
-    return tuple(f"{number:,}" for number in numbers)
+        whose = f"owner {total.owner[:16]}…" if total.owner else ""
+        rows.append(("together", whose, *(f"{getattr(total, name):,}" for name in sums), ""))
+    return console().print(sheet(("node", "name", *sums, "standing"), rows, ("standing", "name")))
 
 
 @ledger.command()
@@ -118,10 +108,8 @@ def shares(
 
     found, names = shares_at(find_run(where), step, wait_s)
     if as_json:
-        shares = [
-            {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
-            for each in found.shares
-        ]
+        shown = ("holder", "nodes", "credit", "fraction")
+        shares = [{name: getattr(each, name) for name in shown} for each in found.shares]
         values = {"index": found.index, "total": found.total, "shares": shares}
         return echo(visible_json(json.dumps(values, indent=2)))
     rows = []
@@ -141,9 +129,7 @@ def shares(
 def witness(
     url: Annotated[str, Argument(metavar="URL", help="The hub's address, best the whole join URL.")],
     folder: Annotated[Path, Option(help="The witness's key, and what it has signed for.")] = Path("witness"),
-    out: Annotated[
-        list[Path] | None, Option(metavar="DIR", help="A relay's folder to publish in; repeatable. (default: --folder)")
-    ] = None,
+    out: Annotated[list[Path] | None, Option(metavar="DIR", help=OUT)] = None,
     every_s: Annotated[float, Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
     once: Annotated[bool, Option("--once", help="Look once, sign and end.")] = False,
 ) -> None:
@@ -161,18 +147,15 @@ def recheck(
     seed: Annotated[int | None, Option(help="Draws the same units again. (default: random)")] = None,
 ) -> None:
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
-    import secrets
-
     from shoal.run.ledger.recheck import recheck_ledger
     from shoal.run.roles import begin
 
-    stop = begin("recheck", None, verbose=False)
-    for line in recheck_ledger(run, sample, secrets.randbelow(2**31) if seed is None else seed, stop):
+    drawn = secrets.randbelow(2**31) if seed is None else seed
+    for line in recheck_ledger(run, sample, drawn, begin("recheck", None, verbose=False)):
         echo(visible(line))
 
 
 def checked_lines(checked: Checked) -> list[str]:
-    """What was verified, and what could not be."""
     from shoal.ledger import Account
     from shoal.run.ledger.places import MANIFEST
 
@@ -182,7 +165,7 @@ def checked_lines(checked: Checked) -> list[str]:
         total = total.plus(account)
     found = [f"ledger of {checked.run}: {count_of(rows, 'row')}, every hash fits"]
     manifests = [pin for pin in checked.pins if pin.source.startswith(MANIFEST)]
-    if len(manifests) > 1:  # there may be many, which share a line
+    if len(manifests) > 1:
         first, last = manifests[0], manifests[-1]
         what = f"{len(manifests)} policy manifests (the last of {last.source.removeprefix(MANIFEST)})"
         found.append(f"passes through rows {first.head.index} to {last.head.index}: {what}")

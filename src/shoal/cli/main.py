@@ -1,7 +1,6 @@
-"""`shoal`: the commands. Each is a few lines here; what it does is in the module that it imports when it runs.
+"""`shoal`: the commands. A `ShoalError` is one line on stderr and its exit code; any other exception is a bug.
 
-Errors: a `ShoalError` is one line on stderr and its exit code; anything else is a bug and is called one. Tracebacks
-are shown with --debug or SHOAL_DEBUG=1; that of a bug is also in the log of a role that `shoal run` started.
+Tracebacks are shown with --debug or SHOAL_DEBUG=1; that of a bug is also in the log of a role that `shoal run` started.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and not end_at_start(given):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)  # what a command has begun to write is removed
-    return guarded(
-        lambda: app(args=given, prog_name="shoal", standalone_mode=False), "--debug" in given or is_verbose()
-    )
+    debug = "--debug" in given or is_verbose()
+    return guarded(lambda: app(args=given, prog_name="shoal", standalone_mode=False), debug)
 
 
 def guarded(command: Callable[[], object], debug: bool) -> int:
@@ -63,7 +61,7 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # noqa: BLE001 - the top: whatever it is becomes a line and an exit code
+    except Exception as error:  # noqa: BLE001 - the top
         line, code = explain(error)
         from shoal.trainer.settings import report_to_agent
 
@@ -90,11 +88,8 @@ def explain(error: Exception) -> tuple[str, int]:
     format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
     if format_message is not None:
         text = printable(format_message())  # empty if the help itself was the answer
-        context = getattr(error, "ctx", None)
-        return (
-            f"{text} (see: {context.command_path if context else 'shoal'} --help)" if text else "",
-            UserError.exit_code,
-        )
+        command = getattr(getattr(error, "ctx", None), "command_path", "shoal")
+        return (f"{text} (see: {command} --help)" if text else ""), UserError.exit_code
     return f"this is a bug: {type(error).__name__}: {printable(str(error))} (--debug shows where)", 1
 
 
@@ -129,7 +124,6 @@ READERS: dict[str, tuple[Callable[..., object] | Typer, ...]] = {
     "For models and data": (evaluate, compare, data, filter_tasks, sft),
     "For broadcasting files": (cast,),
 }
-"""Who reads `shoal --help`, and what is for them."""
 NAMES = {evaluate: "eval", filter_tasks: "filter"}
 EPILOGS = {run: EXAMPLES, admin: EPILOG}
 

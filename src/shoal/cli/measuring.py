@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,6 @@ DEFAULT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Given:
-    """What was asked for on the command line, of `eval` or `filter`; None: what fits."""
-
     model: str
     source: TaskSource
     samples: int
@@ -58,7 +57,7 @@ class Given:
         object.__setattr__(self, "environment", scorable(self.source))
 
     def plan(self, positions: int | None) -> SamplingPlan:
-        """The plan, with what was left open taken from the recipe, or from what the model has room for."""
+        """What was left open is taken from the recipe, or from what the model has room for."""
         recipe = self.source.recipe
         split = self.split or ("all" if self.source.whole else "held_out")
         if split not in PARTS:
@@ -76,7 +75,7 @@ class Given:
     def opened(
         self, look: Callable[[job.Chosen, ModelSource], Leaks], allow_leaks: bool = False
     ) -> tuple[job.EvaluationJob, Leaks]:
-        """Model and tasks, opened, without the tasks that leaked; refused if there are some and that is not allowed."""
+        """Model and tasks, without the tasks that leaked; refused if there are some and `allow_leaks` is not set."""
         with model_source(self.model) as model:
             positions = read_config(read_files(model_folder(model.where))).get("max_position_embeddings")
             plan = self.plan(positions if isinstance(positions, int) and positions > 0 else None)
@@ -93,8 +92,8 @@ def worked(
     what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any],
     kept: str = "what is done is kept in {}, and the same command continues",
 ) -> Any:  # fmt: skip
-    """The result of `work(processes, stop, report)`, which keeps what it does in the folder. If it is told to stop, the
-    command ends. A reward function, or a program under test, may do anything: processes beside this one score."""
+    """The result of `work(processes, folder, stop, report)`; told to stop, the command ends. A reward function, or a
+    program under test, may do anything: processes beside this one score."""
     stop = stop_on_signals()
 
     def processes() -> ScoringPool:
@@ -103,7 +102,7 @@ def worked(
         return pool
 
     with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
-        found = work(processes, stop, report)
+        found = work(processes, folder, stop, report)
     if found is None:
         echo(f"stopped; {kept.format(folder)}", err=True)
         raise Exit(TOLD_TO_STOP_CODE)
@@ -121,14 +120,10 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
     if out is None:  # a folder that follows from what is evaluated: the same command finds it again
         digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
         out = Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(source.label)}-{digest[:8]}"
-    summary, folder = job.finished(out, evaluation.about), out
-    if summary is not None:
+    if (summary := job.finished(out, evaluation.about)) is not None:
         echo(f"this evaluation is done already: {out}", err=True)
     else:
-        summary = worked(
-            "evaluating", out, source, evaluation.chosen.environment,
-            lambda processes, stop, report: job.evaluate(evaluation, processes, folder, stop, report),
-        )  # fmt: skip
+        summary = worked("evaluating", out, source, evaluation.chosen.environment, partial(job.evaluate, evaluation))
     say(summary, source.label, leaks, out)
     if all(untold):
         echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
@@ -137,7 +132,6 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
 
 
 def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
-    """Score kept completions by the environment as it is now, and say the new numbers."""
     if not out.is_dir():
         raise UserError(f"--rescore {out}: there is no such folder")
     if env is not None:
@@ -150,11 +144,8 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
         except (OSError, ValueError) as error:
             raise UserError(f"{out / job.ENVIRONMENT} cannot be read: say with --env what the tasks are") from error
     environment = scorable(source)
-    summary = worked(
-        "scoring", out, source, environment,
-        lambda processes, stop, report: job.rescore(out, source.settings, environment, processes, stop, report),
-        "{} is as it was",
-    )  # fmt: skip
+    rescoring = partial(job.rescore, source.settings, environment)
+    summary = worked("scoring", out, source, environment, rescoring, "{} is as it was")
     say(summary, source.label, Leaks(), out)
     scored = f"{summary['scored_tasks']:,} of {summary['chosen']['tasks']:,} tasks"
     continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
@@ -163,7 +154,6 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
 
 
 def look_for_leaks(trained_on: str | None, chosen: job.Chosen, model: ModelSource) -> Leaks:
-    """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
     if trained_on is not None:
         training = task_source(trained_on)
     elif model.run is not None and chosen.plan.split != "train":
@@ -177,44 +167,34 @@ def look_for_leaks(trained_on: str | None, chosen: job.Chosen, model: ModelSourc
 def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
     heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
-    echo(
-        f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']}), {heat}, "
-        f"at most {plan['max_new_tokens']} tokens"
-    )
-    for line in table_lines(summary):
-        echo(line)
-    if summary["unscored"]["samples"]:
-        echo(f"  {RESCORE.format(out)}")
-    if leaks.known:
-        echo(f"  left out: {leaks.sentence}")
+    subject = f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']})"
+    lines = [f"{subject}, {heat}, at most {plan['max_new_tokens']} tokens", *table_lines(summary)]
+    lines += [f"  {RESCORE.format(out)}"] if summary["unscored"]["samples"] else []
+    lines += [f"  left out: {leaks.sentence}"] if leaks.known else []
     if plan["split"] == "train":
-        echo("  these are training tasks: the numbers say nothing about unseen ones")
+        lines.append("  these are training tasks: the numbers say nothing about unseen ones")
+    echo("\n".join(lines))
 
 
 def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
-    """Results of which much is missing are written and shown, and are no success; `rescore` and `again` are remedies.
-    Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out."""
+    """Results of which much is missing are no success. Unusable rows are no failure where bad_rows = "skip"."""
     share, unusable = summary["unscored"]["share"], summary["problems"].get(UNUSABLE, 0)
     if share > MAX_FAILURES:
         remedy = rescore if summary["unscored"]["samples"] else again
-        raise ScoringFailure(
-            f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
-            f"left and may mislead; mend what the lines above name, then {remedy}"
-        )
+        why = f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}"
+        mislead = "these numbers are of what is left and may mislead"
+        raise ScoringFailure(f"{why}: {mislead}; mend what the lines above name, then {remedy}")
     if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
-        raise ScoringFailure(
-            f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}: shoal data check "
-            "lists them; to leave them out: --set environment.options.bad_rows=skip"
-        )
+        why = f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}"
+        skip = "to leave them out: --set environment.options.bad_rows=skip"
+        raise ScoringFailure(f"{why}: shoal data check lists them; {skip}")
 
 
 def work_of(out: Path) -> Path:
-    """Where the measurement is kept until the result is written."""
     return out.with_name(f"{out.name}.work")
 
 
 def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: str | None) -> None:
-    """Measure, or continue to; write what stays; say how many that are."""
     source, data = given.source, filtering.data_of(given.environment)
     if data is not None and data.options.held_out is not None and given.split != "train":
         raise ConfigError("the held-out tasks are in a file of their own: filter that file, or give --split train")
@@ -229,15 +209,11 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
         filtering.refuse_taken(table.columns, name)
     work = work_of(out)
     environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
-    journal = worked(
-        "filtering", work, source, environment,
-        lambda processes, stop, report: job.measure(evaluation, processes, work, stop, report),
-    )  # fmt: skip
+    journal = worked("filtering", work, source, environment, partial(job.measure, evaluation))
     rates = filtering.rates_by_row(environment, plan.split, journal.records())
     echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
     summary = summary_of(plan, journal.records())
-    for line in (*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)):
-        echo(line)
+    echo("\n".join([*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)]))
     kept = None if everything else band
     if table is None:
         rows = filtering.task_rows(environment, plan.split, rates, kept, name)
@@ -248,10 +224,8 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     if not rates:
         raise ConfigError("no task could be measured: nothing was written; mend what the lines above name")
     if count == 0:
-        raise ConfigError(
-            f"no task is within --keep {band}: nothing was written; the same command with another band needs no new "
-            "samples"
-        )
+        again = "the same command with another band needs no new samples"
+        raise ConfigError(f"no task is within --keep {band}: nothing was written; {again}")
     again = f"remove {out} and filter again"
     if summary["unscored"]["samples"]:
         again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"

@@ -22,22 +22,19 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
+DEVICES = "Trainer processes. (default: trainer.processes)"
+MEMORY = "GiB of each device. (default: what is here)"
+PARAMETERS = "Plan for a model of so many weights instead of model.path: a guessed shape."
+ASSUME = "Change an assumption that is printed; may be repeated."
 
 
 def plan(
     recipe: Annotated[Path, Argument(metavar="RECIPE", help="A recipe (TOML).")],
     overrides: options.Settings = None,
-    devices: Annotated[
-        int | None, Option(min=1, max=1024, help="Trainer processes. (default: trainer.processes)")
-    ] = None,
-    memory_gb: Annotated[float | None, Option("--memory", help="GiB of each device. (default: what is here)")] = None,
-    parameters: Annotated[
-        float | None, Option(help="Plan for a model of so many weights instead of model.path: a guessed shape.")
-    ] = None,
-    assumptions: Annotated[
-        list[str] | None,
-        Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
-    ] = None,
+    devices: Annotated[int | None, Option(min=1, max=1024, help=DEVICES)] = None,
+    memory_gb: Annotated[float | None, Option("--memory", help=MEMORY)] = None,
+    parameters: Annotated[float | None, Option(help=PARAMETERS)] = None,
+    assumptions: Annotated[list[str] | None, Option("--assume", metavar="NAME=NUMBER", help=ASSUME)] = None,
     gpu_hour_price: Annotated[float | None, Option(help="Print what the run costs at this price.")] = None,
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
@@ -90,25 +87,19 @@ def _planning(
 
 
 def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
-    """What describes the model: its config.json is enough; without one, a usual shape of that many parameters."""
     from shoal.models.folder import model_folder
     from shoal.run.estimate import usual_config
 
     if parameters is not None:
         return {"config.json": json.dumps(usual_config(parameters)).encode()}
     if not Path(recipe.model.path).is_dir() and recipe.model.path != "tiny":
-        raise ConfigError(
-            f"there is no model folder {recipe.model.path}: put the model's config.json there (no weights are needed), "
-            "or say how large it is, and the GiB of each GPU: --parameters 32e9 --memory 141"
-        )
+        config = "put the model's config.json there (no weights are needed)"
+        size = "say how large it is, and the GiB of each GPU: --parameters 32e9 --memory 141"
+        raise ConfigError(f"there is no model folder {recipe.model.path}: {config}, or {size}")
     return {"config.json": (model_folder(recipe.model.path) / "config.json").read_bytes()}
 
 
-# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def training_lines(found: Planning, guessed_from: float | None = None) -> Iterator[str]:
-    """The memory of the trainer's processes by what it is for, and what would change it if it does not fit."""
     from shoal.trainer.memory import alternatives
 
     shape, planned, recipe = found.shape, found.trainer, found.recipe
@@ -127,9 +118,8 @@ def training_lines(found: Planning, guessed_from: float | None = None) -> Iterat
     tokens += ", recomputed" if settings.memory.recompute else ""
     for name, size in planned.device.items():
         yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else "")
-    error = f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
-    verdict = error if fits else "does not fit"
-    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {here / GIB:.2f}: {verdict}"
+    fit = f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
+    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {here / GIB:.2f}: {fit if fits else 'does not fit'}"
     if planned.host:
         yield "on the host, for the first process, GiB:"
     for name, size in planned.host.items():
@@ -144,11 +134,7 @@ def training_lines(found: Planning, guessed_from: float | None = None) -> Iterat
         yield "  a [trainer.lora] table: gradients, masters and moments of adapters only"
 
 
-# ── the whole run ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[str]:
-    """Every role: memory, disk, links, time, machines, money; then what is derived, and all that is assumed."""
     from shoal.runtime.sizing import open_settings
 
     run = found.recipe.run
@@ -189,7 +175,7 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
 
 
 def _remedy_lines(found: Planning) -> Iterator[str]:
-    """For each role that does not fit: on how many devices of which size it does, and the settings that change that."""
+    """For each role that does not fit: the devices on which it does, and the settings that change that."""
     for role, count in {"validator": found.validators, "worker": found.workers}.items():
         needed, here = found.device_bytes(role), found.room(role)
         if needed <= here:
@@ -210,5 +196,4 @@ def _remedy_lines(found: Planning) -> Iterator[str]:
 
 
 def _cell(number: float) -> str:
-    """Two decimals, where there are few digits before them; nothing for nothing."""
     return f"{'-':>10}" if not number else f"{number:>10,.2f}" if number < 1000 else f"{number:>10,.0f}"

@@ -11,23 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from shoal.run.progress import duration
 from shoal.runtime.text import printable
 
-GAP = 2
 UNBOUND = 100_000
 EVERY_S = 10.0
 MB = "MB"
@@ -35,7 +26,7 @@ MB = "MB"
 
 def sheet(heads: Sequence[str], rows: Sequence[Sequence[str]], gives: Sequence[str] = (), title: str = "") -> Table:
     """A table whose columns `gives` are cut where the terminal is too narrow; numbers and states are not."""
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
         table.add_column(head, no_wrap=head not in gives)
     for row in rows:
@@ -50,8 +41,6 @@ def console() -> Console:
 
 
 class Report(Protocol):
-    """Told how much is done, of how much, and what else to say about it (`loss 0.41`)."""
-
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
@@ -59,34 +48,33 @@ class Report(Protocol):
 def counted(
     what: str, console: Console, now_s: Callable[[], float] = time.monotonic, unit: str = "tasks"
 ) -> Iterator[Report]:
-    """A function to be told how much is done, and of how much; the first call is where it begins. A bar that is gone
-    at the end; where there is no terminal, a line every few seconds, with the time left at the pace so far."""
+    """A function that takes how much is done, of how much, and a note; the first call is where it begins. A bar that
+    is gone at the end; where there is no terminal, a line every few seconds, with the time left at the pace so far."""
     if console.is_terminal:
-        kinds = (DownloadColumn(), TransferSpeedColumn()) if unit == MB else (MofNCompleteColumn(), TextColumn(unit))
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), *kinds)
-        with Progress(
-            *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, transient=True
-        ) as bar:
+        text = bars.TextColumn
+        counted_so = (bars.MofNCompleteColumn(), text(unit))
+        kinds = (bars.DownloadColumn(), bars.TransferSpeedColumn()) if unit == MB else counted_so
+        columns = (text("{task.description}"), bars.BarColumn(), text("{task.percentage:>3.0f} %"), *kinds)
+        columns = (*columns, bars.TimeRemainingColumn(), text("{task.fields[note]}"))
+        with bars.Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(what, total=None, note="")
             yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
         return
-    began: list[tuple[float, int]] = []
+    began: tuple[float, int] | None = None
     said_s = 0.0
 
     def report(done: int, total: int, note: str = "") -> None:
-        nonlocal said_s
+        nonlocal began, said_s
         now, scale = now_s(), 10**6 if unit == MB else 1
         if began and now - said_s < EVERY_S:
             return
-        text = f"{done // scale:,} of {total // scale:,} {unit}"
-        if not began:
-            began.append((now, done))
-            text = f"continues: {text} are done" if done else ""
+        said_s, text = now, f"{done // scale:,} of {total // scale:,} {unit}"
+        if began is None:
+            began, text = (now, done), f"continues: {text} are done" if done else ""
         else:
-            began_s, pace = began[0][0], done - began[0][1]
+            began_s, pace = began[0], done - began[1]
             text += f", {duration((now - began_s) * (total - done) / pace)} left" if pace > 0 else ""
             text += f", {note}" if note else ""
-        said_s = now
         if text:
             console.print(f"{what}: {text}", highlight=False, soft_wrap=True, markup=False)
 
@@ -94,8 +82,6 @@ def counted(
 
 
 class CastTerminal:
-    """Where `shoal cast` says things: results on stdout, lines as they are; progress on stderr."""
-
     def __init__(self) -> None:
         self._out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         self._error = Console(stderr=True)

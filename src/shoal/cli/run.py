@@ -1,8 +1,4 @@
-"""`shoal run`, `shoal demo`, and one command for each role: what starts something that lasts.
-
-A role is of a run's folder (--dir), or takes part in a run that is elsewhere (`shoal join URL`, `relay --run-info`).
-The demo is a run with a worker that cheats; what it claims is checked at its end.
-"""
+"""`shoal run`, `shoal demo`, and one command for each role: of a run's folder (--dir), or of a run elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken, stop_on_signals
 from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
 
     from shoal.adversary import Cheat
     from shoal.run.folder import RunFolder
-    from shoal.runtime.stop import StopToken
 
 NEXT = """{path}
   summary.json  ledger.jsonl                 what you just saw, as files
@@ -36,18 +31,23 @@ NEXT = """{path}
 next: your own reward is one Python function:
   {shoal} run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py
 the algorithm in one file: {python} examples/one_file_rl.py"""
+RUN = "The run's folder. (default: runs/NAME)"
+PREPARE = "Make the folder, then start each role yourself: shoal hub --dir RUN, …"
+REPLACED = "Where to run; an earlier demo there is replaced."
+THIRD = "What the third worker does; docs/guides/attack-your-run.md lists them."
+URLS = "The join URL http://host:port/#…, or several."
+SANDBOX = "Work without network, home and other processes in sight (needs bubblewrap)."
+MEMORY = "Most memory for the model, e.g. 8GB. (default: 80 % of the free)"
+DISK = "Most disk for weights, e.g. 40GB. (default: 80 % of the free)"
+BANDWIDTH = "Fastest download, e.g. 20Mbit/s. (default: no limit)"
 
 
 def run(
     recipe: Annotated[Path | None, Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
-    directory: Annotated[
-        Path | None, Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
-    ] = None,
+    directory: Annotated[Path | None, Option("--dir", metavar="RUN", help=RUN)] = None,
     overrides: options.Settings = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
-    prepare: Annotated[
-        bool, Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
-    ] = False,
+    prepare: Annotated[bool, Option("--prepare", help=PREPARE)] = False,
     patience_min: options.PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
@@ -84,36 +84,28 @@ def _warn(line: str) -> None:
 
 
 def _launch(folder: RunFolder, patience_s: float) -> int:
-    """Run it all to its end, show it, and say what it came to."""
     from rich.console import Console
 
     from shoal.cli.view import choose_display
     from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, kept_line, launch, ledger_line, steps_in
-    from shoal.runtime.stop import stop_on_signals
 
     display, before = choose_display(Console()), steps_in(folder.path / METRICS)
     with display:
         launched = launch(folder, patience_s, stop_on_signals(supervising=True), display)
     lines, code = conclusion(folder.path, launched, before), launched.ending.exit_code
-    if code == 0:
-        lines += [ledger_line(folder.path), kept_line(folder.path)]
-    for line in [*([""] if display.live else []), *lines]:
-        echo(line)
+    lines += [ledger_line(folder.path), kept_line(folder.path)] if code == 0 else []
+    echo("\n".join([*([""] if display.live else []), *lines]))
     if launched.ending.message:
         _warn(launched.ending.message)
     return code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
 
 
 def demo(
-    directory: Annotated[
-        Path, Option("--dir", metavar="FOLDER", help="Where to run; an earlier demo there is replaced.")
-    ] = Path("runs/demo"),
+    directory: Annotated[Path, Option("--dir", metavar="FOLDER", help=REPLACED)] = Path("runs/demo"),
     seed: Annotated[int, Option(min=0, max=2**31, help="Other tasks, other samples.")] = 0,
     staleness: Annotated[int, Option(min=0, max=16, help="0: synchronous.")] = 2,
     steps: Annotated[int, Option(min=1, max=100_000, help="Training steps.")] = 20,
-    cheat: Annotated[
-        str, Option(help="What the third worker does; docs/guides/attack-your-run.md lists them.")
-    ] = "best-of",
+    cheat: Annotated[str, Option(help=THIRD)] = "best-of",
     patience_min: options.PatienceMin = 3,
 ) -> None:
     """Watch a model learn on eight processes, one of which cheats and is caught; minutes, no GPU."""
@@ -125,7 +117,6 @@ def demo(
     from shoal.run.folder import RunFolder
     from shoal.run.launch import launch, process_spec
     from shoal.run.preflight import check_ingredients
-    from shoal.runtime.stop import stop_on_signals
 
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
@@ -147,7 +138,7 @@ def demo(
 
 
 def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken, console: Console) -> int:
-    """Write the records, check every claim, say what is so; returns the exit code: 0 only if all hold."""
+    """Check every claim and write what was found; the exit code is 0 only if all hold."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -157,7 +148,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
     found = []
     for claim in check(folder, cast_of(folder, cheat), stop):
-        found.append(claim)
+        found.append(asdict(claim))
         sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
         line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
         one_line = f"{sign} {claim.name:<11} {escape(claim.sentence)}"  # for whoever searches a log
@@ -165,13 +156,11 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     if stop.is_set():
         console.print("stopped before everything was checked")
         return TOLD_TO_STOP_CODE
-    results = {"elapsed_s": round(elapsed_s, 1), "claims": [asdict(claim) for claim in found]}
+    results = {"elapsed_s": round(elapsed_s, 1), "claims": found}
     write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
-    shoal, python = shoal_command(), shoal_command("python")
-    console.print(
-        NEXT.format(path=folder.path, shoal=shoal, python=python), markup=False, highlight=False, soft_wrap=True
-    )
-    return 0 if all(claim.holds for claim in found) else 1
+    following = NEXT.format(path=folder.path, shoal=shoal_command(), python=shoal_command("python"))
+    console.print(following, markup=False, highlight=False, soft_wrap=True)
+    return int(not all(claim["holds"] for claim in found))
 
 
 def hub(directory: options.RunDir) -> None:
@@ -197,9 +186,7 @@ def relay(
     origin: Annotated[bool, Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
     index: options.Index = 0,
     hub_url: Annotated[str | None, Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
-    upstreams: Annotated[
-        list[str] | None, Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
-    ] = None,
+    upstreams: Annotated[list[str] | None, Option("--upstream", metavar="URL", help=options.UPSTREAM)] = None,
     peers: options.Peers = None,
     folder: Annotated[Path | None, Option(help="Where to keep the mirror.")] = None,
     host: options.Host = "0.0.0.0",
@@ -212,21 +199,16 @@ def relay(
     if directory is not None:
         return _role("origin" if origin else f"relay-{index}", directory)
     if hub_url is None:
-        raise UserError(
-            "give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; any other broadcast is "
-            "mirrored by: shoal cast relay --upstream URL#KEY"
-        )
+        other = "any other broadcast is mirrored by: shoal cast relay --upstream URL#KEY"
+        raise UserError(f"give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; {other}")
     from shoal.run.join import run_standalone_relay
 
-    settings = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}
-    listen = host, port
-    return run_standalone_relay(hub_url, tuple(upstreams or ()), tuple(peers or ()), folder, listen, wait_s, settings)
+    settings, sources = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}, tuple(upstreams or ())
+    return run_standalone_relay(hub_url, sources, tuple(peers or ()), folder, (host, port), wait_s, settings)
 
 
 def join(
-    urls: Annotated[
-        list[str] | None, Argument(metavar="URL", help="The join URL http://host:port/#…, or several.")
-    ] = None,
+    urls: Annotated[list[str] | None, Argument(metavar="URL", help=URLS)] = None,
     directory: options.OptionalRunDir = None,
     index: options.Index = 0,
     folder: Annotated[Path | None, Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
@@ -239,18 +221,10 @@ def join(
     owner: Annotated[Path | None, Option(metavar="FILE", help="Your key: what this machine earns is yours.")] = None,
     vouch: Annotated[Path | None, Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")] = None,
     check: Annotated[bool, Option("--check/--no-check", help="Look at this machine first.")] = True,
-    sandbox: Annotated[
-        bool, Option("--sandbox", help="Work without network, home and other processes in sight (needs bubblewrap).")
-    ] = False,
-    max_memory: Annotated[
-        str | None, Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB. (default: 80 % of the free)")
-    ] = None,
-    max_disk: Annotated[
-        str | None, Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB. (default: 80 % of the free)")
-    ] = None,
-    max_bandwidth: Annotated[
-        str | None, Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s. (default: no limit)")
-    ] = None,
+    sandbox: Annotated[bool, Option("--sandbox", help=SANDBOX)] = False,
+    max_memory: Annotated[str | None, Option(metavar="SIZE", help=MEMORY)] = None,
+    max_disk: Annotated[str | None, Option(metavar="SIZE", help=DISK)] = None,
+    max_bandwidth: Annotated[str | None, Option(metavar="RATE", help=BANDWIDTH)] = None,
 ) -> int:
     """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
     if cheat is not None:
@@ -260,14 +234,12 @@ def join(
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     if directory is not None:
         if urls:  # a worker belongs to a run's folder here, or to the run at a URL
-            raise UserError(
-                f"{urls[0]} and --dir name two ways to work: leave --dir out to join that run (--folder {directory} "
-                "would keep keys and weights there), or the URL to be a worker of the run in that folder"
-            )
+            join_it = f"leave --dir out to join that run (--folder {directory} would keep keys and weights there)"
+            remedy = f"{join_it}, or the URL to be a worker of the run in that folder"
+            raise UserError(f"{urls[0]} and --dir name two ways to work: {remedy}")
         if sandbox or limits != MachineLimits():
-            raise UserError(
-                "--sandbox, --max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir"
-            )
+            wide = "--sandbox, --max-memory, --max-disk and --max-bandwidth"
+            raise UserError(f"{wide} go with a join URL, not with --dir")
         _role(f"worker-{index}", directory, cheat)
         return 0
     from shoal.run.join import JoinRequest, run_joined_worker
@@ -279,8 +251,7 @@ def join(
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:
-    """One role of a run folder, in this process; or a process of the trainer beside its first one, which needs no run
-    folder: on another machine there may be none."""
+    """A rank of the trainer beyond the first needs no run folder: on another machine there may be none."""
     from shoal.run.roles import begin
 
     supervised = SUPERVISED in os.environ

@@ -61,7 +61,6 @@ class WarmStartRequest:
 
     @property
     def work(self) -> Path:
-        """Where everything is kept until the model is written."""
         return self.out.with_name(f"{self.out.name}.work")
 
     def open(self, data: Sequence[Path], overrides: Sequence[str]) -> None:
@@ -99,11 +98,9 @@ class WarmStartRequest:
             "choice": asdict(self.choice), "course": asdict(self.course),
             "trainer": self.settings.model_dump(mode="json", include=set(choosing.USED - choosing.HARMLESS)),
         }  # fmt: skip
-        found: dict[str, Any] = json.loads(json.dumps(about, default=str))
-        return found
+        return dict(json.loads(json.dumps(about, default=str)))
 
     def choose(self, model: ModelSource) -> tuple[Corpus, Outcome]:
-        """With a progress bar; scoring processes end with it."""
         choice, data, environment = self.choice, self.demonstrations, self.environment
         manner = PromptSettings() if environment is None else prompt_settings_of(environment)
         manner = manner if choice.chat is None else manner.model_copy(update={"chat": choice.chat})
@@ -127,8 +124,7 @@ class WarmStartRequest:
     def train(self, model: ModelSource) -> int:
         out, work, about = self.out, self.work, self.about(model)
         if (out / ABOUT).is_file():
-            stored = json.loads((out / ABOUT).read_bytes())
-            if stored != about:
+            if (stored := json.loads((out / ABOUT).read_bytes())) != about:
                 raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
             echo(f"this is done already: {out}", err=True)
             return 0

@@ -11,9 +11,19 @@ from typer import Argument, Exit, Option, echo
 from shoal.cli import options
 from shoal.errors import HubUnreachable, UserError
 from shoal.runtime.files import home
-from shoal.runtime.text import visible, visible_json
+from shoal.runtime.stop import stop_on_signals
+from shoal.runtime.text import shoal_command, visible, visible_json
 
 PIPED_WIDTH = 200
+PLACES = (
+    "Where rows and submissions go, instead of the folder: hub.database, hub.storage, hub.storage_endpoint; may be "
+    "repeated."
+)
+URLS = "Also check the connection to this run's hubs."
+FOLDER = "The folder to be written to. (default: with a URL ~/.shoal, as join; or this)"
+SELFTEST = "Run the validator's checks on this machine's own work."
+CALIBRATE = "Measure honest work of this machine, and write a profile."
+AGAINST = "What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"
 
 
 def status(
@@ -67,7 +77,6 @@ def backup(
 ) -> None:
     """Write a whole run, going on or not, to one file; it holds the run's private keys."""
     from shoal.run.backup import backup_run, verify_backup
-    from shoal.runtime.text import shoal_command
 
     if verify is not None:
         return echo(f"{verify} is whole: {verify_backup(verify).line}")
@@ -84,21 +93,12 @@ def backup(
 def restore(
     file: Annotated[Path, Argument(metavar="FILE", help="A backup.")],
     folder: Annotated[Path, Argument(metavar="FOLDER", help="The run folder to make.")],
-    overrides: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="hub.KEY=VALUE",
-            help="Where rows and submissions go, instead of the folder: hub.database, hub.storage, "
-            "hub.storage_endpoint; may be repeated.",
-        ),
-    ] = None,
+    overrides: Annotated[list[str] | None, Option("--set", metavar="hub.KEY=VALUE", help=PLACES)] = None,
 ) -> None:
     """Make a run's folder of a backup, on another database or store if you name one; the run continues from there."""
     from shoal.run.backup import restore_run
     from shoal.run.folder import RunFolder
     from shoal.run.recipe import missing_inputs
-    from shoal.runtime.text import shoal_command
 
     summary = restore_run(file, folder.absolute(), overrides or ())
     echo(f"{folder} is ready: {summary.line}")
@@ -108,26 +108,15 @@ def restore(
 
 
 def doctor(
-    urls: Annotated[
-        list[str] | None, Argument(metavar="URL", help="Also check the connection to this run's hubs.")
-    ] = None,
-    folder: Annotated[
-        Path | None, Option(help="The folder to be written to. (default: with a URL ~/.shoal, as join; or this)")
-    ] = None,
-    selftest: Annotated[
-        bool, Option("--selftest", help="Run the validator's checks on this machine's own work.")
-    ] = False,
-    calibrate: Annotated[
-        bool, Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
-    ] = False,
+    urls: Annotated[list[str] | None, Argument(metavar="URL", help=URLS)] = None,
+    folder: Annotated[Path | None, Option(help=FOLDER)] = None,
+    selftest: Annotated[bool, Option("--selftest", help=SELFTEST)] = False,
+    calibrate: Annotated[bool, Option("--calibrate", help=CALIBRATE)] = False,
     model: Annotated[str, Option(help="Model folder to try, if there is no URL.")] = "tiny",
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    against: Annotated[
-        list[str] | None,
-        Option(help="What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"),
-    ] = None,
+    against: Annotated[list[str] | None, Option(help=AGAINST)] = None,
     profile: Annotated[list[Path] | None, Option(help="A profile file to be judged by; repeatable.")] = None,
     sequences: Annotated[int, Option(min=32, help="Completions to measure.")] = 256,
     tokens: Annotated[int, Option(min=1, help="Longest completion to measure.")] = 128,
@@ -146,7 +135,6 @@ def doctor(
     if not (selftest or calibrate):
         raise Exit(0 if ok else 1)
     from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
-    from shoal.runtime.stop import stop_on_signals
 
     asked = TrialOptions(
         urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), sequences, tokens,
@@ -158,7 +146,6 @@ def doctor(
             ok = ok and finding.ok
     else:
         calibration, written = run_calibration(asked, lambda line: echo(line, err=True))
-        for line in calibration_report(calibration, written):
-            echo(line)
+        echo("\n".join(calibration_report(calibration, written)))
         ok = ok and not calibration.problems
     raise Exit(0 if ok else 1)

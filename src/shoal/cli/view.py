@@ -4,9 +4,6 @@
           ├─► PlainDisplay  elsewhere: a line when something happened, or to break a long silence
           └─► frame         `shoal status`: the same, once
 
-    with choose_display(console) as display:
-        launch(folder, options, stop, display)
-
 Names, reasons and messages come from other people's machines: they are shown as text, never as markup or control codes.
 """
 
@@ -23,36 +20,21 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.protocol import NodeState, NodeView, RunStatus
-from shoal.run.progress import (
-    SILENT_S,
-    Display,
-    Scene,
-    duration,
-    labels,
-    notices,
-    sparkline,
-    troubles,
-    verdict_line,
-    waits_line,
-)
+from shoal.run import progress
+from shoal.run.progress import Display, Scene, duration, labels
 from shoal.runtime.text import printable, visible
 from shoal.validator.settings import MEASURING
 
 SILENCE_S = 10.0
 LONG_WAIT_S = 10.0  # shorter ones are the ordinary course of things
-MAX_REJECTIONS = 5
-LABEL_WIDTH = 12
-SPARK_WIDTH = 40
-REJECTIONS_KEPT = 3
-VERDICTS_SHOWN = 5
+LABEL_WIDTH, SPARK_WIDTH = 12, 40
+MAX_NOTICES, MAX_REJECTIONS, REJECTIONS_KEPT, VERDICTS_SHOWN = 4, 5, 3, 5
 MAX_WORKERS, MAX_NODES = 8, 40  # so few workers are in order of their names, so that rows do not jump
-MAX_NOTICES = 4
 VERDICT_STYLES = {"rejected": "red", "accepted": ""}
 STATE_STYLES = {"active": "green", "probation": "green", "done": "dim", "starting": "dim"}  # all others are trouble
 
 
 def choose_display(console: Console) -> Display:
-    """A live one if the output is a terminal that can move its cursor and show the signs that frames are made of."""
     able = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     if able and console.file.isatty():  # what `is_terminal` says can be forced by the environment
         return LiveDisplay(console)
@@ -91,16 +73,13 @@ class PlainDisplay:
     every_s = 3.0
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._last, self._last_s = "", -SILENCE_S
-        self._rejections = 0
+        self._say, self._last, self._last_s, self._rejections = say, "", -SILENCE_S, 0
         self._told: set[str] = set()  # what was so at the last look
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Lines need no tidying up."""
+    def __exit__(self, *_: object) -> None: ...
 
     def say(self, text: str) -> None:
         self._say(printable(text))
@@ -116,13 +95,13 @@ class PlainDisplay:
         new = list(scene.history.rejections.values())[self._rejections :]
         self._rejections += len(new)
         for verdict in new[:MAX_REJECTIONS]:
-            self._say(verdict_line(verdict, labels(scene.status.nodes)))
+            self._say(progress.verdict_line(verdict, labels(scene.status.nodes)))
         if len(new) > MAX_REJECTIONS:
             self._say(f"and {len(new) - MAX_REJECTIONS} more rejections")
 
     def _facts(self, scene: Scene) -> Iterator[tuple[str, str]]:
         """What is not as it should be: a key without times, which change; and what to say when it is new."""
-        found = troubles(scene.status, scene.processes, scene.silent_s)
+        found = progress.troubles(scene.status, scene.processes, scene.silent_s)
         for process in scene.processes:
             if process.name in found:
                 yield f"{process.name} {process.state}", found[process.name]
@@ -133,11 +112,11 @@ class PlainDisplay:
             names = labels(scene.status.nodes)
             for node in (node for node in scene.status.nodes if node.state != NodeState.ACTIVE):
                 yield node.node, f"{names[node.node]} was {node.state.value}: {printable(node.reason)}"
-            for label, sentence in notices(scene.status):
+            for label, sentence in progress.notices(scene.status):
                 yield label + sentence.partition(":")[0].partition(",")[0], f"{label}: {sentence}"
 
     def _say_progress(self, scene: Scene, status: RunStatus) -> None:
-        silent = scene.silent_s >= SILENT_S
+        silent = scene.silent_s >= progress.SILENT_S
         rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
         stale = scene.history.staleness
         numbers = {"reward": rewards[-1:], "held out": scores[-1:], "staleness": [] if stale is None else [stale]}
@@ -154,7 +133,7 @@ class PlainDisplay:
         if silent:
             more = f", for {duration(scene.silent_s)} now"
         else:
-            left_s, waits = scene.history.left_s(scene.elapsed_s), waits_line(status, least_s=LONG_WAIT_S, most=1)
+            left_s, waits = scene.history.left_s(scene.elapsed_s), progress.waits_line(status, LONG_WAIT_S, 1)
             more = f"  {scene.history.tokens_per_s():,.0f} tokens/s"
             more += f"  {stopwatch(left_s)} left" if left_s and not status.finished else ""
             more += f"  ({waits})" if waits else ""
@@ -175,11 +154,7 @@ def _by_step(values: dict[int, float]) -> list[float]:
     return [values[step] for step in sorted(values)]
 
 
-# ── the frame ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def frame(scene: Scene, width: int) -> Group:
-    """Numbers, workers, the other processes and what is wrong, the last verdicts; every row is one line."""
     status, left_s = scene.status, scene.history.left_s(scene.elapsed_s)
     title = "shoal" if status is None else f"shoal {printable(status.run)}"
     title += f"  policy {status.policy.label}" if status is not None and status.policy else ""
@@ -207,17 +182,17 @@ def frame(scene: Scene, width: int) -> Group:
         shown = [*refused, *others[: VERDICTS_SHOWN - len(refused)]]
         for verdict in sorted(shown, key=lambda verdict: verdict.decided_at_ms):
             style = VERDICT_STYLES.get(verdict.outcome, "yellow")
-            rows.append(_row("verdict", verdict_line(verdict, labels(status.nodes)), style))
+            rows.append(_row("verdict", progress.verdict_line(verdict, labels(status.nodes)), style))
     return Group(*rows)
 
 
 def _numbers(scene: Scene, status: RunStatus) -> Iterator[Text]:
     rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
     if rewards:
-        yield _row("reward", f"{rewards[-1]:.2f}  {sparkline(rewards, SPARK_WIDTH)}")
+        yield _row("reward", f"{rewards[-1]:.2f}  {progress.sparkline(rewards, SPARK_WIDTH)}")
     if scores:
         rise = f" → {scores[-1]:.2f}  {100 * (scores[-1] - scores[0]):+.0f} points" if len(scores) > 1 else ""
-        yield _row("held out", f"{scores[0]:.2f}{rise}  {sparkline(scores, SPARK_WIDTH // 2)}", "green")
+        yield _row("held out", f"{scores[0]:.2f}{rise}  {progress.sparkline(scores, SPARK_WIDTH // 2)}", "green")
     stale = scene.history.staleness
     age = "not known" if stale is None else f"{stale:.2f} of {status.max_staleness}"
     rate = f"   {scene.history.tokens_per_s():,.0f} tokens/s" if scene.processes else ""
@@ -230,7 +205,7 @@ def _numbers(scene: Scene, status: RunStatus) -> Iterator[Text]:
 
 
 def _workers(scene: Scene) -> Table:
-    """Those that the hub knows, and those started here that it does not know yet: trouble first, then by credit."""
+    """Those that the hub knows, and those started here that it does not know yet: bad states first, then by credit."""
     nodes = [node for node in scene.status.nodes if node.role == "worker"] if scene.status is not None else []
     processes = {process.name: process for process in scene.processes if process.name.startswith("worker-")}
     names, found, most = labels(nodes), [], MAX_WORKERS if scene.processes else MAX_NODES
@@ -276,9 +251,7 @@ def _doing(node: NodeView, scene: Scene) -> str:
 
 
 def _processes(scene: Scene, width: int) -> Iterator[Text]:
-    """What is no worker, what is wrong with any process, and what else is out of the ordinary."""
-    status = scene.status
-    nodes = () if status is None else status.nodes
+    status, nodes = scene.status, () if scene.status is None else scene.status.nodes
     doing = {printable(node.name): _doing(node, scene) for node in nodes if node.role != "worker"}
     others = {} if scene.processes else doing
     for process in scene.processes:
@@ -287,11 +260,11 @@ def _processes(scene: Scene, width: int) -> Iterator[Text]:
             others[process.name] = doing.get(process.name, "") if process.state == "running" else state
     yield _row("processes", " · ".join(f"{name}: {said}" if said else name for name, said in others.items()))
     banned = {node.name for node in nodes if node.state != NodeState.ACTIVE}  # their row says why
-    wrong = troubles(status, scene.processes, scene.silent_s).items()
+    wrong = progress.troubles(status, scene.processes, scene.silent_s).items()
     found = [("trouble", sentence) for name, sentence in wrong if name not in banned]
     if status is not None:
-        waits = waits_line(status, LONG_WAIT_S, 1) if scene.processes else waits_line(status)
-        found = [*found[:MAX_NOTICES], *notices(status)[:MAX_NOTICES], *([("waiting", waits)] if waits else [])]
+        waits = progress.waits_line(status, LONG_WAIT_S, 1) if scene.processes else progress.waits_line(status)
+        found = found[:MAX_NOTICES] + progress.notices(status)[:MAX_NOTICES] + ([("waiting", waits)] if waits else [])
     for label, sentence in found:  # which one must be able to read to their end: over two lines if need be
         style = {"waiting": "", "trouble": "yellow", "owner": "bold yellow"}.get(label, "bold red")
         for line in textwrap.wrap(printable(sentence), max(10, width - LABEL_WIDTH), max_lines=2, placeholder=" …"):

@@ -1,8 +1,6 @@
-"""`shoal why`: what happened to a unit or to a node, and by which rule; told by the hub, with the proofs behind it.
+"""`shoal why`: what happened to a unit or to a node, and by which rule, as the hub tells it.
 
-shoal why 17            a unit: its leases, submissions, checks with their numbers, what it earned or cost
-shoal why NODE          a node: how it stands, what was refused and why, its sanctions with the verdicts behind them
-shoal why NODE --json   all of it with the signed documents: what one hands over to appeal
+With --json also the signed documents behind it: what one needs to appeal.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,10 +55,8 @@ def why(
             alone = f"start it alone with {shoal_command()} hub --dir {place}, then ask again"
             raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
     if as_json and (story := unit or node):
-        echo(visible_json(story.model_dump_json(indent=2)))
-        return
-    for line in (*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())):
-        echo(visible(line))
+        return echo(visible_json(story.model_dump_json(indent=2)))
+    return echo("\n".join(map(visible, [*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())])))
 
 
 def unit_lines(story: UnitStory) -> Iterator[str]:
@@ -77,10 +74,8 @@ def unit_lines(story: UnitStory) -> Iterator[str]:
 def lease_line(lease: LeaseStory) -> str:
     until = f" to {moment(lease.ended_at_ms)}" if lease.ended_at_ms is not None else ""
     said = f", {lease.progress:,} tokens claimed" if lease.progress else ""
-    return (
-        f"lease {lease.lease} of unit {lease.unit} to {lease.node[:12]} under policy {lease.policy.label}, "
-        f"{moment(lease.issued_at_ms)}{until}: {lease.state}: {lease.sentence}{said}"
-    )
+    which = f"lease {lease.lease} of unit {lease.unit} to {lease.node[:12]} under policy {lease.policy.label}"
+    return f"{which}, {moment(lease.issued_at_ms)}{until}: {lease.state}: {lease.sentence}{said}"
 
 
 def submission_lines(submission: SubmissionStory) -> Iterator[str]:
@@ -100,19 +95,17 @@ def submission_lines(submission: SubmissionStory) -> Iterator[str]:
 
 
 def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """The rewards, the mean of each of their parts, and which of those nobody else can compute again."""
     rewards: list[dict[str, Any]] = verdict.get("rewards") or []
     if not rewards:
         return
     more = f" and {len(rewards) - MAX_REWARDS} more" if len(rewards) > MAX_REWARDS else ""
     shown = " ".join(f"{float(each['value']):.4g}" for each in rewards[:MAX_REWARDS])
     yield f"rewards: {shown}{more}"
-    means = []
-    for name in dict.fromkeys(name for each in rewards for name in each.get("parts") or {}):
-        mean = sum(float((each.get("parts") or {}).get(name, 0.0)) for each in rewards) / len(rewards)
-        means.append(f"{name} {mean:.4g}")
-    if means:
-        yield printable(f"parts, in the mean: {', '.join(means)}")
+    parts: list[dict[str, Any]] = [each.get("parts") or {} for each in rewards]
+    sums = {name: sum(float(each.get(name, 0.0)) for each in parts) for name in dict.fromkeys(chain(*parts))}
+    if sums:
+        means = ", ".join(f"{name} {total / len(rewards):.4g}" for name, total in sums.items())
+        yield printable(f"parts, in the mean: {means}")
     if verdict.get("unreproducible"):
         yield printable(f"nobody else can compute again: {', '.join(verdict['unreproducible'])}")
 
@@ -120,10 +113,10 @@ def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
 def check_line(check: dict[str, Any]) -> str:
     """`sampling.seed failed: outside=812 limit=14 …: token 3 of sample 0 …`."""
     evidence: dict[str, Any] = check.get("evidence") or {}
-    numbers = {name: f"{each:.4g}" if isinstance(each, float) else str(each) for name, each in evidence.items()}
-    shown = " ".join(f"{name}={number}" for name, number in list(numbers.items())[:MAX_EVIDENCE])
-    more = f" and {len(evidence) - MAX_EVIDENCE} more numbers" if len(evidence) > MAX_EVIDENCE else ""
-    parts = (f"{check.get('check')} {'held' if check.get('passed') else 'failed'}", shown + more, check.get("message"))
+    numbers = [f"{name}={each:.4g}" if isinstance(each, float) else f"{name}={each}" for name, each in evidence.items()]
+    more = f" and {len(numbers) - MAX_EVIDENCE} more numbers" if len(numbers) > MAX_EVIDENCE else ""
+    said = f"{check.get('check')} {'held' if check.get('passed') else 'failed'}"
+    parts = (said, " ".join(numbers[:MAX_EVIDENCE]) + more, check.get("message"))
     return ": ".join(printable(str(part)) for part in parts if part)
 
 
@@ -131,20 +124,16 @@ def node_lines(story: NodeStory) -> Iterator[str]:
     node = story.node
     name = f" ({printable(node.name)})" if node.name else ""
     yield f"node {node.node}{name}, {node.role}: {printable(story.sentence)}"
-    yield (
-        f"trust: {'on probation' if node.on_probation else 'established'}, "
-        f"{count_of(story.passed, 'full audit')} passed since its last strike, "
-        f"{story.certain} certain and {story.statistical} statistical strikes"
-    )
+    trust = f"{'on probation' if node.on_probation else 'established'}, {count_of(story.passed, 'full audit')} passed"
+    yield f"trust: {trust} since its last strike, {story.certain} certain and {story.statistical} statistical strikes"
     until = f" until {moment(node.until_ms)}" if node.until_ms is not None else ""
     yield f"liveness: {node.liveness}, last heard of {moment(node.last_seen_ms)}"
     yield f"sanction: {node.state.value}{until}, suspended {count_of(node.suspensions, 'time')}"
     pace = f", a group takes it {story.pace_ms / 1000:.1f} s" if story.pace_ms else ""
     yield f"work: may hold {count_of(node.window, 'lease')}, let {story.lapsed} lapse{pace}"
-    yield (
-        f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
-        f"rejected, {node.unsure} unsure" + (f"; for owner {node.owner[:16]}…" if node.owner else "")
-    )
+    judged = f"{node.accepted} accepted, {node.rejected} rejected, {node.unsure} unsure"
+    owner = f"; for owner {node.owner[:16]}…" if node.owner else ""
+    yield f"earned: {node.credit:,} credit, {node.pending:,} pending; {judged}{owner}"
     if node.role == "worker" and not node.accepted:
         yield "ledger: no rows about it, because none of its work was ever accepted; the hub's database has the rest"
     for _, lines in sorted(_events(story), key=lambda event: event[0]):
@@ -154,13 +143,11 @@ def node_lines(story: NodeStory) -> Iterator[str]:
 
 
 def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], Iterable[str]]]:
-    """What happened to a node, with when it did: submissions refused, leases lost, ledger rows. A rejection is told
-    with the sanction that followed from it."""
+    """What happened to a node, with its time. A rejection is told with the sanction that followed from it."""
     from shoal.protocol.status import behind
 
     for refused in story.refused[:MAX_EVENTS]:
-        lines = [f"refused: unit {refused.unit}, lease {refused.lease}"]
-        lines += [f"  {line}" for line in submission_lines(refused)]
+        lines = [f"refused: unit {refused.unit}, lease {refused.lease}", *map("  {}".format, submission_lines(refused))]
         yield (refused.decided_at_ms or refused.received_at_ms, -1), lines
     for lease in [lease for lease in story.leases if lease.state in ("expired", "void")][:MAX_EVENTS]:
         yield (lease.ended_at_ms or lease.deadline_ms, -1), [lease_line(lease)]
@@ -174,7 +161,6 @@ def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], Iterable[str]]]
 
 
 def entry_line(entry: LedgerEntry) -> str:
-    """A row of the ledger; of an order of the run's owner, that it is one."""
     said = {key: value for key, value in entry.body.items() if key in SHOWN and value not in ("", None)}
     if entry.kind == "sanction":
         until = entry.body.get("until_ms")

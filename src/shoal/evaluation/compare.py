@@ -1,7 +1,6 @@
 """Two evaluations of the same tasks: is one model better, and how sure is that?
 
-Task by task: a difference of means says little while tasks differ more than models do, a difference on each task says
-much. Only tasks that both have, with the same prompt, are compared.
+Compared task by task, because tasks differ more than models do; only tasks that both have, with the same prompt.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from shoal.evaluation.summary import MAX_FAILURES
 
 SIGNIFICANT = 0.05
 MOVERS = 5
-LEFT_ALONE = ("tasks", "samples", "batch_rows", "seed")
-"""What two evaluations may differ in and still be about the same: how much of it was drawn, and with which seed."""
+LEFT_ALONE = ("tasks", "samples", "batch_rows", "seed")  # how much was drawn, and with which seed, may differ
 
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """B against A over the tasks of both: `means` by task. `unpaired` counts the other tasks, by what they lack."""
+    """B against A: `means` of both by task. `unpaired` counts the other tasks, by what they lack."""
 
     means: Mapping[str, tuple[float, float]]
     unpaired: Mapping[str, int]
@@ -53,10 +51,8 @@ class PairedComparison:
             return f"no difference can be told: A and B scored the same on every one of {count} tasks"
         if math.isnan(self.detectable):
             return f"no difference can be told: {numbers}; one task says nothing"
-        return (
-            f"no difference can be told: {numbers}; with these {count} tasks a difference of "
-            f"{self.detectable:.3f} would be, four times in five"
-        )
+        told = f"with these {count} tasks a difference of {self.detectable:.3f} would be, four times in five"
+        return f"no difference can be told: {numbers}; {told}"
 
     def as_json(self) -> dict[str, Any]:
         d, count = self.difference, len(self.means)
@@ -76,33 +72,24 @@ class PairedComparison:
 def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> PairedComparison:
     """Pair the tasks and test the difference; results of other tasks or scoring are a `ConfigError` unless forced."""
     problem = _difference(a.about, b.about)
-    for each in (a, b):
-        if each.missing_share > MAX_FAILURES:
-            problem = problem or (
-                f"{each.missing_share:.1%} of the samples of {each.path} have no score, so what is left may be the "
-                "easy part"
-            )
+    for each in (each for each in (a, b) if each.missing_share > MAX_FAILURES):
+        unscored = f"{each.missing_share:.1%} of the samples of {each.path} have no score"
+        problem = problem or f"{unscored}, so what is left may be the easy part"
     if problem and not force:
         raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
     shared = sorted(a.tasks.keys() & b.tasks.keys())
-    same = [task for task in shared if a.tasks[task][0] == b.tasks[task][0]]
-    if not same:
+    if not (same := [task for task in shared if a.tasks[task][0] == b.tasks[task][0]]):
         which = "--env and --seed, which decides the lengths asked for" if shared else "--env"
         raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {which}")
     means = {task: (a.tasks[task][1], b.tasks[task][1]) for task in same}
     differences = np.array([after - before for before, after in means.values()])
     unpaired = {"only_in_a": len(a.tasks) - len(shared), "only_in_b": len(b.tasks) - len(shared)}
-    return PairedComparison(
-        means,
-        unpaired | {"other_prompt": len(shared) - len(same)},
-        difference=bootstrap_mean(differences, seed),
-        p_value=sign_flip_p(differences, seed),
-        detectable=detectable_difference(differences),
-    )
+    unpaired |= {"other_prompt": len(shared) - len(same)}
+    difference, p_value = bootstrap_mean(differences, seed), sign_flip_p(differences, seed)
+    return PairedComparison(means, unpaired, difference, p_value, detectable_difference(differences))
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Why two evaluations are not about the same, in words; empty if they are."""
     first, second = a.get("environment", {}), b.get("environment", {})
     if first.get("digest") != second.get("digest"):
         names = " and ".join(f"{each.get('name')} {str(each.get('digest'))[:12]}" for each in (first, second))
@@ -115,7 +102,6 @@ def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def comparison_lines(a: Results, b: Results, found: PairedComparison) -> Iterator[str]:
-    """The report for people; its last line is what may be concluded."""
     numbers = found.as_json()
     for name, results, mean in (("A", a, numbers["mean_a"]), ("B", b, numbers["mean_b"])):
         model = results.about.get("model", {})

@@ -1,10 +1,6 @@
-"""The data set that `shoal filter` writes: the rows of the original, all their columns, and how often each was solved.
+"""The data set that `shoal filter` writes: rows of the original, all their columns, and how often each was solved.
 
-    pass rates by row ─┐
-    original rows ─────┴─► those within the band, in memory ─► Parquet, in place when it is whole
-
-A task that is always solved, or never, teaches nothing: all rewards of its group are equal. The result is a data set
-like any other: it can be trained on, looked at, and filtered again.
+A task that is always solved, or never, teaches nothing: all rewards of its group are equal.
 """
 
 from __future__ import annotations
@@ -29,14 +25,11 @@ from shoal.runtime.files import ensure_folder
 
 GROUP_ROWS = 1000
 NEAR = 1e-9
-BINS = 10
-BAR = 40
+BINS, BAR = 10, 40
 
 
 @dataclass(frozen=True)
 class RateBand:
-    """Pass rates to keep, both ends included."""
-
     low: float
     high: float
 
@@ -65,7 +58,7 @@ class Rate(NamedTuple):
 
 
 def rates_by_row(environment: Environment, part: Part, records: Iterable[TaskRecord]) -> dict[int, Rate]:
-    """By row of the data set, or by number in the split where tasks are no rows. A task without a score has none."""
+    """By row of the data set, or by number in the split where tasks are not rows. A task without a score has none."""
     scored = ((record.index, record.passes, len(record.scores)) for record in records if record.scores)
     return {row_of(environment, part, index): Rate(passes / samples, samples) for index, passes, samples in scored}
 
@@ -76,8 +69,7 @@ def data_of(environment: Environment) -> DatasetEnvironment | None:
 
 
 def row_of(environment: Environment, part: Part, index: int) -> int:
-    data = data_of(environment)
-    if data is None:
+    if (data := data_of(environment)) is None:
         return index
     train, held_out = data.splits.train, data.splits.held_out
     if part == "train":
@@ -86,7 +78,7 @@ def row_of(environment: Environment, part: Part, index: int) -> int:
 
 
 def histogram_lines(rates: Mapping[int, Rate], samples: int, band: RateBand) -> Iterator[str]:
-    """How many tasks have which rate; those in the band are marked: `0.125 ▏████████ 312 ◂`."""
+    """`0.125 ▏████████ 312 ◂`: how many tasks have which rate; those in the band are marked."""
     steps = min(samples, BINS)
     counts = Counter(min(steps, round(rate.value * steps)) for rate in rates.values())
     largest = max(counts.values(), default=1)
@@ -97,7 +89,6 @@ def histogram_lines(rates: Mapping[int, Rate], samples: int, band: RateBand) -> 
 
 
 def rate_columns(model: str) -> tuple[str, str]:
-    """What the new columns are called: by the model that was asked."""
     return f"solve_rate_{model}", f"samples_{model}"
 
 
@@ -107,8 +98,7 @@ def refuse_taken(columns: Iterable[str], model: str) -> None:
 
 
 def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None, model: str) -> Any:
-    """The rows within the band as one Arrow table, with the new columns; without a band all rows, measured or not.
-    Types of Parquet are kept, others are inferred."""
+    """Without a band all rows, measured or not. Types of Parquet are kept, others are inferred."""
     import pyarrow as pa
 
     found: dict[str, list[Any]] = {name: [] for name in table.columns}
@@ -137,15 +127,13 @@ def _column(values: list[Any]) -> Any:
         array = pa.array(values)
         if "struct<>" not in str(array.type):
             return array
-    return pa.array(
-        [value if value is None or isinstance(value, str) else json.dumps(value) for value in values], pa.string()
-    )
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pa.array(texts, pa.string())
 
 
 def task_rows(
     environment: Environment, part: Part, rates: Mapping[int, Rate], band: RateBand | None, model: str
 ) -> Any:
-    """The measured tasks within the band, with prompt and answer as columns: of an environment that makes its tasks."""
     import pyarrow as pa
 
     kept, tasks = [n for n in sorted(rates) if band is None or band.holds(rates[n].value)], tasks_of(environment, part)
@@ -165,8 +153,7 @@ def _with_rates(table: Any, found: Sequence[Rate | None], model: str) -> Any:
 
 
 def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:
-    """Write a table to the file at `path`, whole or not at all; how many rows there are. Nothing is written for no
-    rows: a data set without any cannot be trained on."""
+    """Write a table to the file at `path`, whole or not at all, and not without rows; how many there are."""
     import pyarrow.parquet as pq
 
     if table.num_rows:
@@ -178,7 +165,7 @@ def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:
 
 
 def written_before(path: Path, about: Mapping[str, Any] | None = None) -> bool:
-    """Whether the file is there and is the result of `about`; anything else is a `ConfigError`. None: of anything."""
+    """Whether the file is there, as the result of `about` (None: of anything); another file is a `ConfigError`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -3,16 +3,12 @@
     tasks, batch by batch ─► Sampler (this thread) ─► journal ─► scorer (one thread beside it) ─► journal ─► results
                                    │ draws batch n+1 while batch n is scored
 
-    out/evaluation.json    model, environment, plan: what the results are of
-    out/environment.json   the settings of the environment, to score again by
-    out/completions.jsonl  what was drawn, kept before it is scored
-    out/progress.jsonl     the scores, while it runs
+    out/environment.json   the settings of the environment, to score again by; `records` has the journal's files
     out/tasks.parquet      every task, with the text, score, parts, tokens and end of each of its samples
     out/summary.json       the numbers
 
-Batches follow from the plan alone and are kept whole, in order. So an evaluation that was killed loses at most the
-batch that it was drawing, draws it again beside the same neighbours, and ends with the same results to the last bit. A
-prompt that the model cannot take (too long, unknown characters) is a problem of that task only.
+Batches follow from the plan alone and are kept whole, in order. So an evaluation that was killed loses at most one
+batch, draws it again beside the same neighbours, and ends with the same results to the last bit.
 """
 
 from __future__ import annotations
@@ -39,19 +35,9 @@ from shoal.environments import Environment, EnvironmentSettings, Score, Task, bu
 from shoal.environments.mix import part_of
 from shoal.environments.protocol import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
+from shoal.evaluation import records as kept
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
-from shoal.evaluation.records import (
-    IDENTITY,
-    UNUSABLE,
-    EvaluationJournal,
-    SampleRecord,
-    TaskRecord,
-    dumped,
-    is_kept,
-    read_identity,
-    whole,
-    write_records,
-)
+from shoal.evaluation.records import EvaluationJournal, SampleRecord, TaskRecord, dumped, write_records
 from shoal.evaluation.subject import EvaluatedModel, memory_errors
 from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
@@ -61,18 +47,12 @@ from shoal.runtime.files import sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
-
-ENVIRONMENT = "environment.json"
-TASKS = "tasks.parquet"
-SUMMARY = "summary.json"
-Report = Callable[[int, int], None]
-"""Told how many tasks are done, and of how many."""
+ENVIRONMENT, TASKS, SUMMARY = "environment.json", "tasks.parquet", "summary.json"
+Report = Callable[[int, int], None]  # told how many tasks are done, and of how many
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tasks that an evaluation is of: an environment's split, and their numbers in it."""
-
     environment: Environment
     plan: SamplingPlan
     numbers: Sequence[int]
@@ -82,7 +62,7 @@ class Chosen:
         return -(-len(self.numbers) // self.plan.tasks_per_batch)
 
     def batch(self, number: int) -> list[tuple[int, Task | None]]:
-        """The tasks of one batch by their numbers; None for one that cannot be used."""
+        """By their numbers; None for a task that cannot be used."""
         size = self.plan.tasks_per_batch
         return list(self._found(self.numbers[number * size : (number + 1) * size], logging.WARNING))
 
@@ -100,21 +80,18 @@ class Chosen:
 
 
 def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
-    """The tasks that the plan asks for; a split without any is an `EnvironmentSetupError`."""
-    available = len(tasks_of(environment, plan.split))
-    if available == 0:
+    if (available := len(tasks_of(environment, plan.split))) == 0:
         other = "train" if plan.split == "held_out" else "held_out"
         raise EnvironmentSetupError(f"environment {environment.name} has no {plan.split} tasks; try --split {other}")
     return Chosen(environment, plan, plan.chosen(available))
 
 
 def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
-    leaked = {index for index, task in chosen.tasks() if task.id in set(ids)} if ids else set[int]()
-    kept = [index for index in chosen.numbers if index not in leaked]
-    if not kept:
+    leaked = {index for index, task in chosen.tasks() if task.id in ids} if ids else set[int]()
+    if not (left := [index for index in chosen.numbers if index not in leaked]):
         name = chosen.environment.name
         raise EnvironmentSetupError(f"nothing of environment {name} is left: all of it is in the training set")
-    return Chosen(chosen.environment, chosen.plan, kept)
+    return Chosen(chosen.environment, chosen.plan, left)
 
 
 class Sampler:
@@ -126,9 +103,8 @@ class Sampler:
         self._tokenizer = self._asking.encoder.tokenizer
         self._sampling = SamplingParameters(
             temperature=plan.temperature or 1.0,  # greedy decoding ignores it
-            max_new_tokens=plan.max_new_tokens,
-            eos_token_id=self._tokenizer.eos_token_id,
-        )
+            max_new_tokens=plan.max_new_tokens, eos_token_id=self._tokenizer.eos_token_id,
+        )  # fmt: skip
         self._talks = Talks(environment, subject.files, self._sampling)
 
     def draw(self, tasks: Sequence[tuple[int, Task | None]]) -> list[TaskRecord]:
@@ -137,7 +113,7 @@ class Sampler:
         asked: dict[int, tuple[Task, tuple[int, ...]]] = {}
         for place, (index, task) in enumerate(tasks):
             if task is None:
-                records.append(TaskRecord(f"#{index}", index, "", problem=UNUSABLE))
+                records.append(TaskRecord(f"#{index}", index, "", problem=kept.UNUSABLE))
                 continue
             wanted, problem = as_asked(self._environment, self._plan, index, task), ""
             try:
@@ -175,8 +151,8 @@ class Sampler:
         return found
 
     def _record(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> SampleRecord:
-        """Not scored yet: the text that is scored (of a dialogue, the model's last turn), and how many tokens the model
-        drew, without the end-of-sequence token."""
+        """Not scored yet: the text that is scored (of a dialogue, the last turn), and the tokens without
+        end-of-sequence."""
         ended = ids[-1:] == [self._tokenizer.eos_token_id]
         drawn = len(ids) - sum(length for _, length in given) - ended
         last = sum(given[-1]) if given else 0
@@ -184,7 +160,6 @@ class Sampler:
 
 
 def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
-    """The same records with scores. A sample whose scoring failed stays unscored."""
     budget, failures = budget_of(chosen.environment), list[str]()
     jobs = [Job(record.task, sample.text) for record in drawn for sample in record.samples]
     scores = iter(settled(scorer.scores, jobs))
@@ -201,10 +176,10 @@ def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[
             parts |= {"reward": budget.worth(score, target, sample.tokens + ended).value, "target": float(target)}
         return replace(sample, score=score.value, parts=parts)
 
-    records = []
-    for record in drawn:
-        samples = tuple(sample_of(record, sample, next(scores)) for sample in record.samples)
-        records.append(replace(record, samples=samples))
+    records = [
+        replace(record, samples=tuple(sample_of(record, sample, next(scores)) for sample in record.samples))
+        for record in drawn
+    ]
     if failures:
         log.warning("%s", failures[0])  # the others are counted
     return records
@@ -212,8 +187,7 @@ def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """What is evaluated: a model on tasks of an environment, by a plan. `settings` are the environment's, kept for
-    whoever scores again; `left_out` are ids of leaked tasks."""
+    """`settings` are the environment's, kept to score again; `left_out` are ids of leaked tasks."""
 
     subject: EvaluatedModel
     chosen: Chosen
@@ -223,23 +197,19 @@ class EvaluationJob:
     @property
     def about(self) -> dict[str, Any]:
         """All that the results depend on: two evaluations with the same one have the same results."""
-        numbers = self.chosen.numbers
+        digest = hashlib.sha256(",".join(map(str, self.chosen.numbers)).encode()).hexdigest()
         return {
             "shoal": __version__,
             "model": {"name": self.subject.name, "digest": self.subject.digest, "engine": self.subject.engine.kind},
-            "environment": asdict(identity_of(self.chosen.environment)),
-            "plan": asdict(self.chosen.plan),
-            "left_out": list(self.left_out),
-            "chosen": {
-                "tasks": len(numbers), "digest": hashlib.sha256(",".join(map(str, numbers)).encode()).hexdigest()[:16]
-            },
+            "environment": asdict(identity_of(self.chosen.environment)), "plan": asdict(self.chosen.plan),
+            "left_out": list(self.left_out), "chosen": {"tasks": len(self.chosen.numbers), "digest": digest[:16]},
         }  # fmt: skip
 
 
 def measure(
     evaluation: EvaluationJob, scorer: Callable[[], Scorer], out: Path, stop: StopToken, report: Report
 ) -> EvaluationJournal | None:
-    """Draw and score what `out` does not have yet; None if it was told to stop before the end."""
+    """Draw and score what `out` does not have yet; None if it was told to stop."""
     journal, chosen = EvaluationJournal(out), evaluation.chosen
     journal.open(evaluation.about)
     write_atomically(out / ENVIRONMENT, evaluation.settings.model_dump_json().encode())
@@ -273,12 +243,9 @@ def measure(
 
 
 def evaluate(
-    evaluation: EvaluationJob,
-    scorer: Callable[[], Scorer],
-    out: Path,
-    stop: StopToken,
+    evaluation: EvaluationJob, scorer: Callable[[], Scorer], out: Path, stop: StopToken,
     report: Report = lambda _done, _total: None,
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """Run it, or the rest of it; the summary, or None if it was told to stop before the end."""
     journal = measure(evaluation, scorer, out, stop, report)
     return None if journal is None else _write_results(evaluation.about, evaluation.chosen.plan, journal)
@@ -286,7 +253,7 @@ def evaluate(
 
 def _write_results(about: dict[str, Any], plan: SamplingPlan, journal: EvaluationJournal) -> dict[str, Any]:
     """The Parquet file, then the summary, then the scores go: a crash in between loses nothing."""
-    with whole(journal.folder / TASKS) as hidden:
+    with kept.whole(journal.folder / TASKS) as hidden:
         write_records(hidden, journal.records(), about)
     summary = {**about, **summary_of(plan, journal.records())}
     write_atomically(journal.folder / SUMMARY, dumped(summary))
@@ -295,13 +262,12 @@ def _write_results(about: dict[str, Any], plan: SamplingPlan, journal: Evaluatio
 
 
 def rescore(
-    out: Path, settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], stop: StopToken,
+    settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], out: Path, stop: StopToken,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Score all that `out` keeps by the environment as it is now; the summary, or None if it was told to stop. Nothing
-    is replaced before all is scored. Of an evaluation that is not finished, or of a filter, the scores are replaced as
-    far as it is, and its own command continues from there."""
-    stored = read_identity(out)
+    """None if it was told to stop. Nothing is replaced before all is scored. An evaluation that is not finished, or a
+    filter, is continued by its own command."""
+    stored = kept.read_identity(out)
     try:
         plan, total = SamplingPlan(**stored["plan"]), stored["chosen"]["tasks"]
     except (LookupError, TypeError) as error:
@@ -323,7 +289,7 @@ def rescore(
         for old in (journal.scores.path, out / SUMMARY):
             old.unlink(missing_ok=True)
         about = {**stored, "environment": asdict(identity_of(environment))}
-        write_atomically(out / IDENTITY, dumped(about))
+        write_atomically(out / kept.IDENTITY, dumped(about))
         write_atomically(out / ENVIRONMENT, settings.model_dump_json().encode())
         fresh.scores.path.replace(journal.scores.path)
         sync_folder(out)
@@ -339,7 +305,6 @@ def rescore(
 
 
 def _refuse_other_prompts(chosen: Chosen, drawn: Sequence[TaskRecord]) -> None:
-    """Completions of a task that is asked in other words now answer something else."""
     for record in drawn:
         try:
             task = chosen.environment.task(record.task) if record.samples else None
@@ -353,7 +318,7 @@ def _refuse_other_prompts(chosen: Chosen, drawn: Sequence[TaskRecord]) -> None:
 
 def finished(out: Path, about: dict[str, Any]) -> dict[str, Any] | None:
     """The summary of this very evaluation, if it is done; results of another one are a `ConfigError`."""
-    if not (out.is_dir() and is_kept(out, about) and (out / SUMMARY).exists() and (out / TASKS).exists()):
+    if not (out.is_dir() and kept.is_kept(out, about) and (out / SUMMARY).exists() and (out / TASKS).exists()):
         return None
     summary: dict[str, Any] = json.loads((out / SUMMARY).read_bytes())
     return summary

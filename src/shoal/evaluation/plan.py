@@ -1,10 +1,7 @@
 """What an evaluation does, settled before it starts: which tasks, how they are sampled, from which seeds; and leaks.
 
-Everything follows from the plan and public names: a sample's seed from the seed, the task's id and the sample's
-number, so that sample 3 of a task is the same one whether 4 or 64 are drawn, and whatever else is evaluated with it.
-
-Held-out means never trained on: that is checked by the digest of what is asked, not by names. Spaces, case and width do
-not make another prompt; another conversation before it does.
+A sample's seed follows from the plan's seed, the task's id and the sample's number: sample 3 of a task is the same
+whether 4 or 64 are drawn. Leaks are found by the digest of what is asked, in which spaces, case and width do not count.
 """
 
 from __future__ import annotations
@@ -31,11 +28,8 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How a model is sampled. `temperature` 0 is greedy; `tasks` 0 is all of the split.
-
-    `batch_rows` completions are drawn together. It is part of the plan because the last digits of a sum depend on
-    what is computed beside it, and with them, once in a long while, a token.
-    """
+    """How a model is sampled. `temperature` 0 is greedy; `tasks` 0 is all of the split. `batch_rows` is part of it
+    because the last digits of a sum, and with them rarely a token, depend on what is computed beside it."""
 
     samples: int = 1
     tasks: int = 0
@@ -51,14 +45,13 @@ class SamplingPlan:
         if not 0 <= self.temperature <= 10:
             raise ConfigError(f"--temperature {self.temperature:g}: give 0 (greedy) to 10")
         if self.temperature == 0 and self.samples > 1:
-            told = f"--temperature 0 draws the same completion {self.samples} times"
-            raise ConfigError(f"{told}: give --samples 1, or a temperature")
+            same = f"the same completion {self.samples} times"
+            raise ConfigError(f"--temperature 0 draws {same}: give --samples 1, or a temperature")
         if self.tasks < 0 or self.max_new_tokens < 1 or self.batch_rows < 1:
             raise ConfigError("--max-new-tokens and --batch-rows must be at least 1, --tasks at least 0 (all)")
 
     @property
     def tasks_per_batch(self) -> int:
-        """As many as fit into the rows, and into the memory that long completions leave for rows."""
         return max(1, self.rows // self.samples)
 
     @property
@@ -66,8 +59,7 @@ class SamplingPlan:
         return max(1, min(self.batch_rows, BATCH_TOKENS // self.max_new_tokens))
 
     def chosen(self, available: int) -> Sequence[int]:
-        """The numbers of the tasks evaluated, ascending: all, or a choice that follows from the seed. A data set may be
-        sorted by difficulty: its first tasks would stand for nothing but themselves."""
+        """Ascending: all, or a choice that follows from the seed. A data set may be sorted by difficulty."""
         if self.tasks == 0 or self.tasks >= available:
             return range(available)
         seed, drawn, found = _derived("tasks", self.seed), 0, dict[int, None]()
@@ -78,7 +70,6 @@ class SamplingPlan:
 
 
 def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
-    """The tasks of a split, or of both, those held out first: a file of a benchmark is evaluated whole."""
     if part != "all":
         return environment.tasks(part)
     first, second = environment.tasks("held_out"), environment.tasks("train")
@@ -87,19 +78,17 @@ def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
 
 
 def length_target(environment: Environment, plan: SamplingPlan, number: int) -> int | None:
-    """The length that the task of this number is asked for, if there are budgets: it follows from the seed."""
     budget = budget_of(environment)
     return None if budget is None else budget.target(f"shoal/eval/{plan.seed}", number)
 
 
 def as_asked(environment: Environment, plan: SamplingPlan, number: int, task: Task) -> Task:
-    """The task with the length that it is asked for: with another seed that may be another one."""
     budget, target = budget_of(environment), length_target(environment, plan, number)
     return task if budget is None or target is None else budget.ask(task, target)
 
 
 def sample_seed(seed: int, task: str, sample: int) -> int:
-    """The 64-bit seed of the uniforms that one sample of one task is drawn from."""
+    """The 64-bit seed of the uniforms of one sample."""
     return _derived("sample", seed, task, sample)
 
 
@@ -110,7 +99,7 @@ def _derived(*names: object) -> int:
 
 @dataclass(frozen=True)
 class Leaks:
-    """Ids of evaluated tasks that are in the training set, and those of them that a batch is known to have had."""
+    """Ids of evaluated tasks that are in the training set, and of those that were in a batch."""
 
     known: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
@@ -140,7 +129,7 @@ def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterab
 
 
 def train_digests(environment: Environment) -> Iterator[bytes]:
-    """The digest of every prompt of the training split that can be used; a data set has them without reading again."""
+    """The digests of the usable prompts of the training split."""
     inner = inner_of(environment)
     if isinstance(inner, MixedEnvironment):  # all that a part may come to, without what another part holds out
         for part in inner.parts:
@@ -150,7 +139,6 @@ def train_digests(environment: Environment) -> Iterator[bytes]:
 
 
 def archived_ids(rollouts: Path) -> set[str]:
-    """The tasks in the batches of a run, by the files that its trainer keeps of them."""
     import pyarrow.parquet as pq
 
     found: set[str] = set()

@@ -26,18 +26,13 @@ from shoal.runtime.files import ensure_folder, resource_error, sync_folder, writ
 METADATA = b"shoal"
 ROWS_PER_GROUP = 1024
 PASSED = 1.0 - 1e-9
-UNUSABLE = "its row cannot be used"
-"""The `problem` of a task that no completion was drawn for because its row has no proper answer."""
-IDENTITY = "evaluation.json"
-COMPLETIONS = "completions.jsonl"
-PROGRESS = "progress.jsonl"
+UNUSABLE = "its row cannot be used"  # the `problem` of a task whose row has no proper answer
+IDENTITY, COMPLETIONS, PROGRESS = "evaluation.json", "completions.jsonl", "progress.jsonl"
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
-    """One completion. `score` is what the task itself is worth, None where scoring failed: unscored, never 0.
-
-    `parts` are the grader's; with a length budget `reward` is among them, what training would have given.
-    """
+    """One completion. `score` is what the task itself is worth, None where scoring failed: unscored, never 0. `parts`
+    are the grader's; with a length budget `reward` is among them, what training would have given."""
 
     score: float | None
     tokens: int
@@ -47,7 +42,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """One task. `part` is its label in a mixture; `problem` says why it has no samples, empty if it has."""
+    """`part` is the task's label in a mixture; `problem` says why it has no samples."""
 
     task: str
     index: int
@@ -104,7 +99,7 @@ class BatchFile:
             raise resource_error("read", self.path, error) from error
 
     def append(self, batch: Sequence[Any]) -> None:
-        """Keep the next batch; when this returns it survives a crash."""
+        """When this returns, the batch survives a crash."""
         try:
             with self.path.open("ab") as file:
                 file.write(msgspec.json.encode(batch) + b"\n")
@@ -115,13 +110,12 @@ class BatchFile:
         self.batches += 1
 
     def __iter__(self) -> Iterator[Any]:
-        """What was kept, a batch in memory at a time."""
         with self.path.open("rb") as file:
             yield from map(msgspec.json.Decoder(self.kind).decode, file)
 
 
 class EvaluationJournal:
-    """The completions drawn so far, and the scores of as many of them, or fewer."""
+    """The completions drawn so far, and the scores of as many batches, or fewer."""
 
     def __init__(self, folder: Path, scores: str = PROGRESS) -> None:
         self.folder = folder
@@ -129,7 +123,7 @@ class EvaluationJournal:
         self.scores = BatchFile(folder / scores, list[list[tuple[float | None, dict[str, float]]]])
 
     def open(self, identity: Mapping[str, Any]) -> None:
-        """Begin, or continue, the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
+        """Begin or continue the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
         folder = ensure_folder(self.folder)
         if not is_kept(folder, identity):
             write_atomically(folder / IDENTITY, dumped(identity))
@@ -140,7 +134,6 @@ class EvaluationJournal:
         self.scores.append([[(sample.score, sample.parts) for sample in record.samples] for record in records])
 
     def records(self) -> Iterator[TaskRecord]:
-        """Every task that was scored, in order, a batch in memory at a time."""
         for drawn, scored in zip(self.completions, self.scores, strict=False):
             for record, found in zip(drawn, scored, strict=True):
                 pairs = zip(record.samples, found, strict=True)
@@ -156,13 +149,12 @@ def read_identity(folder: Path) -> Any:
 
 
 def refuse_unusable(folder: Path) -> None:
-    """Refuse a place where no results can be kept, before anything is loaded. Nothing is made there."""
+    """Refuse a place where no results can be kept. Nothing is made there."""
     place = folder.absolute()
     ensure_folder(next(path for path in (place, *place.parents) if os.path.lexists(path)))
-    if place.is_dir() and not (place / IDENTITY).exists():
-        others = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith("."))
-        if others:
-            raise ConfigError(f"{folder} holds {others[0]} and no evaluation: choose another --out")
+    entries = place.iterdir() if place.is_dir() and not (place / IDENTITY).exists() else ()
+    if others := sorted(entry.name for entry in entries if not entry.name.startswith(".")):
+        raise ConfigError(f"{folder} holds {others[0]} and no evaluation: choose another --out")
 
 
 def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
@@ -170,8 +162,7 @@ def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
     refuse_unusable(folder)
     if not (folder / IDENTITY).exists():
         return False
-    stored = read_identity(folder)
-    if stored != json.loads(dumped(identity)):
+    if (stored := read_identity(folder)) != json.loads(dumped(identity)):
         raise ConfigError(f"{folder} holds another evaluation: {difference(stored, identity)}")
     return True
 
@@ -181,8 +172,6 @@ def dumped(value: Mapping[str, Any]) -> bytes:
 
 
 def difference(stored: Any, wanted: Mapping[str, Any], what: str = "that folder") -> str:
-    """The first value in which two identities differ, in words."""
-
     def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, inner in value.items() if isinstance(value, Mapping) else ():
             if isinstance(inner, Mapping):
@@ -200,7 +189,7 @@ def difference(stored: Any, wanted: Mapping[str, Any], what: str = "that folder"
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file: it is in its place when it is whole and on the disk, if there is one."""
+    """Where to write a file; if there is one at the end, it takes its place, whole and on the disk."""
     hidden = path.with_name(f".{path.name}.writing")
     try:
         hidden.unlink(missing_ok=True)
@@ -215,7 +204,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
-    """Stream records into a Parquet file; `about` is what they are results of. The same ones give the same bytes."""
+    """Stream records into a Parquet file; `about` is what they are results of. The same records give the same bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -245,7 +234,7 @@ def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, 
 
 @dataclass(frozen=True)
 class Results:
-    """A finished evaluation, read back: what it is of, and of each scored task (prompt digest, mean, samples)."""
+    """What a finished evaluation is of, and of each scored task (prompt digest, mean, samples)."""
 
     path: Path
     about: Mapping[str, Any]
@@ -253,7 +242,6 @@ class Results:
 
     @property
     def missing_share(self) -> float:
-        """Of the samples that were asked for, how many have no score."""
         wanted = self.about.get("chosen", {}).get("tasks", 0) * self.about.get("plan", {}).get("samples", 0)
         return (wanted - sum(samples for *_, samples in self.tasks.values())) / wanted if wanted else 0.0
 

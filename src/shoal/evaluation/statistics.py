@@ -1,7 +1,6 @@
-"""The numbers of an evaluation and how sure they are. Pure functions of their arguments; randomness is a seed.
+"""The numbers of an evaluation and how sure they are. Pure functions; randomness is a seed.
 
-Samples of one task are no independent trials: a hard task fails them all. What was drawn at random is the task, so
-every interval here resamples, or counts, tasks.
+Samples of one task are not independent: a hard task fails them all. So every interval resamples, or counts, tasks.
 """
 
 from __future__ import annotations
@@ -15,16 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-
-UPPER = 0.975
-"""The upper end of a 95 % interval."""
-RESAMPLINGS = 10_000
-ELEMENTS_AT_ONCE = 2**22
-BOOTSTRAP_TASKS = 20_000
-"""With more tasks than this the mean is as good as normal, and resampling costs minutes to say the same."""
-EXACT_FLIPS = 20
-RANDOM_FLIPS = 100_000
-POWER = 0.8
+UPPER, POWER = 0.975, 0.8  # the upper end of a 95 % interval
+RESAMPLINGS, ELEMENTS_AT_ONCE = 10_000, 2**22
+BOOTSTRAP_TASKS = 20_000  # with more, the mean is as good as normal, and resampling takes minutes
+EXACT_FLIPS, RANDOM_FLIPS = 20, 100_000
 
 
 @dataclass(frozen=True)
@@ -45,8 +38,7 @@ def finite(value: float) -> float | None:
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """The chance that at least one of `k` samples, drawn without replacement from `samples`, is one that passed.
-    Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k)."""
+    """1 − C(n−c, k) / C(n, k): the chance that one of `k` samples, drawn without replacement, passed."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
@@ -61,7 +53,7 @@ def wilson(passes: float, trials: int) -> Estimate:
 
 
 def t_interval(values: Floats) -> Estimate:
-    """The mean with Student's interval: exact for normal values."""
+    """Student's: exact for normal values."""
     mean = float(values.mean())
     if len(values) < 2:
         return Estimate(mean)
@@ -74,10 +66,9 @@ def standard_error(values: Floats) -> float:
 
 
 def bootstrap_mean(values: Floats, seed: int) -> Estimate:
-    """The mean over tasks with a bootstrap interval, widened as Student's is: plain percentiles are too narrow for few
-    tasks. With very many tasks it is Student's interval."""
-    tasks = len(values)
-    if tasks < 2 or tasks > BOOTSTRAP_TASKS:
+    """Widened as Student's is: plain percentiles are too narrow for few tasks. With very many tasks Student's
+    interval."""
+    if (tasks := len(values)) < 2 or tasks > BOOTSTRAP_TASKS:
         return t_interval(values)
     tail = NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * t_quantile(UPPER, tasks - 1))
     generator, at_once, means = np.random.default_rng([tasks, seed]), max(1, ELEMENTS_AT_ONCE // tasks), []
@@ -89,9 +80,8 @@ def bootstrap_mean(values: Floats, seed: int) -> Estimate:
 
 
 def mean_estimate(values: Floats, seed: int) -> Estimate:
-    """The mean over tasks with the interval that fits: Wilson's where all values are 0 or 1, else the bootstrap's.
-    Tasks that all scored the same have no spread to resample. From 0 to 1 nothing spreads more than trials that pass or
-    fail, so that Wilson's is wide enough; beyond, none is known."""
+    """Wilson's interval where all values are 0 or 1, else the bootstrap's. Equal values have no spread to resample:
+    from 0 to 1 Wilson's is wide enough, beyond none is known."""
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
     if len(values) > 1 and bool((values == values[0]).all()):
@@ -102,8 +92,8 @@ def mean_estimate(values: Floats, seed: int) -> Estimate:
 
 
 def sign_flip_p(differences: Floats, seed: int) -> float:
-    """Two-sided p of the sign-flip test: how often would the mean be as far from 0, were each sign a coin's? All flips
-    are counted where at most 20 differences are not 0; else 100,000 at random, the observed one with them."""
+    """Two-sided p of the sign-flip test: how often is the mean as far from 0 if each sign is random? Exact where at
+    most 20 differences are not 0; else of 100,000 random flips and the observed one."""
     moved = differences[differences != 0]
     observed = abs(float(moved.sum()))
     near = 1e-9 * float(np.abs(moved).sum())  # sums in another order differ in their last digits
@@ -122,7 +112,7 @@ def sign_flip_p(differences: Floats, seed: int) -> float:
 
 
 def detectable_difference(differences: Floats) -> float:
-    """The difference that as many tasks would have told from 0 in four of five comparisons, with the spread seen."""
+    """The difference that as many tasks with this spread tell from 0 in four of five comparisons."""
     if len(differences) < 2:
         return math.nan
     return (t_quantile(UPPER, len(differences) - 1) + NormalDist().inv_cdf(POWER)) * standard_error(differences)

@@ -20,8 +20,6 @@ NAME_LENGTH = 48
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model ready to be sampled."""
-
     name: str
     digest: str
     files: Mapping[str, bytes]
@@ -36,10 +34,9 @@ class EngineChoice:
 
 
 def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int) -> EvaluatedModel:
-    """Load the model of a folder, or of a built-in name, into an engine that decodes at most `rows` at a time."""
+    """An engine that decodes at most `rows` at a time."""
     check_engine(machine.engine, machine.device, machine.dtype)
-    folder = model_folder(where)
-    files = read_files(folder)
+    files = read_files(folder := model_folder(where))
     check_weights(folder)
     with memory_errors("load the model"):
         if machine.engine == "torch":
@@ -63,7 +60,6 @@ def _weights(folder: Path, dtype: str) -> dict[str, TensorView]:
 
 
 def model_digest(folder: Path) -> str:
-    """A hash over the weights and the files that describe the model: hex, 256 bits."""
     from blake3 import blake3
 
     whole = blake3(b"shoal/model/v1\n")
@@ -84,7 +80,6 @@ def plain_name(text: str) -> str:
 
 @contextmanager
 def memory_errors(action: str) -> Iterator[None]:
-    """Memory that runs out is a `ResourceError` that says what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

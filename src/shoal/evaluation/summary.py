@@ -1,7 +1,7 @@
 """The numbers of an evaluation, from its records: for programs (summary.json) and for people (a table).
 
-avg@k is the mean over tasks of the mean over a task's samples. pass@k is the chance that one of k samples passes, a
-pass being a score of 1. A sample that could not be scored is unscored: it is counted, and in no number.
+avg@k is the mean over tasks of the mean over a task's samples. pass@k is the chance that one of k samples passes (has a
+score of 1). An unscored sample is counted, and in no number.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from shoal.evaluation.statistics import Estimate, finite, mean_estimate, pass_at
 from shoal.runtime.text import count_of
 
 NAMED_TASKS = 3
-MAX_FAILURES = 0.05
-"""The share of samples, or tasks, without a score from which on an evaluation does not count as one."""
+MAX_FAILURES = 0.05  # with more samples, or tasks, without a score an evaluation does not count as one
 
 
 class TaskResults:
-    """The scored tasks of an evaluation, or of one part or kind of it: mean, samples and passes of each."""
+    """The scored tasks of an evaluation, or of one part or kind of it; `counts` are samples and passes of each."""
 
     def __init__(self) -> None:
-        self.means: list[float] = []
-        self.counts: list[tuple[int, int]] = []
+        self.means, self.counts = list[float](), list[tuple[int, int]]()
 
     def add(self, record: TaskRecord) -> None:
         if record.mean is not None:
@@ -52,7 +50,6 @@ def _estimate(values: list[float], seed: int) -> dict[str, Any] | None:
 
 
 def summary_of(plan: SamplingPlan, records: Iterable[TaskRecord]) -> dict[str, Any]:
-    """All numbers, taken in record by record."""
     everything, problems, unscored, truncated = TaskResults(), Counter[str](), Counter[str](), list[float]()
     by: dict[str, dict[str, TaskResults]] = {"part": defaultdict(TaskResults), "kind": defaultdict(TaskResults)}
     parts: dict[str, list[float]] = defaultdict(list)
@@ -71,26 +68,19 @@ def summary_of(plan: SamplingPlan, records: Iterable[TaskRecord]) -> dict[str, A
             truncated.append(record.truncated / len(record.samples))
         if missing := len(record.samples) - len(record.scores):
             unscored[record.task] += missing
-        for sample in record.samples:
-            for name, value in sample.parts.items():
-                parts[name].append(value)
+        for name, value in (part for sample in record.samples for part in sample.parts.items()):
+            parts[name].append(value)
     seed, k = plan.seed, plan.samples
     wanted, lost = (tasks - problems[UNUSABLE]) * k, unscored.total()  # unusable rows have no samples
     average = _estimate(everything.means, seed)
+    share, counts = (wanted - drawn + lost) / wanted if wanted else 1.0, {*(2**i for i in range(k.bit_length())), k}
     return {
-        "tasks": tasks,
-        "scored_tasks": len(everything.means),
-        "samples": drawn,
-        "unscored": {
-            "samples": lost, "share": (wanted - drawn + lost) / wanted if wanted else 1.0, "tasks": list(unscored)[:20]
-        },
+        "tasks": tasks, "scored_tasks": len(everything.means), "samples": drawn,
+        "unscored": {"samples": lost, "share": share, "tasks": list(unscored)[:20]},
         "problems": {reason: count for reason, count in sorted(problems.items()) if count},
         "avg_at_k": None if average is None else {"k": k, **average},
-        "pass_at_k": {
-            str(count): everything.pass_at(count, seed) for count in sorted({*(2**i for i in range(k.bit_length())), k})
-        },
-        "truncated": _estimate(truncated, seed),
-        "mean_tokens": tokens / max(1, drawn),
+        "pass_at_k": {str(count): everything.pass_at(count, seed) for count in sorted(counts)},
+        "truncated": _estimate(truncated, seed), "mean_tokens": tokens / max(1, drawn),
         "parts": {name: math.fsum(values) / len(values) for name, values in sorted(parts.items())},
         "by": {
             what: {name: found.as_json(seed) for name, found in sorted(groups.items())} for what, groups in by.items()

@@ -2,17 +2,15 @@
 
     recipe     Recipe, load_recipe: what a recipe may say; what may differ when a run is resumed
     folder     RunFolder, Endpoints: a run on disk, its keys and its addresses
-    preflight  check_ingredients, check_machine: what is wrong with a recipe, before anything is started
-    estimate   Planning: memory, disk, links, time and money of a run before it begins
+    preflight  check_ingredients, check_machine          estimate  Planning: memory, disk, links, time, money
     roles      run_role: a role of a run folder, in this process
     launch     launch: all roles of a run on this machine, supervised; what the run came to, and what to do next
     progress   Reporter: asks the hub, keeps the History, has it shown; Watchdog: ends what stands still
-    backup     backup_run, restore_run          sources   model_source, task_source, export_run
+    backup     backup_run, restore_run                   sources   model_source, task_source, export_run
     join       run_joined_worker, run_standalone_relay: taking part in a run that is elsewhere; in a `sandbox`
-    doctor     examine: is this machine fit; `trials`: the validator's checks on its own work
-    owner      keys of people and machines; what a run's owner orders, signed
-    ledger     a run's ledger: read wherever it is, verified, exported, witnessed, rechecked
-    demo       what `shoal demo` makes, checks and draws
+    doctor     examine: is this machine fit              trials    the validator's checks on its own work
+    owner      keys; signed orders of a run's owner      ledger    verified, exported, witnessed, rechecked
+    demo       what `shoal demo` makes and claims
 
 Nothing here imports torch when it is imported.
 """

@@ -6,9 +6,8 @@
              ─► recipe, keys, the run's secret, addresses, metrics, the outboxes of workers that run here
     restore  hidden folder, checked ─► submissions to hub.storage ─► rows to hub.database, marked ─► rename
 
-The order of a backup is what makes it continue exactly: its hub is never behind its trainer, as after any crash, so the
-trainer replays the batches since its checkpoint. A backup is always SQLite and files; a run moves by being restored
-elsewhere. The rename decides: the hub of the folder that it makes takes the mark away, any other is refused. If a
+In this order the hub of a backup is never behind its trainer, as after any crash: the trainer replays the batches since
+its checkpoint. The rename decides: the hub of the folder that it makes takes the mark away, any other is refused. If a
 restore is killed, the same command does it all again.
 """
 
@@ -39,17 +38,11 @@ from shoal.ledger import verify
 from shoal.protocol import LedgerEntry, Message, canonical_json, first_problem
 from shoal.run.folder import RECIPE_MODE, RunFolder
 from shoal.run.recipe import Recipe
+from shoal.runtime import files
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.config import dump_config, parse_config
 from shoal.runtime.crash import point
-from shoal.runtime.files import (
-    PRIVATE_FOLDER,
-    ensure_folder,
-    make_private,
-    resource_error,
-    sync_folder,
-    write_atomically,
-)
+from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.tree import parse_label
 from shoal.trainer.folder import Retention, scores_of
@@ -58,8 +51,7 @@ MANIFEST, MAX_MANIFEST_BYTES = "manifest.json", 2**30
 SECRET = ("hub/", "keys/", "worker-")
 DATABASE, BLOB_FOLDER = "hub/hub.db", "hub/blobs"
 PLACES = ("database", "storage", "storage_endpoint")
-CHECKPOINTS_KEPT, TRIES = 2, 5
-"""The newest, and one before it should the disk have damaged that. Beside them: the best that the run keeps."""
+CHECKPOINTS_KEPT, TRIES = 2, 5  # the newest, and one before it, should the disk have damaged that
 REST = (
     "endpoints.json", "keys/*", "hub/secret", "trainer/metrics.jsonl", "trainer/rollouts/*",
     "worker-*/node.key", "worker-*/outbox/*",
@@ -77,14 +69,11 @@ class Summary:
     @property
     def line(self) -> str:
         policy = "no policy yet" if self.version is None else f"policy version {self.version}"
-        return (
-            f"run {self.manifest.run}: {policy}, {len(self.submissions)} submissions, {self.ledger} ledger rows, "
-            f"{len(self.manifest.members)} files, {self.size_bytes / 1e6:.1f} MB"
-        )
+        rows = f"{len(self.submissions)} submissions, {self.ledger} ledger rows, {len(self.manifest.members)} files"
+        return f"run {self.manifest.run}: {policy}, {rows}, {self.size_bytes / 1e6:.1f} MB"
 
 
 def backup_run(directory: Path, out: Path, say: Callable[[str], None]) -> Summary:
-    """Write the backup of a run to `out`, and read it back."""
     folder = RunFolder.open(directory)
     run, recipe, hub = folder.path, folder.recipe, folder.recipe.hub
     for left_over in run.glob(".backup-*"):  # of a backup that was killed
@@ -112,7 +101,7 @@ def backup_run(directory: Path, out: Path, say: Callable[[str], None]) -> Summar
 
 
 def verify_backup(path: Path) -> Summary:
-    """Read a backup as a restore would: every hash, the database, the ledger's chain, a blob for every row."""
+    """As a restore reads it: every hash, the database, the ledger's chain, a blob for every row."""
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
         return _summary(path, read_bundle(path, Path(scratch), only=DATABASE), Path(scratch) / DATABASE)
 
@@ -137,7 +126,7 @@ def restore_run(path: Path, folder: Path, overrides: Sequence[str] = ()) -> Summ
         os.sync()  # once for all: a folder of thousands of small files would wait for each
         point("restore.before_rename")
         hidden.rename(folder)
-        sync_folder(folder.absolute().parent)
+        files.sync_folder(folder.absolute().parent)
     except OSError as error:
         raise resource_error("restore to", folder, error) from error
     finally:
@@ -154,7 +143,7 @@ def _hold(path: Path, target: Path) -> None:
 
 
 def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
-    """Whole ones, newest first: the trainer removes some as it saves new ones, so look again if one goes."""
+    """The trainer removes some as it saves new ones: look again if one goes."""
     source, target = run / "trainer" / "checkpoints", scratch / "trainer" / "checkpoints"
     rule = Retention(CHECKPOINTS_KEPT, keep_best)
     for _ in range(TRIES):
@@ -172,7 +161,7 @@ def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
 
 
 def _hold_origin(run: Path, scratch: Path) -> None:
-    """The published tree. Manifests go before their chunks: one that is still there afterwards has all of its own."""
+    """Manifests are removed before their chunks: one that is still there afterwards has all of its own."""
     source, target = run / "origin", scratch / "origin"
     for pattern in ("head.json", "manifests/*.json", "chunks/??/*"):
         for path in source.glob(pattern):
@@ -209,14 +198,13 @@ def _summary(path: Path, manifest: Manifest, database: Path) -> Summary:
         raise ProtocolError(f"the database in {path} cannot be read: {error}") from error
     except LedgerError as error:
         raise ProtocolError(f"the ledger in {path} does not hold: {error}") from error
-    lost = [name for name in names if f"{BLOB_FOLDER}/{name}" not in manifest.members]
-    if lost:
+    if lost := [name for name in names if f"{BLOB_FOLDER}/{name}" not in manifest.members]:
         raise ProtocolError(f"the backup {path} lacks {len(lost)} submissions that its database names, e.g. {lost[0]}")
     return Summary(manifest, names, ledger, version, path.stat().st_size)
 
 
 def _place(hidden: Path, hub: HubSettings, summary: Summary) -> None:
-    """Bring submissions and rows to the places that `hub` names, if it does, and let the recipe name them, too."""
+    """Bring submissions and rows to the places that `hub` names; the recipe names them, too."""
     if hub.storage:
         here, store = (open_blobs(to, hub.storage_endpoint, hidden / BLOB_FOLDER) for to in ("", hub.storage))
         for _ in side_by_side(lambda name: store.get(store.put(here.get(name))), summary.submissions):
@@ -239,11 +227,8 @@ def _place(hidden: Path, hub: HubSettings, summary: Summary) -> None:
     write_atomically(hidden / "recipe.toml", text.encode(), RECIPE_MODE)
 
 
-# ── the file: a plain tar that any tool opens; its last member has the SHA-256 of each, and a hash over all of that ──
-
-
 class Manifest(Message):
-    """What a backup says of itself; `members` has the SHA-256 of each by its name."""
+    """The last member of the tar; `members` has the SHA-256 of each by its name, `hash` is over all of that."""
 
     format: Literal[2] = 2
     run: str
@@ -258,8 +243,6 @@ class Manifest(Message):
 
 
 class Hashing:
-    """Reads through to a file, and hashes what comes."""
-
     def __init__(self, source: IO[bytes]) -> None:
         self._source, self.digest = source, hashlib.sha256()
 
@@ -271,11 +254,10 @@ class Hashing:
 
 class BundleWriter:
     def __init__(self, tar: tarfile.TarFile) -> None:
-        self._tar = tar
-        self.members: dict[str, str] = {}
+        self._tar, self.members = tar, dict[str, str]()
 
     def add(self, name: str, source: Path | bytes, mode: int = 0o644) -> None:
-        """Bytes, or a file with its mode, as long as it is now: one that grows meanwhile is cut there."""
+        """A file with its mode, as long as it is now: one that grows meanwhile is cut there."""
         info = tarfile.TarInfo(_proper(name))
         with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
             info.mode = source.stat().st_mode & 0o777 if isinstance(source, Path) else mode
@@ -294,7 +276,7 @@ def new_bundle(path: Path, run: str, made_at_ms: int) -> Iterator[BundleWriter]:
     folder = ensure_folder(path.absolute().parent)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        make_private(hidden)
+        files.make_private(hidden)
         with hidden.open("wb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 yield (bundle := BundleWriter(tar))
@@ -305,7 +287,7 @@ def new_bundle(path: Path, run: str, made_at_ms: int) -> Iterator[BundleWriter]:
             os.fsync(file.fileno())
         point("backup.before_rename")
         hidden.rename(path)
-        sync_folder(folder)
+        files.sync_folder(folder)
     except OSError as error:
         raise resource_error("copy to the backup", Path(error.filename or path), error) from error
     finally:
@@ -313,9 +295,8 @@ def new_bundle(path: Path, run: str, made_at_ms: int) -> Iterator[BundleWriter]:
 
 
 def read_bundle(path: Path, folder: Path, only: str = "") -> Manifest:
-    """Unpack into `folder` every member, or only one, and compare all with the manifest: raises if they differ."""
-    seen: dict[str, str] = {}
-    data = b""
+    """Unpack into `folder` every member, or only one, and compare all with the manifest."""
+    seen, data = dict[str, str](), b""
     try:
         with tarfile.open(path, mode="r|") as tar:
             for info in tar:
@@ -338,20 +319,18 @@ def read_bundle(path: Path, folder: Path, only: str = "") -> Manifest:
         raise _damaged(path, f"its manifest is missing or cannot be read ({first_problem(error)})") from error
     if manifest != manifest.hashed():
         raise _damaged(path, "its manifest does not match its own hash")
-    differing = [name for name in {**manifest.members, **seen} if manifest.members.get(name) != seen.get(name)]
-    if differing:
+    if differing := [name for name in {**manifest.members, **seen} if manifest.members.get(name) != seen.get(name)]:
         raise _damaged(path, f"{len(differing)} of its files do not match its manifest, first of all {differing[0]}")
     return manifest
 
 
 def _created(folder: Path, info: tarfile.TarInfo) -> IO[bytes]:
     target = folder / info.name
-    target.parent.mkdir(PRIVATE_FOLDER if info.name.startswith(SECRET) else 0o777, parents=True, exist_ok=True)
+    target.parent.mkdir(files.PRIVATE_FOLDER if info.name.startswith(SECRET) else 0o777, parents=True, exist_ok=True)
     return os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o777), "wb")
 
 
 def _proper(name: str) -> str:
-    """The name, if it is a plain path below the folder."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name:
         raise ProtocolError(f"{name!r} is no name of a file in a run's folder: shoal has not written this backup")

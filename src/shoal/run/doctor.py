@@ -1,9 +1,5 @@
 """`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
 
-    this machine   torch, memory, device, disk, folder
-    the way to a run  proxy, hub (each address; same run; protocol), clock, weights (the sources that the hub names),
-                   compute (what `shoal join` would compute in there, and whether the model fits)
-
 `shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`, anything
 else is a warning.
 """
@@ -18,13 +14,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from math import inf
 from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, TrustedRun
 from shoal.client.trust import known_root, one_run
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
-from shoal.protocol import RunInfo, SigningKey
-from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.protocol import MAX_SKEW_MS, RunInfo, SigningKey
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.limits import MachineLimits
@@ -34,21 +30,18 @@ from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 GIB = 2**30
 LEAST_TORCH = (2, 11)
-LEAST_MEMORY_BYTES = 2 * GIB
-LEAST_DISK_BYTES = 2 * GIB
+LEAST_MEMORY_BYTES = LEAST_DISK_BYTES = 2 * GIB
 NO_DISK_BYTES = 64 * 2**20  # with less not even the smallest policy fits beside finished work
 TIMEOUT_S = 5.0
 MAX_SOURCES = 16
-DEVICES, GPU_FILES = Path("/dev"), ("nvidiactl", "nvidia0", "dxg", "kfd")
-"""What a driver leaves there: NVIDIA's, that of a Windows host, AMD's."""
-OPTIONS = ClientOptions(
-    patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, tell_after_s=float("inf")
-)
+DEVICES = Path("/dev")
+GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")  # of the drivers of NVIDIA, of a Windows host, of AMD
+OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, tell_after_s=inf)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `stops`: the exit code of a worker that cannot work because of it, else 0."""
+    """`stops`: the exit code of a worker that cannot work because of it, else 0."""
 
     name: str
     ok: bool
@@ -69,7 +62,7 @@ def examine(
 
 
 def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
-    """What matters to a worker that has met its hub already; torch is looked at by whoever needs it."""
+    """What matters to a worker that has met its hub already."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
     return [*machine, _clock(client), _weights(client.trusted_run())]
 
@@ -94,15 +87,13 @@ def _memory() -> Finding:
 
 
 def _device() -> Finding:
-    """What a worker would compute on, by what drivers leave in /dev: torch would take seconds to say. A GPU that the
-    installed torch cannot use is worth a line."""
+    """By what drivers leave in /dev: torch would take seconds to say."""
     gpus = [name for name in GPU_FILES if (DEVICES / name).exists()]
     if not gpus:
         return Finding("device", True, "cpu (no GPU, or no driver for it)")
     can_use = "+cpu" not in (_torch_version() or "+cpu")
-    return _judged(
-        "device", can_use, f"a GPU ({', '.join(gpus)})", "the installed torch has no CUDA: install one that has"
-    )
+    remedy = "the installed torch has no CUDA: install one that has"
+    return _judged("device", can_use, f"a GPU ({', '.join(gpus)})", remedy)
 
 
 def _disk(folder: Path) -> Finding:
@@ -124,8 +115,7 @@ def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterato
     """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
     try:
         bases, given = one_run(urls)
-        pinned = known_root(bases, given)
-        proxy = proxy_of(bases[0])
+        pinned, proxy = known_root(bases, given), proxy_of(bases[0])
         yield Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
     except UserError as error:
         yield Finding("hub", False, str(error), error.exit_code)
@@ -170,7 +160,7 @@ def _hub(client: HubClient) -> Finding:
 
 
 def _clock(client: HubClient) -> Finding:
-    """Do the clocks agree? A client corrects its requests by the hub's clock, so this stops nobody."""
+    """A client corrects its requests by the hub's clock, so this stops nobody."""
     try:
         skew_ms = SystemClock().now_ms() - client.status().now_ms
     except ShoalError as error:
@@ -180,7 +170,6 @@ def _clock(client: HubClient) -> Finding:
 
 
 def _weights(trusted: TrustedRun) -> Finding:
-    """Whether weights can be fetched: from how many of the sources that the hub names."""
     sources = [*trusted.info.sources, *trusted.info.last_resort][:MAX_SOURCES]
     if not sources:
         return Finding("weights", False, "the hub names no source of weights; ask the run's owner")
@@ -194,7 +183,7 @@ def _weights(trusted: TrustedRun) -> Finding:
 
 
 def _reach(reach: Reach, source: str) -> str:
-    """What is wrong with a source, or nothing. One that has nothing yet is as good as another."""
+    """What is wrong with a source, if anything. One that has nothing yet is as good as another."""
     try:
         with closing(Connection(source, StopToken(), Timeouts(TIMEOUT_S, TIMEOUT_S, reach=reach))) as connection:
             status = connection.get("/head.json", Deadline(TIMEOUT_S)).status

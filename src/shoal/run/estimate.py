@@ -1,9 +1,6 @@
 """The figures of a run before it begins: memory, disk, bytes on links, time by stage, machines, money. No I/O.
 
-    recipe, shape of the model, speeds ─► Planning ─► rows (name, figures), which `plan` prints
-
-Speeds and shares are assumptions (`runtime/sizing.Speeds`); each can be changed. What a run was measured to take
-against these figures is in benchmarks/results/plan_check.md.
+Speeds and shares are assumptions (`runtime/sizing.Speeds`); benchmarks/results/plan_check.md has what was measured.
 """
 
 from __future__ import annotations
@@ -20,17 +17,8 @@ from shoal.hub.settings import CONCURRENT_UPLOADS
 from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
 from shoal.run.recipe import Recipe
-from shoal.runtime.sizing import (
-    Derived,
-    RunSize,
-    Speeds,
-    derive,
-    kept_when_finished,
-    machines_needed,
-    open_settings,
-    policies_loaded,
-    settle,
-)
+from shoal.runtime import sizing
+from shoal.runtime.sizing import Derived, RunSize, Speeds, machines_needed, open_settings
 from shoal.runtime.text import count_of
 from shoal.shardcast.origin import DELTA_PAYS, DELTA_STRIDES, OriginSettings
 from shoal.trainer.folder import AWAITED
@@ -64,14 +52,13 @@ class Planning:
 
     @property
     def size(self) -> RunSize:
-        run = self.recipe.run
-        announced = most_bytes(self.payload)
+        run, announced = self.recipe.run, most_bytes(self.payload)
         return RunSize(self.shape.weights, announced, run.group_size, run.max_new_tokens, run.max_staleness)
 
     @cached_property
     def chosen(self) -> Derived:
-        """What holds of the settings that are derived; speeds that were given change what is derived."""
-        found = derive(self.size, self.speeds)
+        """The derived settings, unless the recipe sets them; speeds that were given change what is derived."""
+        found = sizing.derive(self.size, self.speeds)
         sections = (self.recipe.hub, self.recipe.validator, self.recipe.trainer)
         given = {name: value for one in sections for name, value in one if name in vars(found) and value is not None}
         return Derived(**{**vars(found), **given})
@@ -82,11 +69,8 @@ class Planning:
         taken = {name: share for name, share in shares.items() if share < 1}
         return self.memory_bytes * taken.get(role, 1.0 - sum(taken.values()) if role.startswith("trainer") else 1.0)
 
-    # Bytes
-
     @property
     def payload(self) -> int:
-        """A whole version, as it is published."""
         adapters = 0 if self.recipe.trainer.lora is None else 4 * self.shape.trained
         return self.shape.weights * WIDTHS[self.recipe.trainer.publish_dtype] + adapters
 
@@ -96,18 +80,14 @@ class Planning:
         return self.delta if self.delta < self.payload else 0.0
 
     @property
-    def _changed(self) -> float:
-        """The share of a bfloat16 payload that a step changes: more at higher rates, and by more optimizer steps."""
-        trainer = self.recipe.trainer
-        rate, updates = float(trainer.learning_rate), float(trainer.minibatches)
-        return min(1.0, self.speeds.delta_share * pow(rate / 1e-6, 0.86) * pow(updates, 0.83))
-
-    @property
     def delta(self) -> float:
-        """What most versions travel as: in float32 nearly every value changes, a step twice as long in one more bit."""
-        trainer, share = self.recipe.trainer, self._changed
+        """What most versions travel as. A step changes more of a bfloat16 payload at higher rates, and by more
+        optimizer steps; in float32 nearly every value changes, a step twice as long in one more bit."""
+        trainer = self.recipe.trainer
         if trainer.lora is not None:
             return 4.0 * self.shape.trained
+        rate, updates = float(trainer.learning_rate), float(trainer.minibatches)
+        share = min(1.0, self.speeds.delta_share * pow(rate / 1e-6, 0.86) * pow(updates, 0.83))
         if trainer.publish_dtype == "float32":
             share = max(share, self.speeds.float32_delta_share + log2(trainer.learning_rate / 1e-6) / 32)
         return self.payload * (share if share <= DELTA_PAYS else 1.0)
@@ -123,21 +103,20 @@ class Planning:
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 
     def disk(self) -> Iterator[tuple[str, float, float, str]]:
-        """Folder, bytes at most while it is used and when the run has ended, and what they are. An origin keeps the
-        versions that leases may name, back to a whole one."""
+        """Folder, bytes at most while it is used and when the run has ended, and what they are."""
         run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
         yield self._checkpoints()
         yield "trainer: export", payload, payload, "the last version"
         rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
         yield "trainer: rollouts", rollouts, rollouts, "what each step was trained on"
         kept = max(OriginSettings().kept_versions, run.max_staleness + 2) + 1
-        finished, what = self._offered(kept_when_finished(run.max_staleness)), "with the one that is being published"
+        finished = self._offered(sizing.kept_when_finished(run.max_staleness))
+        what = "with the one that is being published"
         yield "origin", self._offered(kept), finished, f"{min(kept, versions)} versions, {what}"
         mirrored = self.recipe.relay.keep_versions
         yield "each relay", self._offered(mirrored), 0, f"{min(mirrored, versions)} versions"
         for role, count in {"validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}.items():
-            held = min(versions, count)
-            size = held * (payload + self._beside)
+            size = (held := min(versions, count)) * (payload + self._beside)
             yield f"each {role}", size, 0, f"{held} versions, with the one that is being made"
         submitted = self.tokens * run.steps * self.speeds.submission_bytes
         hub = DATABASE_BYTES + submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
@@ -191,7 +170,7 @@ class Planning:
         return next(device for name, device, _, _ in self.memory() if name == role)
 
     def changed(self, section: str, **settings: object) -> Planning:
-        """The same with other settings of a section; the trainer's own memory stays as it was planned."""
+        """With other settings of a section; the trainer's own memory stays as it was planned."""
         changed = getattr(self.recipe, section).model_copy(update=settings)
         return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
 
@@ -202,16 +181,13 @@ class Planning:
     @property
     def loaded(self) -> int:
         each = self.shape.weights * WIDTHS[self.recipe.validator.dtype]
-        return policies_loaded(self.chosen.keep_versions, each, int(self.room("validator")))
+        return sizing.policies_loaded(self.chosen.keep_versions, each, int(self.room("validator")))
 
     def links(self) -> Iterator[tuple[str, float, float]]:
-        """Link, bytes of a version as a delta, and as a whole one."""
         copies = self.speeds.workers_per_relay + 1
         yield "origin to each relay", self.delta, self.payload
         yield f"out of a relay ({copies:g} copies)", copies * self.delta, copies * self.payload
         yield "into each worker and validator", self.delta, self.payload
-
-    # Time, machines, money
 
     @property
     def _length(self) -> float:
@@ -219,7 +195,6 @@ class Planning:
 
     @property
     def _rows(self) -> int:
-        """The sequences of a worker's batch that fit together."""
         weights = self.shape.weights * WIDTHS[self.worker_dtype]
         fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / self._row)
         return max(1, min(fit, self._sequences))
@@ -240,8 +215,8 @@ class Planning:
         return self.recipe.run.group_size * self.recipe.worker.units_per_lease
 
     def _batch_s(self, sequences: int) -> float:
-        """What a worker takes for so many. A finished place is taken at once; the last ones take as many tokens as
-        the longest of them (lengths have an exponential tail). For each token half of its sequence is read."""
+        """A finished place in a worker's batch is taken at once; the last ones take as many tokens as the longest of
+        them (lengths have an exponential tail). For each token half of its sequence is read."""
         longest = min(self.recipe.run.max_new_tokens, self._length * (1 + log(self._rows)))
         steps = longest + self._length * (sequences / self._rows - 1)
         cached = sequences * self._length**2 / 2 * self.shape.cached_bytes
@@ -249,13 +224,12 @@ class Planning:
 
     @property
     def worker_tokens_s(self) -> float:
-        sequences = self._sequences
-        return self.speeds.worker_tokens_s or sequences * self._length / self._batch_s(sequences)
+        drawn = self._sequences
+        return self.speeds.worker_tokens_s or drawn * self._length / self._batch_s(drawn)
 
     @property
     def audit_tokens_s(self) -> float:
-        """Prefill and checks, what each group takes besides, and branches: those of a claim are decoded together, with
-        the overhead of two for each token."""
+        """The branches of a claim are decoded together, with the overhead of two for each token."""
         run, speeds = self.recipe.run, self.speeds
         claim = min(self.chosen.max_audits, run.groups_per_step)
         tokens = claim * run.group_size * self._length
@@ -300,7 +274,6 @@ class Planning:
 
     @property
     def _transfer_s(self) -> float:
-        """A version to everybody behind a relay; the next one has to wait for it."""
         return (self.speeds.workers_per_relay + 1) * self.delta / self.speeds.link_bytes_s
 
     @property
@@ -320,7 +293,6 @@ class Planning:
         return machines_needed(self.tokens / self.audit_tokens_s, self._wanted_s, self.recipe.run.steps)
 
     def stages(self) -> Iterator[tuple[str, float, str]]:
-        """Name, seconds of a step, and what they are of."""
         speeds, gb, every = self.speeds, self.payload / 1e9, self.chosen.checkpoint_every
         for name, machine, count, tokens_s in (
             ("generate", "worker", self.workers, self.worker_tokens_s),
@@ -343,7 +315,7 @@ class Planning:
 
 
 def announced_size(recipe: Recipe) -> ModelSize:
-    """How large policies are, as the hub tells everybody; unknown while the model is not here."""
+    """How large policies are, as the hub announces it; unknown while the model is not here."""
     trainer = recipe.trainer
     adapters = (trainer.lora.rank, trainer.lora.targets) if trainer.lora is not None else (0, ())
     is_here = recipe.model.path in BUILTIN or Path(recipe.model.path).is_dir()
@@ -351,12 +323,12 @@ def announced_size(recipe: Recipe) -> ModelSize:
 
 
 def settled(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe as `--dry-run` shows it, and comments (TOML) that say of which model its derived settings are. They
-    stay open while nothing is known of the model: those of a small one would be wrong without a word."""
+    """The recipe as `--dry-run` shows it, and comments (TOML) that say of which model its derived settings are. While
+    nothing is known of the model, they stay open."""
     model, changes, derived = announced_size(recipe), {}, list[str]()
     for name in ("hub", "validator", "trainer"):
         section = getattr(recipe, name)
-        chosen, still_open = vars(settle(section, run_size(recipe, model))), open_settings(section)
+        chosen, still_open = vars(sizing.settle(section, run_size(recipe, model))), open_settings(section)
         changes[name] = section.model_copy(update={key: chosen[key] for key in still_open})
         derived += [f"{name}.{key}" for key in still_open]
     if not derived:
@@ -376,8 +348,7 @@ def run_size(recipe: Recipe, model: ModelSize) -> RunSize:
 
 
 def usual_config(parameters: float) -> dict[str, object]:
-    """A config.json of about so many parameters, where there is none: the usual decoder, a hundred times as wide as it
-    is deep. Activations and caches of a real model of that size may be others."""
+    """The usual decoder, a hundred times as wide as it is deep. Activations and caches of a real model may differ."""
     vocabulary = 151_936 if parameters > 3e8 else 32_000
     layers = max(2, round((parameters / (12 * 100**2)) ** (1 / 3)))
     hidden = 1024 * round(100 * layers / 1024) if layers > 10 else 128 * layers

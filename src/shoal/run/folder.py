@@ -1,9 +1,5 @@
 """A run on disk: its recipe, its keys with their certificates, its addresses. Made once, then opened by every role.
 
-    recipe.toml      resolved; a folder belongs to one recipe, and a run is resumed by opening it again
-    keys/            root.key signs a certificate for hub.key, trainer.key, admin.key and every validator-N.key
-    endpoints.json   where hub, origin and relays listen; written before anything is started
-
 The root key is needed only here, to make certificates: move it off the machine once they exist.
 """
 
@@ -31,17 +27,15 @@ from shoal.runtime.targets import own_address
 
 EVERYWHERE = ("0.0.0.0", "::", "")
 ADMIN = "admin"
-
 BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
 LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
 RECIPE_MODE = 0o600  # hub.database may hold a password
 
 
 class Endpoints(BaseModel):
-    """Where the run's servers listen. `bind` is the address that they listen on, the URLs are how they are reached."""
+    """`bind` is the address that the run's servers listen on, the URLs are how they are reached."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: str
     root_key: str
     bind: str
@@ -52,7 +46,6 @@ class Endpoints(BaseModel):
 
     @property
     def join(self) -> str:
-        """What a contributor needs: the hub's address and the fingerprint of the root key that it must answer for."""
         url = self.advertise[0].rstrip("/") if self.advertise else self.hub
         return f"{url}/#{protocol.fingerprint(self.root_key)}"
 
@@ -62,7 +55,6 @@ class Endpoints(BaseModel):
 
     @property
     def last_resort(self) -> tuple[str, ...]:
-        """The origin is there for the relays, and for when they are gone."""
         return (self.origin,) if self.relays else ()
 
 
@@ -73,11 +65,11 @@ class RunFolder:
 
     @classmethod
     def prepare(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Make the folder, or open one that this recipe made; afterwards every key and certificate is there."""
+        """Make the folder, or open one that this recipe made; every key and certificate is there afterwards."""
         stored = path / "recipe.toml"
         if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
             raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
-        with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
+        with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a running run must not lose its recipe
             cls.refuse_other(path, recipe)
             ensure_folder(path / "logs")
             ensure_folder(path / "keys", private=True)
@@ -99,17 +91,14 @@ class RunFolder:
 
     @staticmethod
     def refuse_other(path: Path, recipe: Recipe) -> None:
-        """If a run has begun in this folder, it can go on with this recipe."""
         stored = path / "recipe.toml"
         if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
             refuse_other_recipe(path, _stored_recipe(stored), recipe)
             _refuse_moved(path, _stored_recipe(stored), recipe)
 
-    # Keys
-
     @property
     def trusted_roles(self) -> dict[str, protocol.Role]:
-        """The processes that the root key vouches for, with their roles; validators that were added later, too."""
+        """The processes that the root key vouches for, also validators that were added later."""
         count = self.recipe.validator.count
         while self._certificate_path(f"validator-{count}").exists():
             count += 1
@@ -150,9 +139,8 @@ class RunFolder:
 
     def certify(self, role: protocol.Role, public_key: str) -> protocol.SignedDocument:
         """A certificate by the root key, whose private half must be here; it is not written anywhere."""
-        root = self._root()
+        root, now_ms = self._root(), SystemClock().now_ms()
         run = run_id(self.recipe.run.name, protocol.fingerprint(root.public_key))
-        now_ms = SystemClock().now_ms()
         document = protocol.RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=now_ms)
         return protocol.sign_document(document, root)
 
@@ -169,9 +157,8 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"cannot read the certificate {path}: {error.strerror}") from error
         except ValidationError as error:
-            raise ConfigError(
-                f"{path} is not a certificate: {protocol.first_problem(error)}; remove it to get a new one"
-            ) from error
+            problem = protocol.first_problem(error)
+            raise ConfigError(f"{path} is not a certificate: {problem}; remove it to get a new one") from error
 
     def _root(self) -> protocol.SigningKey:
         """The private root key. It is made for a new run only: a second one would split the run in two."""
@@ -182,12 +169,8 @@ class RunFolder:
             raise ConfigError(f"a certificate is missing and so is the root key: put it back at {path}, then try again")
         root = protocol.load_key(path)
         if self._certificate_path("hub").exists() and root.public_key != self.root_key:
-            raise ConfigError(
-                f"{path} is not the root key that this run's certificates are signed with; put that one back"
-            )
+            raise ConfigError(f"{path} is not the root key that signed this run's certificates; put that one back")
         return root
-
-    # Addresses
 
     @property
     def endpoints(self) -> Endpoints:
@@ -222,7 +205,7 @@ class RunFolder:
 
 
 def _free_port(host: str, wanted: Sequence[int], taken: Sequence[int]) -> int:
-    """The first of the ports that can be listened on and is not taken; 0 stands for any."""
+    """The first port that can be listened on and is not taken; 0 stands for any."""
     why = "all are in use"
     for port in wanted:
         try:
@@ -235,14 +218,13 @@ def _free_port(host: str, wanted: Sequence[int], taken: Sequence[int]) -> int:
             continue
         if bound not in taken:
             return bound
-    raise ResourceError(
-        f"cannot listen on port {wanted[0] or '(any)'} of {host} ({why}): is it an address of this machine? Stop what "
-        "uses the port, or choose another (--set hub.port=0 takes any that is free)"
-    )
+    remedy = "Stop what uses the port, or choose another (--set hub.port=0 takes any that is free)"
+    where = f"cannot listen on port {wanted[0] or '(any)'} of {host} ({why})"
+    raise ResourceError(f"{where}: is it an address of this machine? {remedy}")
 
 
 def _stored_recipe(path: Path) -> Recipe:
-    """The recipe that a run was made with. One without a [run] was not written by us: defaults would be another run."""
+    """A recipe without a [run] was not written by shoal: its defaults would be another run."""
     recipe = load_config(path, Recipe)
     if "[run]" not in path.read_text():
         raise ConfigError(f"{path} is damaged: it has no [run] section; put back the recipe that the run was made with")
@@ -250,7 +232,7 @@ def _stored_recipe(path: Path) -> Recipe:
 
 
 def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
-    """The hub at a join URL or of a run's folder: its address, the wait, and its root key's fingerprint if known."""
+    """Its address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)
         return url, wait_s, known_root([url], pinned)
@@ -259,7 +241,7 @@ def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
 
 
 def find_run(where: str | None) -> str:
-    """What was named; else the run in this folder, or the only one in runs/."""
+    """`where`; else the run in this folder, or the only one in runs/."""
     if where is not None:
         return where
     if Path("recipe.toml").is_file() and Path("keys").is_dir():
@@ -272,7 +254,6 @@ def find_run(where: str | None) -> str:
 
 
 def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str]) -> Recipe:
-    """The recipe that was named, or that of the folder to resume, with everything that was changed on the way."""
     if source is None and directory is not None:
         if not directory.is_dir():
             raise ConfigError(f"there is no run folder {directory}; to make one: shoal run RECIPE --dir FOLDER")
@@ -283,13 +264,11 @@ def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str
 
 
 def without_passwords(recipe: Recipe) -> Recipe:
-    """The recipe as it may be shown: `hub.database` can hold a password, in its address or after the question mark."""
     return recipe.model_copy(update={"hub": recipe.hub.model_copy(update={"database": masked(recipe.hub.database)})})
 
 
 def masked(url: str) -> str:
-    """A URL without its passwords.
-
+    """
     >>> masked("postgresql://shoal:s3cr@t@db.example/run?sslpassword=other&sslmode=require")
     'postgresql://shoal:***@db.example/run?sslpassword=***&sslmode=require'
     """
@@ -301,19 +280,16 @@ def port_of(url: str) -> int:
 
 
 def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
-    """Nothing is written down that a begun run cannot resume with: a place without its rows, or an end it is past."""
+    """Refuse what a begun run cannot resume with: a place without its rows, or an end it is past."""
     before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
-        raise ConfigError(
-            f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer, "
-            f"never shorter; to end it earlier, stop it (resume with: shoal run --dir {path})"
-        )
+        why = f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer"
+        raise ConfigError(f"{why}, never shorter; to end it earlier, stop it (resume with: shoal run --dir {path})")
     begun = (path / "hub" / "hub.db").exists() or any((path / "origin" / "manifests").glob("*"))
     if not begun or (masked(before.database), before.storage) == (masked(now.database), now.storage):
         return  # a mistyped address of a first start can be mended, and a password may be another
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
-    raise ConfigError(
-        f"what the run in {path} holds is at hub.database {masked(before.database)!r}, hub.storage {before.storage!r}; "
-        f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
-    )
+    remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
+    here = f"hub.database {masked(before.database)!r}, hub.storage {before.storage!r}"
+    raise ConfigError(f"what the run in {path} holds is at {here}; {remedy}")

@@ -1,9 +1,7 @@
-"""Taking part in a run that is elsewhere, knowing nothing but its URL: a worker, or a relay.
+"""Taking part in a run that is elsewhere, knowing only its URL: a worker, or a relay.
 
-    choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work
-    exit 2      exit 1, 4                    exit 3, else warnings                  worker/loop
-
-First what is wrong here, then whether there is a hub, then whether this machine is fit; nothing is written before.
+choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work
+exit 2      exit 1, 4                    exit 3, else warnings                  worker/loop
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ class JoinRequest:
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """Work for the run at the URLs until it ends or this process is stopped; the exit code. First what is wrong here,
-    then whether there is a hub; torch is loaded (seconds) when there is work to do."""
+    """The exit code, when the run has ended or this process is stopped."""
     from shoal.engines import check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
@@ -91,8 +88,8 @@ def run_standalone_relay(
     hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
     wait_s: float, settings: Mapping[str, float | None],
 ) -> None:  # fmt: skip
-    """Mirror the weights of the run at the join URL `hub`; without upstreams, from wherever the hub says that they are.
-    `settings` are those of `RelaySettings` that were given."""
+    """Without `upstreams`, from the sources that the hub names; `settings` are those of `RelaySettings` that were
+    given."""
     stop = begin("relay", None, is_verbose())
     with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()
@@ -111,8 +108,7 @@ def run_standalone_relay(
 
 
 def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> tuple[Path, str]:
-    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint. Raises what makes
-    work impossible."""
+    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint."""
     from shoal.run.doctor import examine_worker
 
     with closing(HubClient.of_a_person(urls, request.wait_s, known_root(urls, pinned), stop)) as client:
@@ -122,9 +118,8 @@ def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: 
         findings = examine_worker(client, folder) if request.check else []
     for finding in findings:
         if not finding.ok and finding.stops:
-            raise ResourceError(
-                f"this machine cannot work: {finding.text} (shoal doctor says more, --no-check skips this)"
-            )
+            more = "(shoal doctor says more, --no-check skips this)"
+            raise ResourceError(f"this machine cannot work: {finding.text} {more}")
         if not finding.ok:
             log.warning("%s: %s", finding.name, finding.text)
     return folder, trusted.root_fingerprint

@@ -1,9 +1,7 @@
 """All roles of a run on this machine, supervised, until the trainer is done: what `shoal run` and `shoal demo` do.
 
-recipe ─► run folder ─► endpoints ─► hub, origin, relays, trainer, validators, workers
-                                       │ processes, restarted when they die
-                                       ▼
-                trainer exits 0 ─► success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
+run folder ─► endpoints ─► hub, origin, relays, trainer, validators, workers: restarted when they die
+trainer exits 0 ─► success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ from shoal.trainer.folder import scores_of
 from shoal.trainer.record import standing
 
 log = logging.getLogger(__name__)
-
+METRICS = Path("trainer") / "metrics.jsonl"
+NOTHING_TRAINED = "nothing was trained on"
 LOCK_WAIT_S = 15.0  # a supervisor that was killed leaves children that need a moment to end
 # Many processes share these cores, and perhaps one GPU: there, memory in pieces that nobody can use is others' memory.
 SHARED_MACHINE = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -54,17 +53,14 @@ def launch(
     folder: RunFolder, patience_s: float, stop: StopToken, display: Display, extra: Sequence[ProcessSpec] = (),
     notes: Mapping[str, str] | None = None,
 ) -> Launched:  # fmt: skip
-    """Run everything to its end, shown by `display` (which the caller enters and leaves). `extra` are further
-    processes, supervised like the recipe's own; `notes` are remarks on workers by name. No process is left when this
-    returns or raises."""
+    """The caller enters and leaves `display`; `notes` are remarks on workers. No process is left when this returns or
+    raises."""
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
         logs.setup("run", folder.path / "logs" / "run.log", stderr=False)  # the display says it in the terminal
         if RunFolder.open(folder.path).recipe != folder.recipe:
             raise ConfigError(f"another start has just made another run in {folder.path}; choose another folder")
         for name in [*role_names(folder), *(spec.name for spec in extra)]:
-            if (
-                folder.path / name / ".lock"
-            ).exists():  # the supervisor of an earlier start was killed: it may be ending
+            if (folder.path / name / ".lock").exists():  # of an earlier start whose supervisor was killed
                 FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
         endpoints = folder.assign_endpoints()
         display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
@@ -76,7 +72,6 @@ def launch(
             reporter.processes = supervisor.processes
 
             def last_look() -> None:
-                """While everything still runs; whoever has pressed Ctrl-C is told that it was heard."""
                 if stop.is_set():
                     display.say(f"stopping ({stop.reason}); a second time, what does not end at once is killed")
                 reporter.last_look()
@@ -88,9 +83,8 @@ def launch(
 
 
 def remove_caches(folder: RunFolder) -> None:
-    """What only a run that is going on needs: weights that its workers and validators fetched and its relays mirrored,
-    and at the origin what is older than the groups of the last step, which can be checked again (`shoal ledger
-    recheck`). If the run is continued, they are fetched and made again."""
+    """What only a running run needs: weights fetched and mirrored, and at the origin what is older than the groups of
+    the last step, which can be checked again (`shoal ledger recheck`)."""
     for cache in (*folder.path.glob("worker-*/cache"), *folder.path.glob("validator-*/cache")):
         shutil.rmtree(cache, ignore_errors=True)
     for relay in folder.path.glob("relay-*"):
@@ -107,21 +101,15 @@ def remove_caches(folder: RunFolder) -> None:
 
 
 def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec:
-    """How a role is supervised: the trainer's end is the run's; the run goes on without a worker or a relay."""
+    """The trainer's end is the run's; the run continues without a worker or a relay."""
     role = name.partition("-")[0]
     when_done: dict[str, Literal["restart", "rest", "end"]] = {"trainer": "end", "validator": "rest", "worker": "rest"}
     return ProcessSpec(
-        name=name,
-        argv=(sys.executable, "-m", "shoal.cli", *command_of(path, name, cheat)),
-        log=path / "logs" / f"{name}.log",
-        essential=role not in ("worker", "relay"),
+        name=name, argv=(sys.executable, "-m", "shoal.cli", *command_of(path, name, cheat)),
+        log=path / "logs" / f"{name}.log", essential=role not in ("worker", "relay"),
         when_done=when_done.get(role, "restart"),
         env={name: os.environ.get(name, value) for name, value in SHARED_MACHINE.items()},
-    )
-
-
-METRICS = Path("trainer") / "metrics.jsonl"
-NOTHING_TRAINED = "nothing was trained on"
+    )  # fmt: skip
 
 
 def ledger_line(path: Path) -> str:
@@ -162,25 +150,20 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     last, best = scores[max(scores)] if scores else 0.0, max(scores.values(), default=0.0)
     if last < best:  # of equal ones the newer is better
         version = max(version for version, score in scores.items() if score == best)
-        lines.append(
-            f"version {version} has the best held-out score, {best:.3f} (last {last:.3f}); to take it: {take} --best"
-        )
+        better = f"version {version} has the best held-out score, {best:.3f} (last {last:.3f})"
+        lines.append(f"{better}; to take it: {take} --best")
     return lines
 
 
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:
-    """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk). `before` is how
-    many steps there were when this start began: a run that is resumed did not do them now."""
-    metrics = MetricsLog(metrics_file)
-    rows = metrics.rows()
-    done = status.step if status is not None else steps_in(metrics_file)
-    total = f" of {status.steps}" if status is not None else ""
+    """From the trainer's own numbers on disk: the hub may have died."""
+    rows = (metrics := MetricsLog(metrics_file)).rows()
+    done, total = (status.step, f" of {status.steps}") if status is not None else (steps_in(metrics_file), "")
     lines = [f"{done}{total} steps{f', {max(0, done - before)} of them' if before else ''} in {elapsed_s:.0f} s"]
     if scores := scores_of(metrics):
         last = f" → {scores[max(scores)]:.3f}" if len(scores) > 1 else f" (version {min(scores)}, no other)"
         lines.append(f"held-out score {scores[min(scores)]:.3f}{last}")
-    rewards = [reward for row in rows if (reward := reward_of(row)) is not None]
-    if rewards:
+    if rewards := [reward for row in rows if (reward := reward_of(row)) is not None]:
         lines.append(f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}")
     if status is not None:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
@@ -197,12 +180,11 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
 
 
 def steps_in(metrics_file: Path) -> int:
-    """How many steps the trainer has written down. The last row of a run that is over is of its last version only."""
+    """The steps that the trainer has written down. The last row of a run that is over is of its last version only."""
     return max((int(row["step"]) + ("groups" in row) for row in MetricsLog(metrics_file).rows()), default=0)
 
 
 def when_stopped(path: Path) -> tuple[bool, str]:
-    """What a folder can say of a run whose hub does not answer: whether it is finished, and how it stands."""
     steps, metrics = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS)
     done, scores = steps_in(path / METRICS), scores_of(metrics)
     score = f", held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}" if scores else ""

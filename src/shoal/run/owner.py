@@ -1,11 +1,8 @@
-"""Keys of people and machines: made, shown, carried elsewhere, vouched for; and the signed orders of a run's owner.
+"""Keys of people and machines, and the signed orders of a run's owner.
 
-    owner.key (kept at home) ── vouch ──► node.key of machine 1, 2, 3 …    credit adds up under the owner
-    keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
-    keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
-
-Rotating a key:  a new key beside the old ─► the root certifies it ─► the hub trusts both ─► the new one takes the
-place of the old (keys/NAME.old.key) ─► the process is restarted ─► the old key is revoked
+owner.key (kept at home) ── vouch ──► node.key of machine 1, 2, 3 …    credit adds up under the owner
+keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
+keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
 """
 
 from __future__ import annotations
@@ -25,30 +22,29 @@ from pydantic import ValidationError
 from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
-from shoal.protocol.identity import check_public_key, store_key
 from shoal.run.folder import ADMIN, RunFolder, hub_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.text import shoal_command
 
 PASSPHRASE = "SHOAL_PASSPHRASE"
-NODE_HEX = 32
-PUBLIC_KEY_HEX = 64
+NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024
+WAIT_S = 10.0
+NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before any
+LEAST_PREFIX = 4
+ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
 
 def key_path(where: Path) -> Path:
-    """The key file that is meant: the file itself, or the node.key of a worker's folder."""
     return where / "node.key" if where.is_dir() else where
 
 
 def new_key(where: Path) -> list[str]:
-    """Make a key, unless there is one; the lines say who it is."""
-    path = key_path(where)
-    if path.exists():
+    if (path := key_path(where)).exists():
         return [f"there is a key at {path} already", *describe(protocol.load_key(path))]
     key = protocol.SigningKey.generate()
-    store_key(path, key)
+    protocol.store_key(path, key)
     return [f"made {path}", *describe(key)]
 
 
@@ -57,7 +53,7 @@ def describe(key: protocol.SigningKey) -> list[str]:
 
 
 def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
-    """Seal a key with a passphrase: the text, or what to say once it is in a file that did not exist."""
+    """The key as sealed text; or what to say once that is in the file `out`."""
     from shoal.protocol.sealing import seal
 
     key = protocol.load_key(key_path(where))
@@ -71,25 +67,21 @@ def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> s
 
 
 def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
-    """Open an exported key (a file, or `-` for standard input) and write it where there is none yet."""
     from shoal.protocol.sealing import read_sealed, unseal
 
-    path = key_path(to)
-    if path.exists():
+    if (path := key_path(to)).exists():
         raise KeyFileError(f"there is a key at {path} already: it is not overwritten; move it away first")
     text = sys.stdin.read(MAX_FILE_BYTES) if sealed == "-" else _text(Path(sealed))
     read_sealed(text)  # what is no sealed key needs no passphrase to be told so
     key = unseal(text, read_passphrase(passphrase_file, twice=False))
-    store_key(path, key)
+    protocol.store_key(path, key)
     return [f"wrote {path}", *describe(key)]
 
 
 def read_passphrase(file: Path | None, twice: bool) -> str:
-    """From the file, from SHOAL_PASSPHRASE, or asked for at the terminal."""
     if file is not None:
         return _text(file).rstrip("\r\n")
-    given = os.environ.get(PASSPHRASE, "")
-    if given:
+    if given := os.environ.get(PASSPHRASE, ""):
         return given
     if not sys.stdin.isatty():
         raise UserError(f"there is no terminal to ask for the passphrase: give --passphrase-file, or set {PASSPHRASE}")
@@ -100,26 +92,21 @@ def read_passphrase(file: Path | None, twice: bool) -> str:
 
 
 def node_of(text: str) -> str:
-    """The node that is meant by a node id, a public key, a key file or a worker's folder."""
     if set(text) <= set(string.hexdigits.lower()) and len(text) in (NODE_HEX, PUBLIC_KEY_HEX):
         return text if len(text) == NODE_HEX else protocol.node_id(text)
     if Path(text).exists():
         return protocol.load_key(key_path(Path(text))).node
-    raise UserError(
-        f"{text[:80]!r} is neither a node id ({NODE_HEX} hex digits), nor a public key ({PUBLIC_KEY_HEX}), nor a key "
-        "file: on the machine in question, see: shoal key new FOLDER"
-    )
+    known = f"a node id ({NODE_HEX} hex digits), nor a public key ({PUBLIC_KEY_HEX}), nor a key file"
+    raise UserError(f"{text[:80]!r} is neither {known}: on the machine in question, see: shoal key new FOLDER")
 
 
 def vouch_for(node: str, owner: protocol.SigningKey) -> protocol.SignedDocument:
-    """The owner's word that a node is theirs."""
-    return protocol.sign_document(
-        protocol.Vouch(owner=owner.public_key, node=node, issued_at_ms=SystemClock().now_ms()), owner
-    )
+    vouch = protocol.Vouch(owner=owner.public_key, node=node, issued_at_ms=SystemClock().now_ms())
+    return protocol.sign_document(vouch, owner)
 
 
 def vouch_of(key: protocol.SigningKey, owner: Path | None, vouch: Path | None) -> protocol.SignedDocument | None:
-    """What a worker brings along of its owner: signed here, or read from a file; or nothing."""
+    """What a worker shows of its owner: signed here, or read from a file; or nothing."""
     if owner is not None and vouch is not None:
         raise UserError("--owner and --vouch say the same thing: give one of them")
     if owner is not None:
@@ -143,12 +130,6 @@ def _text(path: Path) -> str:
             return file.read(MAX_FILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-WAIT_S = 10.0
-NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before any
-LEAST_PREFIX = 4
-ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
 
 @dataclass(frozen=True)
@@ -179,7 +160,6 @@ class Order:
             raise ConfigError(f"cannot read {certificate}, the certificate of {admin}: put it back") from error
 
     def send(self, needs_root: bool = False) -> str:
-        """Give the order; returns what the hub says."""
         (key, certificate), verb = self.signer(needs_root), protocol.AdminVerb(self.verb)
         with closing(_client(self.run)) as client:
             action = protocol.AdminAction(
@@ -188,9 +168,8 @@ class Order:
                 reason=self.reason, for_s=self.for_s, certificates=self.certificates,
                 issued_at_ms=SystemClock().now_ms(),
             )  # fmt: skip
-            return client.admin(
-                protocol.AdminRequest(action=protocol.sign_document(action, key), certificate=certificate)
-            ).message
+            signed = protocol.sign_document(action, key)
+            return client.admin(protocol.AdminRequest(action=signed, certificate=certificate)).message
 
 
 def _client(run: str) -> HubClient:
@@ -199,7 +178,7 @@ def _client(run: str) -> HubClient:
 
 def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:
     """The id of a node: given whole, by its start, or by its name. `kinds` is what there is none of, for errors."""
-    if len(what) == 32 and set(what) <= set("0123456789abcdef"):
+    if len(what) == NODE_HEX and set(what) <= set("0123456789abcdef"):
         return what
     found, after = [], ""
     while (page := client.nodes(after, 1000).nodes) and page[-1].node > after:
@@ -211,13 +190,10 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
     if found:
         several = ", ".join(view.node[:12] for view in found[:4])
         raise UserError(f"{len(found)} nodes are called {what!r} ({several}, …): give the start of an id")
-    raise UserError(
-        f"there is no {kinds} {what!r} in this run; a node is named by its id, the start of it, or its name"
-    )
+    raise UserError(f"there is no {kinds} {what!r} in this run; a node is named by its id, its start, or its name")
 
 
 def calibrate(order: Order) -> str:
-    """Sign the limits in a file as the owner, and put them in force for their kind of worker; returns what to say."""
     from shoal.validator.profiles import read_profile
 
     profile, (root, _) = read_profile(Path(order.target)), order.signer(needs_root=True)
@@ -231,9 +207,6 @@ def calibrate(order: Order) -> str:
         signed = protocol.sign_document(made, root)
         client.publish_calibration(signed)
     return f"the run takes work of {profile.key} by calibration {protocol.document_hash(signed)}"
-
-
-# ── whom the run trusts ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def add_validator(path: Path, public_key: str | None, out: Path | None, reason: str) -> Iterator[str]:
@@ -261,14 +234,12 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
 
 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
-    """Another key for a process: trusted by the hub before anything is replaced."""
+    """The hub trusts the new key before the old one (keys/NAME.old.key) is replaced, which is revoked in the end."""
     folder = RunFolder.open(path)
     roles: dict[str, protocol.Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":
-        raise UserError(
-            "the trainer's key cannot be rotated: it signs every published policy, and whoever follows the run "
-            "believes that one key; begin a new run from the exported model instead"
-        )
+        why = "it signs every published policy, and whoever follows the run believes that one key"
+        raise UserError(f"the trainer's key cannot be rotated: {why}; begin a new run from the exported model instead")
     if name not in roles:
         raise UserError(f"this run has no {name!r}; it has {', '.join(roles)}")
     before, keys = folder.certificate(name), path / "keys"
@@ -298,6 +269,6 @@ def revoke(order: Order) -> str:
 
 def _require_key(key: str) -> None:
     try:
-        check_public_key(key)
+        protocol.check_public_key(key)
     except ValueError as error:
         raise UserError(f"{error}; `shoal key new` prints public keys") from error

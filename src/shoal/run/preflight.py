@@ -1,6 +1,6 @@
-"""Before anything is made or started: can the model, the environment and the engines of a recipe be had, and fit they?
+"""Before anything is started: are the model, the environment and the engines of a recipe here, and do they fit?
 
-What is wrong with them is said here in one line, not in six log files a minute later. Needs no torch.
+What is wrong is said here in one line, not in six log files a minute later. Needs no torch.
 """
 
 from __future__ import annotations
@@ -33,29 +33,23 @@ from shoal.runtime.text import count_of
 from shoal.validator.settings import measurable_kinds, profile_keys
 
 log = logging.getLogger(__name__)
-
-PROMPTS_TRIED = 1000
-SECONDS_TRIED = 4.0
-MOST_UNUSABLE = 0.5
-"""The part of a data set's first rows that may be unusable for this model."""
-KINDS_TRIED = 16
-TRIAL_S = 30.0
+PROMPTS_TRIED, KINDS_TRIED = 1000, 16
+SECONDS_TRIED, TRIAL_S = 4.0, 30.0
+MOST_UNUSABLE = 0.5  # of a data set's first rows
 TRIAL_COMPLETIONS = ("", "```python\npass\n```", "\\boxed{1}")
 Say = Callable[[str], None]
 
 
 def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
-    """Raise a `UserError` for the first thing that would end the run; returns the environment, built. In a dry run
-    `say` is told which tasks were looked at; a model or a sandbox that is not here keeps it from nothing else."""
+    """Raise a `UserError` for the first thing that would end the run; returns the environment. In a dry run `say` gets
+    the tasks that were looked at, and a model or a sandbox that is not here stops no other check."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
     files = None if say is not None and not has_model(recipe) else _check_model(recipe)
     length, most = recipe.environment.length, recipe.run.max_new_tokens
     if length is not None and max(length.targets) > most:
-        raise ConfigError(
-            f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}: no completion "
-            "can be that long; raise the one or lower the other"
-        )
+        why = f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}"
+        raise ConfigError(f"{why}: no completion can be that long; raise the one or lower the other")
     for judge in recipe.environment.judges:
         if judge.kind == "openai":
             check_address(judge)
@@ -67,9 +61,8 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
         log.warning(
             "the model's chat template begins every answer with %s, and environment.prompt.thinking does not say so: a "
             "completion that never closes it is graded as an answer. Set it to %r to make such completions worth 0",
-            OPENING,
-            f"{OPENING}\n",
-        )
+            OPENING, f"{OPENING}\n",
+        )  # fmt: skip
     tasks = _check_tasks(environment, asking, say or log.debug)
     try:
         require_scoring(environment)
@@ -87,8 +80,7 @@ def has_model(recipe: Recipe) -> bool:
 
 
 def _check_model(recipe: Recipe) -> dict[str, bytes]:
-    """The files that describe the model, which can be read and fit each other. A token without an embedding would end
-    a process in the middle of a step, with an index error."""
+    """The files that describe the model. A token without an embedding would end a process in the middle of a step."""
     folder = model_folder(recipe.model.path)
     files = read_files(folder)
     tokenizer, embedded = TextTokenizer(files), read_config(files).get("vocab_size")
@@ -98,21 +90,18 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
     if not isinstance(embedded, int):
         return files
     if tokenizer.vocabulary_size > embedded:
-        raise ModelError(
-            f"the tokenizer in {folder} knows {tokenizer.vocabulary_size} tokens, but the model has embeddings for "
-            f"{embedded}: use the tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings)"
-        )
+        why = f"the tokenizer in {folder} knows {tokenizer.vocabulary_size} tokens, but the model has embeddings for"
+        remedy = "use the tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings)"
+        raise ModelError(f"{why} {embedded}: {remedy}")
     if tokenizer.eos_token_id >= embedded:
-        raise ModelError(
-            f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded} "
-            "tokens that it has embeddings for: correct eos_token_id in generation_config.json or config.json"
-        )
+        why = f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded}"
+        remedy = "correct eos_token_id in generation_config.json or config.json"
+        raise ModelError(f"{why} tokens that it has embeddings for: {remedy}")
     return files
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Names, number formats and profiles: a worker that nobody can judge, or a validator that cannot judge its workers,
-    would be found out when the first unit is asked for, or never."""
+    """Names, number formats and profiles: a worker that no validator can judge would get no unit."""
     for section, settings in (("worker", recipe.worker), ("validator", recipe.validator)):
         if settings.engine not in ENGINES:
             known = ", ".join(sorted(ENGINES))
@@ -131,14 +120,13 @@ def check_engines(recipe: Recipe) -> None:
     if recipe.worker.count == 0 or kinds & taken:
         return
     coarse = "" if dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
-    raise ConfigError(
-        f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that: compute "
-        f"as one of {', '.join(sorted(taken))} (worker.device, worker.dtype){coarse}"
-    )
+    why = f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that"
+    remedy = f"compute as one of {', '.join(sorted(taken))} (worker.device, worker.dtype){coarse}"
+    raise ConfigError(f"{why}: {remedy}")
 
 
 def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
-    """What a worker may turn out to be, before torch has said whether there is a GPU.
+    """Before torch has said whether there is a GPU.
 
     >>> sorted(possible_kinds("torch", "auto", "float32"))
     ['torch/cpu/float32', 'torch/cuda/float32']
@@ -149,28 +137,21 @@ def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
 
 
 def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
-    """What is wrong with starting it all here: a GPU that is asked for and cannot be there, seen without torch; metrics
-    that are to go where nothing is installed for it."""
     from shoal.trainer.record import require_trackers
 
     require_trackers(recipe.trainer.tracking)
-    asked = {
-        "trainer.device": recipe.trainer.device,
-        "validator.device": recipe.validator.device,
-        "worker.device": recipe.worker.device if recipe.worker.count else "auto",
-    }
-    wanted = [name for name, device in asked.items() if device == "cuda"]
+    asked: dict[str, str] = {"trainer": recipe.trainer.device, "validator": recipe.validator.device}
+    asked |= {"worker": recipe.worker.device} if recipe.worker.count else {}
+    wanted = [f"{name}.device" for name, device in asked.items() if device == "cuda"]
     if wanted and not any((devices / name).exists() for name in GPU_FILES):
-        raise ConfigError(
-            f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it: set it to "cpu" or '
-            '"auto" (--set), or run that role where there is one'
-        )
+        why = f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it'
+        raise ConfigError(f'{why}: set it to "cpu" or "auto" (--set), or run that role where there is one')
 
 
 def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log.debug) -> list[Task]:
     """Ask some tasks of each split (without a model: read them); returns one of each kind. A row of data that cannot be
-    asked is passed over when it is drawn, so that only many of them are a mistake; in an environment that makes its
-    tasks, one is."""
+    asked is skipped when it is drawn, so only many of them are a mistake; in an environment that makes its tasks, one
+    is."""
     trials, clock, inner = dict[str, Task](), SystemClock(), inner_of(environment)
     for data in [part.environment for part in inner.parts] if isinstance(inner, MixedEnvironment) else [inner]:
         if isinstance(data, DatasetEnvironment):
@@ -206,8 +187,7 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
-    """Score completions that say nothing: scoring that cannot do that would fail on every group, one log line each. A
-    reward of one's own may hang: it is tried where it can be ended."""
+    """Scoring that fails on these would fail on every group. A user's own reward may hang: it can be ended."""
     from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
     is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
@@ -220,28 +200,20 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
                 raise EnvironmentSetupError(f"the reward function does not work: {result}")
 
 
-# ── what there is to say before a run starts ─
-
-
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
-    """What whoever starts a run should know: what was not checked, held-out scores that will be of few tasks (a score
-    alone looks like any other), validators that would hold every step up."""
+    """What was not checked, held-out scores of few tasks, too few validators."""
     if not has_model(recipe):
-        yield (
-            f"there is no model folder {recipe.model.path}: what needs it was not checked (weights, tokenizer, chat "
-            "template, and whether prompts fit the model's context); all else was"
-        )
+        unchecked = "weights, tokenizer, chat template, and whether prompts fit the model's context"
+        yield f"there is no model folder {recipe.model.path}: what needs it was not checked ({unchecked}); all else was"
     tasks, wanted = len(environment.tasks("held_out")), recipe.trainer.evaluate_tasks
     if recipe.trainer.evaluate_every and not tasks:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
     elif recipe.trainer.evaluate_every and tasks < wanted:
         yield f"held out: only {count_of(tasks, 'task')}; trainer.evaluate_tasks is {wanted}: scores will be rough"
-    run = recipe.run
-    tokens = run.groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
+    tokens = (run := recipe.run).groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
     needed = validators_needed(run_size(recipe, announced_size(recipe)), tokens, run.steps, recipe.trainer.processes)
     if needed > recipe.validator.count:
-        yield (
-            f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer "
-            f"(trainer.processes is {recipe.trainer.processes}): raise it, start others (shoal validator), or "
-            "every step waits for audits (`shoal plan` says how this is computed)"
-        )
+        why = f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer"
+        remedy = "raise it, start others (shoal validator), or every step waits for audits"
+        processes = f"(trainer.processes is {recipe.trainer.processes})"
+        yield f"{why} {processes}: {remedy} (`shoal plan` says how this is computed)"

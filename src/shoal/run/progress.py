@@ -3,18 +3,14 @@
     hub /status ──every second──► Reporter ─► History ─► Scene ─► Display
                                       └─────► Watchdog: ends a run that stands still, and says why
 
-    waits as the hub tells them: trainer ─► 3 more groups ─► validator-0 …
-    what the supervisor knows:   died, is being restarted, given up, shut out
-    what the hub has not heard:  nodes without a heartbeat; and the hub itself, when it does not answer
-    notices:                     who is missing, what the owner ordered, ledger entries that nobody appends
-
-The first of them names the symptom, the others the cause. A hub that is away may be on its way back up.
+Why nothing happens (`blame`): who waits for whom by the hub's word, names the symptom; the supervisor's processes,
+nodes without a heartbeat, a silent hub, orders of the owner and ledger entries that nobody appends name the cause.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -34,11 +30,18 @@ RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
 PACE_STEPS = 8
 LAG_MS = 15_000  # the leader appends every second; another takes over within a few
 BLOCKS = "▁▂▃▄▅▆▇█"
+QUIET_S = 30.0  # six heartbeats
+LOADING_S = 90.0  # torch from a cold disk, on a busy machine
+SILENT_S = 10.0  # a busy machine makes a hub slow, not silent
+REPORTING = ("trainer", "validator", "worker")
+POLL_S, TIMEOUT_S, LAST_TIMEOUT_S = 1.0, 5.0, 2.0
+SUSPENDED_S = 5.0  # ticks come ten times a second
+MAX_STATUS_BYTES = 16 * 2**20
 
 
 @dataclass
 class History:
-    """What statuses have shown, one after another; `elapsed_s` is the time since the run was started here."""
+    """What statuses have shown so far; `elapsed_s` is the time since the run was started here."""
 
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
@@ -50,7 +53,6 @@ class History:
     _steps: int = 0
 
     def add(self, status: RunStatus, elapsed_s: float) -> None:
-        """Take in what the hub answered at `elapsed_s`."""
         self.answered_s, self._steps = elapsed_s, status.steps
         for report in sorted(status.reports, key=lambda report: report.step):
             if (reward := reward_of(report.metrics)) is not None:
@@ -76,20 +78,18 @@ class History:
         return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
 
     def left_s(self, elapsed_s: float) -> float | None:
-        """How long the steps that are left will take at the pace of the last ones; None before two were seen whole.
-        The first one does not count: processes were starting."""
+        """At the pace of the last steps; None before two were seen whole. The first does not count: processes were
+        starting."""
         if len(self._paces) < 3:
             return None
         (began_s, first), (ended_s, last) = self._paces[1], self._paces[-1]
         pace_s = (ended_s - began_s) / (last - first)
-        within_s = min(pace_s, max(0.0, elapsed_s - ended_s))
-        return max(0.0, (self._steps - last) * pace_s - within_s)
+        return max(0.0, (self._steps - last) * pace_s - min(pace_s, max(0.0, elapsed_s - ended_s)))
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A run at a moment, as displays show it: the hub's last answer, the processes here, and what went before. `notes`
-    are remarks on workers by name, for those who know more about them than the hub does."""
+    """`status` is the hub's last answer, `notes` are remarks on workers."""
 
     status: RunStatus | None
     processes: Sequence[ProcessView]
@@ -109,16 +109,12 @@ class Display(Protocol):
     live: bool
     every_s: float
 
+    # fmt: off
     def say(self, text: str) -> None: ...
-
     def show(self, scene: Scene) -> None: ...
-
     def __enter__(self) -> Self: ...
-
     def __exit__(self, *_: object) -> None: ...
-
-
-# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # fmt: on
 
 
 def reward_of(metrics: Mapping[str, float]) -> float | None:
@@ -131,8 +127,7 @@ def tokens_credited(status: RunStatus) -> int:
 
 
 def duration(seconds: float) -> str:
-    """How long, in the unit that people would use.
-
+    """
     >>> duration(63), duration(150), duration(9000)
     ('63 s', '2.5 min', '2.5 h')
     """
@@ -143,8 +138,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The last values as blocks between the lowest and the highest of them.
-
+    """
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
     """
@@ -156,9 +150,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def labels(nodes: Iterable[NodeView]) -> dict[str, str]:
     """Node id → name; names that two nodes share get a piece of the id."""
-    given = [(node.node, printable(node.name) or node.role) for node in nodes]
-    names = [name for _, name in given]
-    return {node: name if names.count(name) == 1 else f"{name} ({node[:8]})" for node, name in given}
+    given = {node.node: printable(node.name) or node.role for node in nodes}
+    count = Counter(given.values())
+    return {node: name if count[name] == 1 else f"{name} ({node[:8]})" for node, name in given.items()}
 
 
 def verdict_line(verdict: RecentVerdict, names: Mapping[str, str]) -> str:
@@ -180,8 +174,7 @@ def waits_line(status: RunStatus, least_s: float = 0.0, most: int = 4) -> str:
 
 
 def notices(status: RunStatus) -> list[tuple[str, str]]:
-    """What is out of the ordinary, as (label, sentence): who is missing, the owner's orders, a ledger that lags behind,
-    alarms (newest first)."""
+    """What is out of the ordinary, as (label, sentence); alarms newest first."""
     found = [("standstill", sentence) for sentence in status.standstill]
     standing, lag_ms = status.standing, status.now_ms - (status.outbox_since_ms or status.now_ms)
     if standing.conduct != "running":
@@ -196,12 +189,6 @@ def notices(status: RunStatus) -> list[tuple[str, str]]:
     return [(label, printable(sentence)) for label, sentence in found]
 
 
-QUIET_S = 30.0  # six heartbeats
-LOADING_S = 90.0  # torch from a cold disk, on a busy machine
-SILENT_S = 10.0  # a busy machine makes a hub slow, not silent
-REPORTING = ("trainer", "validator", "worker")
-
-
 @dataclass
 class Watchdog:
     """Ends a run in which nothing happens: no step, no verdict, no submission, not even a ledger entry."""
@@ -213,10 +200,9 @@ class Watchdog:
     def look(
         self, status: RunStatus | None, now_s: float, processes: Sequence[ProcessView] = (), silent_s: float = 0.0
     ) -> Ending | None:
-        """`status` is the hub's last answer; it has not given another for `silent_s`. A run that its owner has paused,
-        or that has drained, is left alone."""
-        mark: tuple[object, ...] = ()
-        halted = False
+        """The hub has given no other answer than `status` for `silent_s`. A run that its owner has paused, or that has
+        drained, is left alone."""
+        mark, halted = tuple[object, ...](), False
         if status is not None:
             counts, policy = tuple(sorted(status.submissions.items())), status.policy and status.policy.label
             mark = (status.step, policy, counts, status.ledger.index, len(status.reports))
@@ -224,8 +210,7 @@ class Watchdog:
         if self._since_s is None or mark != self._seen or halted:
             self._since_s, self._seen = now_s, mark
             return None
-        still_s = now_s - self._since_s
-        if still_s < self.patience_s:
+        if (still_s := now_s - self._since_s) < self.patience_s:
             return None
         return Ending(1, f"no progress for {duration(still_s)}: {blame(status, processes, silent_s)}")
 
@@ -234,7 +219,6 @@ class Watchdog:
 
 
 def blame(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
-    """Everything that may explain why nothing happens, in one line."""
     found = list(troubles(status, processes, silent_s).values())
     if status is None or silent_s >= SILENT_S:
         return "; ".join(found or ["the hub does not answer (see logs/hub.log)"])
@@ -262,7 +246,6 @@ def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_
 
 
 def _exited(process: ProcessView) -> str:
-    """What the supervisor alone can say; empty if it runs as it should."""
     name, (exit_, _, said) = process.name, process.why.partition(": ")
     said, ago = f": {printable(said)}" if said else "", f"{duration(process.since_s)} ago"
     if process.state == "restarting" and process.why:
@@ -277,7 +260,6 @@ def _exited(process: ProcessView) -> str:
 
 
 def _quiet(process: ProcessView, who: str, status: RunStatus) -> str:
-    """That the hub has not heard of a running process for long; empty if it has."""
     role, loading = process.name.partition("-")[0], process.since_s < LOADING_S
     if role not in REPORTING or process.state != "running" or status.finished or loading:
         return ""
@@ -288,15 +270,7 @@ def _quiet(process: ProcessView, who: str, status: RunStatus) -> str:
     return f"{who} has said nothing for {duration(quiet_s)}: is it stuck?" if quiet_s >= QUIET_S else ""
 
 
-POLL_S = 1.0
-TIMEOUT_S = 5.0
-SUSPENDED_S = 5.0  # ticks come ten times a second
-LAST_TIMEOUT_S = 2.0
-MAX_STATUS_BYTES = 16 * 2**20
-
-
 def fetch_status(url: str, http: httpx.Client, timeout_s: float = TIMEOUT_S) -> RunStatus | None:
-    """The run's status; None while the hub does not answer."""
     try:
         with limited(timeout_s), http.stream("GET", f"{url}/status", timeout=timeout_s) as answer:
             if answer.status_code != httpx.codes.OK:
@@ -307,8 +281,6 @@ def fetch_status(url: str, http: httpx.Client, timeout_s: float = TIMEOUT_S) -> 
 
 
 class StatusPoller:
-    """Asks the hub about once a second from `__enter__` to `__exit__`."""
-
     def __init__(self, url: str, http: httpx.Client | None = None, every_s: float = POLL_S) -> None:
         self._url, self._http, self._every_s = url, http or open_http(), every_s
         self._ended, self._lock = threading.Event(), threading.Lock()
@@ -322,7 +294,6 @@ class StatusPoller:
         return newest
 
     def ask(self) -> RunStatus | None:
-        """Ask now and wait for the answer, not for long."""
         return fetch_status(self._url, self._http, LAST_TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -344,7 +315,7 @@ class StatusPoller:
 
 @dataclass
 class Reporter:
-    """What `launch` calls ten times a second: takes in what is new, has it shown, and may end the run."""
+    """What `launch` calls ten times a second."""
 
     source: StatusPoller
     display: Display
@@ -375,7 +346,6 @@ class Reporter:
         return self.watchdog.look(self.status, now_s, processes, self.elapsed_s - self.history.answered_s)
 
     def last_look(self) -> None:
-        """Before the hub is stopped: what it has to say at the end."""
         self._take_in(self.source.ask())
         self._show(self.processes())
 

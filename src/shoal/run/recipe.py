@@ -1,10 +1,6 @@
 """A recipe: every section of a run's configuration in one model. Each setting is declared next to what it configures.
 
-    [run] [hub]      shoal.hub          [environment]  shoal.environments     [trainer]  shoal.trainer
-    [validator]      shoal.validator    [worker]       shoal.worker           [relay]    shoal.shardcast
-    [model]          here
-
-`count` and `engine` of a section say how `shoal run` starts that role; the rest is the role's own business.
+`count` and `engine` of a section say how `shoal run` starts that role; the rest is the role's own.
 """
 
 from __future__ import annotations
@@ -27,16 +23,14 @@ from shoal.worker.settings import WorkerSettings
 
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 CHANGEABLE_KEYS = ("run.steps",)
+BUDGET = "bytes of chunks kept on disk at most; the oldest versions go first"
 
 
 class ModelSettings(BaseModel):
-    """The [model] section: where training starts."""
+    """Where training starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    path: str = Field(
-        default="tiny", description="a built-in name, or a Hugging Face folder (from the recipe's folder)"
-    )
+    path: str = Field("tiny", description="a built-in name, or a Hugging Face folder (from the recipe's folder)")
 
 
 class ValidatorSection(ValidatorSettings):
@@ -53,12 +47,9 @@ class RelaySection(BaseModel):
     """How relays mirror and serve."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
     keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
-    disk_budget_gb: float | None = Field(
-        default=None, gt=0, description="bytes of chunks kept on disk at most; the oldest versions go first"
-    )
+    disk_budget_gb: float | None = Field(None, gt=0, description=BUDGET)
 
     @property
     def settings(self) -> RelaySettings:
@@ -67,7 +58,6 @@ class RelaySection(BaseModel):
 
 class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
@@ -81,22 +71,20 @@ class Recipe(BaseModel):
     @classmethod
     def _learns_from_rewards(cls, trainer: TrainerSettings) -> TrainerSettings:
         if trainer.loss == "cross_entropy":
-            raise ValueError(
-                'loss = "cross_entropy" is for demonstrations: it corrects for no staleness and bounds no step. For '
-                "imitation there is `shoal sft`, which sets it itself; for RL take another loss, or leave it out"
-            )
+            why = 'loss = "cross_entropy" is for demonstrations: it corrects for no staleness and bounds no step'
+            remedy = "`shoal sft`, which sets it itself; for RL take another loss, or leave it out"
+            raise ValueError(f"{why}. For imitation there is {remedy}")
         return trainer
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe at `path`. Paths in it are meant from where it lies, those in overrides from here."""
+    """Paths in a recipe are relative to its folder, those in overrides to the working directory."""
     recipe = load_config(path, Recipe, overrides)
     given, overridden = recipe.model_dump(exclude_unset=True), {each.partition("=")[0].strip() for each in overrides}
     for name, holder, key in _places(given):
         base = Path.cwd() if name in overridden else path.expanduser().absolute().parent
         holder[key] = str(base / Path(holder[key]).expanduser())
-    if recipe.worker.dtype == "bfloat16":
-        # Weights are never rounded on the way: where workers compute in bfloat16, they are published so.
+    if recipe.worker.dtype == "bfloat16":  # weights are never rounded on the way: they are published so
         given.setdefault("trainer", {}).setdefault("publish_dtype", "bfloat16")
     return Recipe.model_validate(given)
 
@@ -106,12 +94,15 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     from shoal.models import BUILTIN
 
     environment, profiles = given.get("environment", {}), list(given.get("validator", {}).get("profiles") or ())
-    parts = [("environment", environment), *_numbered("environment.mix", environment)]
+    mix, judges = (
+        [(f"environment.{name}.{index}", table) for index, table in enumerate(environment.get(name) or ())]
+        for name in ("mix", "judges")
+    )
     found: list[tuple[str, Any, Any]] = [("model.path", given.get("model", {}), "path")]
-    for name, part in parts:
+    for name, part in (("environment", environment), *mix):
         found += [(f"{name}.file", part, "file"), (f"{name}.data", part, "data")]
         found.append((f"{name}.options.held_out", part.get("options", {}), "held_out"))
-    found += [(f"{name}.path", judge, "path") for name, judge in _numbered("environment.judges", environment)]
+    found += [(f"{name}.path", judge, "path") for name, judge in judges]
     if profiles:
         given["validator"]["profiles"] = profiles
         found += [("validator.profiles", profiles, index) for index in range(len(profiles))]
@@ -121,22 +112,15 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
             yield name, holder, key
 
 
-def _numbered(name: str, environment: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for index, table in enumerate(environment.get(name.rpartition(".")[2]) or ()):
-        yield f"{name}.{index}", table
-
-
 def missing_inputs(recipe: Recipe) -> list[str]:
     """What the recipe names by its path and is not here: a backup has the run, not what it was made from."""
     paths = [Path(holder[key]) for _, holder, key in _places(recipe.model_dump())]
     return [str(path) for path in paths if not path.exists()]
 
 
-# ── what may differ when a run is resumed: how it is served and by how many, and for how long; never what is trained ──
-
-
 def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
-    """A folder belongs to one recipe: resuming with another would mix two runs."""
+    """A run is resumed with its own recipe. How it is served, by how many and for how long may differ, never what is
+    trained."""
     before, now = dict(settings_of(stored)), dict(settings_of(given))
     changed = []
     for key in dict.fromkeys((*now, *before)):
@@ -148,14 +132,11 @@ def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
     if not changed:
         return
     shown, more = "; ".join(changed[:3]), f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
-    raise ConfigError(
-        f"the run in {path} was made with another recipe ({shown}{more}); choose another folder with "
-        f"--dir, or resume with: shoal run --dir {path}"
-    )
+    remedy = f"choose another folder with --dir, or resume with: shoal run --dir {path}"
+    raise ConfigError(f"the run in {path} was made with another recipe ({shown}{more}); {remedy}")
 
 
 def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting as (`section.key`, value), sections within sections taken apart."""
     for name, value in model:
         if isinstance(value, BaseModel):
             yield from settings_of(value, f"{prefix}{name}.")

@@ -1,7 +1,4 @@
-"""The roles of a run folder: what each is made of, and running one in this process.
-
-`shoal hub --dir RUN` and its likes and the children of `shoal run` all come through here, so that they cannot differ.
-"""
+"""The roles of a run folder. `shoal hub --dir RUN` and the children of `shoal run` come through here: none differ."""
 
 from __future__ import annotations
 
@@ -27,21 +24,16 @@ log = logging.getLogger(__name__)
 
 
 def role_names(folder: RunFolder) -> list[str]:
-    """Every process of the run, in the order in which they are started: servers first."""
-    recipe = folder.recipe
-    return [
-        "hub",
-        "origin",
-        *(f"relay-{index}" for index in range(recipe.relay.count)),
-        "trainer",
-        *(f"validator-{index}" for index in range(recipe.validator.count)),
-        *(f"worker-{index}" for index in range(recipe.worker.count)),
-    ]
+    """In the order in which they are started."""
+    relays, validators, workers = (
+        [f"{role}-{index}" for index in range(getattr(folder.recipe, role).count)]
+        for role in ("relay", "validator", "worker")
+    )
+    return ["hub", "origin", *relays, "trainer", *validators, *workers]
 
 
 def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = None) -> None:
-    """Be the process `name` (for example `hub` or `validator-0`) of the run until it ends or `stop` is set. A worker
-    may have any number, also one that the recipe does not start, and may be made to `cheat`."""
+    """A worker may have any number, also one that the recipe does not start, and may `cheat`."""
     role, _, index = name.partition("-")
     if role not in _ROLES:
         raise ConfigError(f"there is no role {role!r}; there are {', '.join(_ROLES)}")
@@ -52,7 +44,6 @@ def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = 
 
 
 def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
-    """The arguments after `shoal` that make a process this role."""
     role, _, index = name.partition("-")
     command = {"origin": ["relay", "--origin"], "worker": ["join"]}.get(role, [role])
     options = [*(["--index", index] if index else []), *(["--cheat", cheat] if cheat is not None else [])]
@@ -60,11 +51,10 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
 
 
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
-    """What every role does first: follow its supervisor, listen to signals, log (a supervisor keeps the file). No role
-    reads standard input, so it is closed: nothing that a role loads can ask the person at the terminal."""
-    supervised = SUPERVISED in os.environ
-    stop = stop_on_signals()
-    follow_supervisor(stop)
+    """No role reads standard input: nothing that it loads can ask the person at the terminal. A supervisor keeps the
+    log file."""
+    supervised, stop = SUPERVISED in os.environ, stop_on_signals()
+    follow_supervisor(stop)  # takes SUPERVISED away
     close_standard_input()
     file = None if supervised or folder is None else folder / "logs" / f"{name}.log"
     logs.setup(name, file, verbose)

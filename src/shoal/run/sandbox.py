@@ -45,37 +45,27 @@ if TYPE_CHECKING:
     from shoal.run.join import JoinRequest
 
 log = logging.getLogger(__name__)
-
 SOCKETS = "/run/shoal"
-SYSTEM = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/opt/rocm", "/sys/devices",
-    "/sys/bus/pci",
-)  # fmt: skip
-SETTINGS = (
+SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /nix/store /opt/rocm /sys/devices /sys/bus/pci".split()  # noqa: SIM905
+SETTINGS = (  # of /etc; not all of /etc/ssl, where a machine's private keys are too
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/certs", "ssl/openssl.cnf",
     "pki/tls/certs", "pki/ca-trust", "ca-certificates",
 )  # fmt: skip
-"""Of /etc; not all of /etc/ssl, where a machine's private keys are too."""
 GPUS = ("nvidia*", "dri", "kfd", "dxg")
 KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SSL_CERT_FILE")
 KEPT_FAMILIES = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ROCM_", "HIP_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-# Root could change these without a capability. All of /proc cannot be read only: CUDA writes to its threads' own files.
-KERNEL = tuple(
-    f"/proc/{name}"
-    for name in "acpi asound bus driver fs irq mtrr pressure scsi sys sysrq-trigger tty".split()  # noqa: SIM905
-)
+# Of /proc: root could change these without a capability. CUDA writes to its threads' own files in the rest.
+KERNEL = "acpi asound bus driver fs irq mtrr pressure scsi sys sysrq-trigger tty".split()  # noqa: SIM905
 TMP_BYTES = 2 * 2**30  # of /tmp and /dev/shm, which are memory
 _LIBC = ctypes.CDLL(None)  # loaded before a fork
 KEYCTL = {"x86_64": 250, "aarch64": 219}
-PROBE_S = 60.0
-LOOK_EVERY_S = 60.0
-TICK_S = 0.2
-STOP_EVERY_S = 5.0
+PROBE_S = LOOK_EVERY_S = 60.0
+TICK_S, STOP_EVERY_S = 0.2, 5.0
 
 
 def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str) -> int:
-    """Work as `request` says, inside; the exit code. The hub was met already: `root` is the run's root fingerprint."""
+    """The exit code of the worker inside. The hub was met already: `root` is the run's root fingerprint."""
     inner = _inner(request, urls, folder, root)
     bubblewrap = shutil.which("bwrap") if sys.platform.startswith("linux") else None
     if bubblewrap is None:
@@ -93,16 +83,15 @@ def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, f
 
 
 def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -> JoinRequest:
-    """The same for the worker inside. An owner's key stays outside: what goes in is its word for this machine."""
+    """For the worker inside. An owner's key stays outside: what goes in is its vouch for this machine."""
     from shoal.run.owner import vouch_of
     from shoal.worker.settings import identity
 
     vouch, file = vouch_of(identity(folder), request.owner, request.vouch), folder / "vouch.json"
     if vouch is not None:
         write_atomically(file, vouch.model_dump_json().encode(), mode=0o600)
-    inside = tuple(f"{url}/#{root}" for url in urls)
-    told = None if vouch is None else file
-    return replace(request, urls=inside, folder=folder, owner=None, vouch=told, check=False, sandbox=False)
+    inside, vouched = tuple(f"{url}/#{root}" for url in urls), None if vouch is None else file
+    return replace(request, urls=inside, folder=folder, owner=None, vouch=vouched, check=False, sandbox=False)
 
 
 def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> None:
@@ -117,8 +106,7 @@ def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> 
 
 
 def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) -> int:
-    """Run it to its end. A stop is passed on to the worker, which ends in good order; a second one ends this process,
-    and with it the sandbox."""
+    """A stop is passed on to the worker; a second one ends this process, and with it the sandbox."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as info:
         process = subprocess.Popen(
@@ -141,11 +129,8 @@ def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) 
     return code if code >= 0 else 128 - code
 
 
-# ── what is in there ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _probe(around: Sequence[str]) -> None:
-    """Make the sandbox once, around an interpreter that does nothing: what is not permitted is said here."""
+    """Make the sandbox once, around an interpreter that does nothing: what is not permitted fails here."""
     try:
         ran = subprocess.run(
             [*around, "--", sys.executable, "-c", "import shoal"], env=_environment(), stdin=subprocess.DEVNULL,
@@ -160,11 +145,12 @@ def _probe(around: Sequence[str]) -> None:
 
 
 def _options(folder: Path, sockets: Path) -> list[str]:
-    """What the sandbox is made of. Whatever is not named here is not there."""
+    """What is not named here is not in the sandbox."""
     words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
     words += ["--unshare-user", "--disable-userns", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
-    words += ["--proc", "/proc", *(word for path in KERNEL for word in ("--ro-bind-try", path, path)), "--dev", "/dev"]
+    kernel = [f"/proc/{name}" for name in KERNEL]
+    words += ["--proc", "/proc", *(word for path in kernel for word in ("--ro-bind-try", path, path)), "--dev", "/dev"]
     words += ["--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
     for path in _read_only():
         link = path.is_symlink()
@@ -185,25 +171,19 @@ def _read_only() -> list[Path]:
     for path in (each for given in own for each in dict.fromkeys((given.absolute(), Path(os.path.realpath(given))))):
         if path.exists() and not any(path.is_relative_to(other) for other in found if not other.is_symlink()):
             if home.is_relative_to(os.path.realpath(path)):
-                raise ResourceError(
-                    f"there is no sandbox here: it would have to show {path}, and with it your home folder; "
-                    "install shoal in a virtual environment of its own"
-                )
+                why = f"there is no sandbox here: it would have to show {path}, and with it your home folder"
+                raise ResourceError(f"{why}; install shoal in a virtual environment of its own")
             found.append(path)
     return found
 
 
 def _own_keyring() -> None:
     """In the child: an empty session keyring of the kernel's, instead of the user's. Without keyrings there is none."""
-    number = KEYCTL.get(os.uname().machine)
-    if number is not None:
+    if (number := KEYCTL.get(os.uname().machine)) is not None:
         _LIBC.syscall(number, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
 
 
 def _environment() -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if (name in KEPT or name.startswith(KEPT_FAMILIES)) and not any(word in name for word in SECRETS)
-    }
-    return {**kept, "HOME": "/tmp", "LOGNAME": "shoal", SANDBOX: SOCKETS}
+    kept = [name for name in os.environ if name in KEPT or name.startswith(KEPT_FAMILIES)]
+    found = {name: os.environ[name] for name in kept if not any(word in name for word in SECRETS)}
+    return {**found, "HOME": "/tmp", "LOGNAME": "shoal", SANDBOX: SOCKETS}

@@ -1,4 +1,4 @@
-"""What `shoal eval`, `shoal filter` and `shoal data` are given, found: a model, tasks, a run's or a recipe's."""
+"""What `shoal eval`, `shoal filter` and `shoal data` are given: a model, tasks, a run's or a recipe's."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from shoal.trainer.folder import MARK, refuse_foreign
 
 
 def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
-    """Write the export to `out`: of the newest checkpoint, the best, or that of a version. What can be refused is
-    refused before torch is loaded, which takes a while."""
+    """What can be refused is refused before torch is loaded, which takes a while."""
     if best and version is not None:
         raise ConfigError("--best and --version name two checkpoints; give one of them")
-    folder = RunFolder.open(directory)
-    checkpoints = folder.path / "trainer" / "checkpoints"
+    checkpoints = (folder := RunFolder.open(directory)).path / "trainer" / "checkpoints"
     if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
         raise CheckpointError(f"there is no checkpoint in {checkpoints} yet; has the trainer started?")
     refuse_foreign(out)
@@ -41,8 +39,8 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     from shoal.trainer.folder import Progress
 
     recipe = folder.recipe
-    unknown = Progress(folder.run_id, 0, 0)  # which version it is, the checkpoint says
-    card = ModelCard(unknown, base_model=hub_name(recipe.model.path), environment=recipe.environment.name)
+    progress = Progress(folder.run_id, 0, 0)  # the checkpoint says which version it is
+    card = ModelCard(progress, base_model=hub_name(recipe.model.path), environment=recipe.environment.name)
 
     def manifest_of(progress: Progress) -> PolicyManifest | None:
         data = Tree(folder.path / "origin").read(manifest_key((progress.incarnation, progress.version)))
@@ -54,8 +52,6 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model lies, what to call it, and the run that trained it, if it is a run's."""
-
     name: str
     where: str | Path
     run: RunFolder | None = None
@@ -63,8 +59,7 @@ class ModelSource:
 
 @contextmanager
 def model_source(text: str) -> Iterator[ModelSource]:
-    """A built-in name, a Hugging Face folder, or a run's folder: that is its newest policy, called as the folder is.
-    Not by `run.name`: all runs of recipes/tiny.toml have that of the built-in model."""
+    """Of a run's folder its newest policy, called as the folder is: all runs of one recipe have the same `run.name`."""
     path = Path(text).expanduser()
     if text in BUILTIN or not (path / "recipe.toml").is_file():
         yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
@@ -78,7 +73,6 @@ def model_source(text: str) -> Iterator[ModelSource]:
 
 
 def _is_newest(run: Path) -> bool:
-    """Whether a run's export is of its newest policy."""
     places = (parse_label(entry.name) for entry in run.glob("trainer/checkpoints/*"))
     newest = max((place for place in places if place is not None), default=(0, 0))
     try:
@@ -90,8 +84,7 @@ def _is_newest(run: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks by their settings; the recipe that they came with, and the run, if they came with one. `whole` marks a file
-    of its own, whose tasks are all meant, however an environment would divide them for training."""
+    """`whole` marks a file whose tasks are all meant, however an environment would divide them for training."""
 
     settings: EnvironmentSettings
     recipe: Recipe | None = None
@@ -100,20 +93,18 @@ class TaskSource:
 
     @property
     def label(self) -> str:
-        """What to call the tasks: a data set by its file, anything else by its environment."""
         settings = self.settings
         named = settings.data or settings.file
         return "mix" if settings.mix else settings.name if named is None else named.name.partition(".")[0]
 
     @property
     def skips_rows(self) -> bool:
-        """Whether rows that cannot be used are to be left out, whatever their number."""
         parts = self.settings.mix or (self.settings,)
         return all(part.options.get("bad_rows") == "skip" for part in parts if part.name == "dataset")
 
 
 def scorable(source: TaskSource) -> Environment:
-    """The environment, if this machine can score its tasks: who cannot is told before a model is loaded."""
+    """The environment, if this machine can score its tasks."""
     environment = build(source.settings)
     require_scoring(environment)
     return environment
@@ -141,29 +132,24 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
         return _of_file("dataset", path, overrides)
     close = get_close_matches(name, [*ENVIRONMENTS, *FORMATS], n=1)
     what = f"format {name!r}" if colon else f"environment {spec!r}"
-    raise EnvironmentSetupError(
-        f"there is no {what}{f' (did you mean {close[0]!r}?)' if close else ''}; give one of "
-        f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data file "
-        f"(.parquet or .jsonl: convert others first), or FORMAT:FILE with {', '.join(FORMATS)}"
-    )
+    files = "a run's folder, a reward file (.py), a data file (.parquet or .jsonl: convert others first)"
+    known = f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), {files}, or FORMAT:FILE with {', '.join(FORMATS)}"
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    raise EnvironmentSetupError(f"there is no {what}{meant}; give one of {known}")
 
 
 def _of_file(name: str, file: Path, overrides: Sequence[str]) -> TaskSource:
     if not file.exists():
         raise EnvironmentSetupError(f"there is no data at {file}")
-    options = f'\noptions = {{ format = "{name}" }}' if name in FORMATS else ""
-    environment = "dataset" if name in FORMATS else name
-    section = f"name = {json.dumps(environment)}\ndata = {_quoted(file)}{options}"
-    return TaskSource(_settings(section, overrides), whole=True)
+    named = f'name = "dataset"\noptions = {{ format = "{name}" }}' if name in FORMATS else f"name = {json.dumps(name)}"
+    return TaskSource(_settings(f"{named}\ndata = {_quoted(file)}", overrides), whole=True)
 
 
 def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
     for override in overrides:
         if not override.strip().startswith("environment."):
-            raise ConfigError(
-                f"--set {override}: only settings of [environment] matter here, by their whole name, as in "
-                "--set environment.options.bad_rows=skip"
-            )
+            said = f"--set {override}: only settings of [environment] matter here, by their whole name"
+            raise ConfigError(f"{said}, as in --set environment.options.bad_rows=skip")
     return parse_config(f"[environment]\n{section}\n", Recipe, "--env", overrides).environment
 
 

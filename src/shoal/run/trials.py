@@ -32,8 +32,7 @@ POLICY_PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """What is tried: a policy (of a run, or of a model folder), this machine as a worker, and who judges it; of a
-    calibration also how much is measured, and where the profile goes."""
+    """A policy (of a run, or of a model folder), this machine as a worker, and who judges it."""
 
     url: str | None
     model: str
@@ -56,12 +55,10 @@ class TrialOptions:
 
 
 def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
-    """Honest work must pass, every canary must be caught."""
     worker, validators = options.machines
     if len(validators) > 1:
         raise ConfigError("a self-test is judged by one validator: give --against once")
-    profiles = load_profiles(options.profiles)
-    proof = ProofParameters()
+    profiles, proof = load_profiles(options.profiles), ProofParameters()
     if options.url is not None:
         files, tensors, proof, known = _policy_of_run(options.url, stop)
         try:
@@ -90,7 +87,6 @@ def _policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapp
 def _policy_of_run(
     url: str, stop: StopToken
 ) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
-    """The newest policy of a run, fetched as a worker would fetch it."""
     base, pinned = split_join_url(url)
     with closing(HubClient.of_a_person(base, 10.0, known_root([base], pinned), stop)) as hub:
         trusted, status = hub.trusted_run(), hub.status()
@@ -115,18 +111,14 @@ def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple
         raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
     worker, validators = options.machines
     files, tensors = _policy_of_folder(options.model, worker.dtype)
-    tokenizer = TextTokenizer(files)
+    tokenizer, environment = TextTokenizer(files), build_environment(EnvironmentSettings(name="sort"))
     is_builtin = options.model in BUILTIN  # the built-in model knows its own task only
-    environment = build_environment(EnvironmentSettings(name="sort"))
     plan = Plan(
         prompts=prompts_of(files, environment, options.tokens) if is_builtin else openings(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        sequences=options.sequences,
-        tokens=options.tokens,
-        temperature=options.temperature,
-        model=options.model.rstrip("/").rpartition("/")[2],
+        eos_token_id=tokenizer.eos_token_id, sequences=options.sequences, tokens=options.tokens,
+        temperature=options.temperature, model=options.model.rstrip("/").rpartition("/")[2],
         date=datetime.now(UTC).date().isoformat(),
-    )
+    )  # fmt: skip
     engines = []
     for name, machine in ((options.engine, worker), *(("torch", each) for each in validators)):
         engines.append(build(name, files, machine.device, machine.dtype))
@@ -147,15 +139,14 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
         yield f"  log-probabilities: off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})"
         share, bits = measured.choices[name]
         yield f"  choice: {share:.2%} of tokens have a neighbour that passes unseen: {bits:.3f} bits a token"
-        failures = sorted(set(measured.failures[name]))
-        why = f": {', '.join(failures)}" if failures else ""
-        yield f"  {len(measured.failures[name])} of {measured.groups} honest groups fail{why}"
+        failures = measured.failures[name]
+        why = f": {', '.join(sorted(set(failures)))}" if failures else ""
+        yield f"  {len(failures)} of {measured.groups} honest groups fail{why}"
     yield "what this profile catches, by the number of tokens looked at:"
     for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in measured.catches):
         mine = [catch for catch in measured.catches if (catch.cheat, catch.validator) == cheat]
         shares = "  ".join(f"{catch.tokens}: {catch.by_either:.0%}" for catch in mine)
         yield f"  {cheat[0]:<18} seen by {cheat[1]:<14}  {shares}"
-    for problem in measured.problems:
-        yield f"refused: {problem}"
+    yield from (f"refused: {problem}" for problem in measured.problems)
     if not measured.problems:
         yield f"written to {out}; the run's owner opens it with `shoal admin calibrate RUN {out}`"

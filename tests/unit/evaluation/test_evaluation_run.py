@@ -372,7 +372,7 @@ def of(settings: EnvironmentSettings, engine: Any = None) -> EvaluationJob:
 
 def again(out: Path, settings: EnvironmentSettings, scorer: Any = None, stop: StopToken | None = None) -> Any:
     environment = build(settings)
-    return rescore(out, settings, environment, lambda: scorer or DirectScorer(environment), stop or StopToken())
+    return rescore(settings, environment, lambda: scorer or DirectScorer(environment), out, stop or StopToken())
 
 
 def content(out: Path) -> dict[str, bytes]:

@@ -1,11 +1,9 @@
-"""What the demo says of itself, and whether it is true: decided from what the run wrote down and the model alone.
+"""What the demo claims, decided from what the run wrote and the model alone: a claim that does not hold fails it.
 
-    ledger.jsonl ──► who was paid; whose groups were trained on
-    hub.db ────────► who was rejected and banned, and why: who never had work accepted is not in the ledger
-    metrics.jsonl ─► the held-out score before and after
-    recount ───────► the exported model's score, by somebody else's code
-
-A claim that does not hold makes the demo fail, whatever else went well.
+ledger.jsonl ──► who was paid; whose groups were trained on
+hub.db ────────► who was rejected and banned, and why: who never had work accepted is not in the ledger
+metrics.jsonl ─► the held-out score before and after
+recount ───────► the exported model's score, by somebody else's code
 """
 
 from __future__ import annotations
@@ -41,6 +39,9 @@ from shoal.trainer.folder import scores_of
 
 LEAST_RISE = 0.20
 SCORE_TOLERANCE_TASKS = 1  # another engine may break one tie between two next tokens otherwise
+RECOUNT_S = 180.0
+MARK = "demo.json"
+LOCK_WAIT_S = 15.0  # for a demo that is just ending
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Cast:
     cheat: Cheat
 
 
-Accounts = Mapping[str, Account]
-"""Of all nodes, by node id: credit by the ledger, the rest by the hub's rows."""
+Accounts = Mapping[str, Account]  # of all nodes, by node id: credit by the ledger, the rest by the hub's rows
 
 
 def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
@@ -73,20 +73,18 @@ def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
 
 
 def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, shut_out_at_ms: int, cast: Cast) -> Claim:
-    """The cheater was banned for what it did; or, if the run ended before it could fail twice, suspended for it."""
+    """Banned for what it did; or, if the run ended before it could fail twice, suspended for it."""
     name, who = "the cheater", f"{cast.cheater_name} ({cast.cheat.what})"
     account = accounts.get(cast.cheater, Account())
     shut_out = "banned" if account.banned else "suspended" if account.suspended_until_ms else ""
     if not shut_out:
         return Claim(name, False, f"{who} was not caught: {account.accepted} accepted, {account.rejected} rejected")
-    code = account.reason.partition(":")[0]
-    if code not in cast.cheat.reasons:
+    if account.reason.partition(":")[0] not in cast.cheat.reasons:
         expected = " or ".join(sorted(cast.cheat.reasons))
         return Claim(name, False, f"{who} was {shut_out} for {account.reason}, not for {expected}")
     after_s = (shut_out_at_ms - entries[0].at_ms) / 1000
-    sentence = (
-        f"{who} was {shut_out} {after_s:.0f} s after the hub began, for {account.reason}; {account.rejected} rejected"
-    )
+    when = f"{who} was {shut_out} {after_s:.0f} s after the hub began"
+    sentence = f"{when}, for {account.reason}; {account.rejected} rejected"
     if not account.accepted:
         return Claim(name, True, f"{sentence}, none accepted")
     theirs = {entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == cast.cheater}
@@ -96,7 +94,6 @@ def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, shut_out_
 
 
 def honest_unpunished(accounts: Accounts, cast: Cast) -> Claim:
-    """No honest worker lost a group, let alone its place; and each did something."""
     of = {name: accounts.get(node, Account()) for name, node in cast.honest.items()}
     punished = [
         f"{name}: {account.rejected} rejected{f', banned: {account.reason}' if account.banned else ''}"
@@ -113,7 +110,6 @@ def honest_unpunished(accounts: Accounts, cast: Cast) -> Claim:
 
 
 def model_scores_as_claimed(claimed: float | None, counted: Recount) -> Claim:
-    """The exported model does what the trainer said, when somebody else's code loads it."""
     sentence = f"loads with plain transformers, scores {counted.score:.3f} on {counted.tasks} held-out tasks"
     if claimed is None:
         return Claim("the model", False, f"{sentence}; the trainer made no claim")
@@ -123,12 +119,7 @@ def model_scores_as_claimed(claimed: float | None, counted: Recount) -> Claim:
     return Claim("the model", True, f"{sentence}, as claimed")
 
 
-MARK = "demo.json"
-LOCK_WAIT_S = 15.0  # for a demo that is just ending
-
-
 def make_room(path: Path, facts: dict[str, object]) -> None:
-    """An empty, marked folder at `path`; an earlier demo there is replaced."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
     if path.exists() and any(path.iterdir()):
@@ -137,7 +128,7 @@ def make_room(path: Path, facts: dict[str, object]) -> None:
         if Path.cwd().is_relative_to(path.resolve()):
             raise ConfigError(f"this is called from within {path}, which it replaces: go elsewhere, or use --dir")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
-            for lock in path.glob("*/.lock"):  # a supervisor that was killed leaves processes that take a moment to end
+            for lock in path.glob("*/.lock"):  # processes of a supervisor that was killed take a moment to end
                 FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()
             try:
                 shutil.rmtree(path)
@@ -154,8 +145,7 @@ def demo_recipe(seed: int, staleness: int, steps: int) -> Recipe:
 
 
 def cheater_name(folder: RunFolder) -> str:
-    """The cheater is the worker after the recipe's own."""
-    return f"worker-{folder.recipe.worker.count}"
+    return f"worker-{folder.recipe.worker.count}"  # after the recipe's own
 
 
 def cast_of(folder: RunFolder, cheat: Cheat) -> Cast:
@@ -164,9 +154,6 @@ def cast_of(folder: RunFolder, cheat: Cheat) -> Cast:
     cheater = cheater_name(folder)
     honest = {name: ids.get(name, "") for name in role_names(folder) if name.startswith("worker-")}
     return Cast(honest=honest, cheater=ids.get(cheater, ""), cheater_name=cheater, cheat=cheat)
-
-
-RECOUNT_S = 180.0
 
 
 def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
@@ -195,17 +182,13 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
         check_place(place, remember=False)
     leave_ledger(folder.path)
     rows, steps = rollouts_archived(folder, entries), folder.recipe.run.steps
-    return Claim(
-        "the records",
-        True,
-        f"{len(entries):,} ledger entries, every hash fits, through the head that was signed with the model, each "
-        f"credit with its receipt and verdict; {rows:,} rollouts trained on, in {steps} Parquet files, are those of "
-        "the ledger",
-    )
+    chain = f"{len(entries):,} ledger entries, every hash fits, through the head that was signed with the model"
+    trained = f"{rows:,} rollouts trained on, in {steps} Parquet files, are those of the ledger"
+    return Claim("the records", True, f"{chain}, each credit with its receipt and verdict; {trained}")
 
 
 def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]]:
-    """The ledger, what became of every node, and when those that are shut out were banned or suspended."""
+    """The ledger, what became of every node, and when those that are banned or suspended were."""
     with closing(FolderPlace(path)) as place:
         entries = list(place.entries())
         accounts, shut_out_at_ms = fold(entries).by_node, {}
@@ -220,15 +203,14 @@ def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]
 
 
 def signed_manifest(folder: RunFolder) -> PolicyManifest:
-    """The last version's manifest as the origin has it, signed by the trainer; the exported model is that version."""
+    """The last version's manifest as the origin has it; the exported model is that version."""
     path = folder.path / "trainer" / "export" / "shoal.json"
     try:
         card: dict[str, Any] = json.loads(path.read_bytes())
         place, digest = (int(card["progress"]["incarnation"]), folder.recipe.run.steps), str(card["digest"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LedgerError(f"{path} cannot be read: {error}") from error
-    data = Tree(folder.path / "origin").read(manifest_key(place))
-    if data is None:
+    if (data := Tree(folder.path / "origin").read(manifest_key(place))) is None:
         raise LedgerError(f"the origin in {folder.path / 'origin'} does not have the last version")
     manifest = read_manifest(data, folder.run_id, folder.trainer_key)
     if manifest.policy.digest != digest:
@@ -237,7 +219,7 @@ def signed_manifest(folder: RunFolder) -> PolicyManifest:
 
 
 def rollouts_archived(folder: RunFolder, entries: Sequence[LedgerEntry]) -> int:
-    """How many rollouts were trained on: every step's file holds the units that the ledger says, each a whole group."""
+    """Rollouts trained on: every step's file must hold the units that the ledger names, each a whole group."""
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 

@@ -1,7 +1,6 @@
-"""The exported model, scored again: by a process of its own, with nothing of shoal between it and `transformers`.
+"""The exported model, scored again from its files alone: by a process of its own, with plain `transformers`.
 
-The trainer's score comes from its own engine and the weights in its memory, this one from the files alone. The two
-agree only if what was exported is what was trained, and anybody else gets it to do the same.
+The score is the trainer's only if what was exported is what was trained.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import describe_exit, follow_supervisor
 
-POLL_S = 0.05
-PROMPTS_AT_ONCE = 64
+POLL_S, PROMPTS_AT_ONCE = 0.05, 64
 QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", SUPERVISED: "1"}
 
 
@@ -34,7 +32,7 @@ class Recount(BaseModel):
 
 
 def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> Recount:
-    """Score the model in `export` on the recipe's held-out tasks, as many as the trainer uses."""
+    """On the recipe's held-out tasks, as many as the trainer uses."""
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal.run.demo.recount", str(export.absolute()), recipe.model_dump_json()],
         stdin=subprocess.PIPE,  # closed when this process is gone, and then the other one ends, too
@@ -61,11 +59,8 @@ def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> 
     raise ShoalError(f"the export could not be scored: {why}")
 
 
-# ── the process that answers ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def score(export: Path, recipe: Recipe, stop: StopToken) -> Recount:
-    """By greedy completions. What the model's own generation settings say beside the end token does not count."""
+    """By greedy completions. Of the model's own generation settings only the end token counts."""
     import torch
     from transformers import GenerationConfig
 
@@ -102,18 +97,15 @@ def _load(export: Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, use_safetensors=True)
         return model.eval(), AutoTokenizer.from_pretrained(export, local_files_only=True)
     except Exception as error:  # the loaders raise many types, all of which mean: this folder does not load
-        said = str(error).strip().splitlines() or [""]
-        raise ModelError(
-            f"the export {export} does not load with transformers: {type(error).__name__}: {said[0]}"
-        ) from error
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ModelError(f"the export {export} does not load with transformers: {said}") from error
 
 
 if __name__ == "__main__":
     stop = StopToken()
     follow_supervisor(stop)
     try:
-        sys.stdout.write(
-            score(Path(sys.argv[1]), Recipe.model_validate_json(sys.argv[2]), stop).model_dump_json() + "\n"
-        )
+        found = score(Path(sys.argv[1]), Recipe.model_validate_json(sys.argv[2]), stop)
+        sys.stdout.write(f"{found.model_dump_json()}\n")
     except ShoalError as error:
         sys.exit(str(error))

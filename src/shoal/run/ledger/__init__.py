@@ -1,7 +1,6 @@
 """The ledger of a run: reading it wherever it is, and believing none of it that cannot be verified.
 
 places     open_place: a hub's address, a run's folder, or an exported file ─► entries, and heads to check them by
-           KeptHead: the head that was seen last, kept on this machine; the proof of a fork as a file
 check      check_ledger: chain, heads, accounts, evidence, in one pass; Book, shares_at; export_ledger, leave_ledger
 witness    run_witness: watches that a ledger only grows; witness_pins: what witnesses signed
 recheck    recheck_ledger: units judged again, from what a run's folder has kept

@@ -1,7 +1,5 @@
-"""`shoal ledger verify`: a run's ledger, wherever it is, against every head that is at hand (`ledger.evidence`).
-
-heads:  the hub's · those inside policy manifests and receipts · the one kept from last time · --head · --witness
-"""
+"""`shoal ledger verify`: a run's ledger, wherever it is, against every head: the hub's, those of policy manifests and
+receipts, the one kept from last time, --head, --witness."""
 
 from __future__ import annotations
 
@@ -15,29 +13,21 @@ from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
 from shoal.ledger.evidence import Checked, begun, check_rows, pages
 from shoal.protocol import LedgerEntry
-from shoal.run.ledger.places import (
-    FolderPlace,
-    Place,
-    evidence_file,
-    head_file,
-    keep,
-    load_kept,
-    open_place,
-    proven_fork,
-    read_head_file,
-    read_proof,
-)
+from shoal.run.ledger import places
+from shoal.run.ledger.places import FolderPlace, Place, evidence_file, head_file, open_place
 from shoal.run.ledger.witness import witness_pins
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.text import printable
+
+LEAST_PREFIX = 4
 
 
 def check_ledger(
     where: str, head: Path | None = None, wait_s: float = 3.0, needs_documents: bool = True,
     witnesses: Sequence[str] = (),
 ) -> Checked:  # fmt: skip
-    """Verify the ledger at `where`; raises `LedgerError` with the row and what is wrong. Keeps its head."""
-    if (fork := read_proof(Path(where))) is not None:
+    """Verify the ledger at `where` and keep its head; raises `LedgerError` with the row and what is wrong."""
+    if (fork := places.read_proof(Path(where))) is not None:
         raise LedgerError(fork)
     with closing(open_place(where, wait_s)) as place:
         return check_place(place, head, needs_documents, witnesses)
@@ -47,17 +37,15 @@ def check_place(
     place: Place, head: Path | None = None, needs_documents: bool = True, witnesses: Sequence[str] = (),
     remember: bool = True,
 ) -> Checked:  # fmt: skip
-    missing = place.missing_evidence() if needs_documents else ""
-    if missing:
-        raise LedgerError(
-            f"{missing}: without the signed receipts and verdicts nobody can tell whether credit was earned. Export it "
-            "with `shoal ledger export`; --without-evidence checks the rest, which proves much less"
-        )
+    if missing := place.missing_evidence() if needs_documents else "":
+        why = "without the signed receipts and verdicts nobody can tell whether credit was earned"
+        remedy = "Export it with `shoal ledger export`; --without-evidence checks the rest, which proves much less"
+        raise LedgerError(f"{missing}: {why}. {remedy}")
     checked = begun(place, needs_documents)
-    given = [] if head is None else read_head_file(head, checked.run)
+    given = [] if head is None else places.read_head_file(head, checked.run)
     seen = [witness_pins(place, witness, checked.run, given) for witness in witnesses]
     others = [pin for pins in seen for pin in pins]
-    if (known := load_kept(checked.run)) is not None:
+    if (known := places.load_kept(checked.run)) is not None:
         if known.root_key != checked.root_key:
             raise LedgerError(f"run {checked.run} had another root key when its ledger was seen last: an impostor's")
         when = datetime.fromtimestamp(known.seen_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -70,7 +58,7 @@ def check_place(
     try:
         check_rows(place, checked, proofs)
     except LedgerForked as error:
-        raise LedgerError(f"{error}{proven_fork(place, proofs.keys, error)}") from error
+        raise LedgerError(f"{error}{places.proven_fork(place, proofs.keys, error)}") from error
     if isinstance(place, FolderPlace):
         if (balances := place.balances()) is not None:
             checked.compare(balances)
@@ -82,31 +70,27 @@ def check_place(
     trusted = place.trusted(checked.run, checked.last) if checked.last is not None and remember else None
     if trusted is not None:
         signed = place.signed_head()
-        keep(checked.root_key, trusted, None if signed is None else signed.head)
+        places.keep(checked.root_key, trusted, None if signed is None else signed.head)
     return checked
 
 
 def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
-    """Those that lie within a file: it may be older than what was seen since, and that is no rollback. Whoever asks
-    for a witness gets its word on this file, or an error."""
+    """The pins within a file, which may be older than what was seen since. Whoever asks for a witness gets its word on
+    this file, or an error."""
     last = max((entry.index for entry in place.entries()), default=-1)
     for each in seen:
         if all(pin.head.index > last for pin in each):
-            raise LedgerError(
-                f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}: it cannot be compared "
-                "and may be a fork. Export the ledger again, or verify without --witness"
-            )
+            why = f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}"
+            remedy = "Export the ledger again, or verify without --witness"
+            raise LedgerError(f"{why}: it cannot be compared and may be a fork. {remedy}")
     for pin in (pin for pin in pins if pin.head.index > last):
         beyond = f"the file ends at row {last}, before row {pin.head.index} ({pin.source})"
         checked.notes.append(f"{beyond}: it cannot be compared with that head, so it may be another ledger")
     return [pin for pin in pins if pin.head.index <= last]
 
 
-LEAST_PREFIX = 4
-
-
 def verified(place: Place, names: dict[str, str]) -> Iterator[LedgerEntry]:
-    """The entries of a ledger, each checked to follow from the one before; `names` takes what nodes call themselves."""
+    """Each entry is checked to follow from the one before; `names` takes what nodes call themselves."""
     chain = Chain()
     for entry in place.entries():
         chain.add(entry)
@@ -147,7 +131,6 @@ def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Shares, dict
 
 
 def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
-    """Write the ledger at `where` to `out` and the hub's signed head beside it; returns the number of rows."""
     for path in (out, evidence_file(out), head_file(out)):
         if path.is_dir():
             raise UserError(f"{path} is a folder: name a file, for example {path / 'ledger.jsonl'}")
@@ -157,7 +140,6 @@ def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
 
 
 def leave_ledger(path: Path) -> int:
-    """What `shoal run` leaves in the run's folder at its end."""
     with closing(FolderPlace(path)) as place:
         return write_ledger(place, path / "ledger.jsonl")
 

@@ -3,8 +3,7 @@
 URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests that the sources have
 folder  the hub's database, running or not; heads: those in the manifests in origin/
 file    one entry per line; beside it, `FILE.evidence`: the signed documents behind the rows, one line for each row
-        that has some; and `FILE.head`: the hub's signed head as it was when the file was written, and the root key's
-        certificate for the key that signed it
+        that has some; and `FILE.head`: the hub's signed head of then, with the root key's certificate for the hub's key
 
 ~/.shoal/heads/RUN.json         written after every verification that held: whoever holds it notices a rewritten ledger
 ~/.shoal/forks/RUN-INDEX.json   the proof of a fork, which anybody can check without the hub
@@ -31,7 +30,6 @@ from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
 from shoal.ledger.evidence import Rows
-from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 from shoal.run.folder import RunFolder, hub_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.exchange import limited, read_body
@@ -41,40 +39,37 @@ from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, MAX_WIT
 from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label, witness_key
 
 M = TypeVar("M", bound=protocol.Message)
-
 PAGE = 1000
 ASK_S = 10.0
 MAX_LINE_BYTES = 2**20
+MAX_ROWS = 100_000  # between the two statements that a proof of a fork may hold: more would be too long to hand on
+START = b'{\n  "run"'
 MANIFEST = "the manifest of policy "
 
 
 class Place(Rows):
-    """A ledger somewhere. `notes` are what could not be fetched, in words; it is filled while pins are looked for. A
-    ledger may grow meanwhile: its rows are read as of the last call of `pins`. `complete`: no row behind its last one
-    is anywhere else, which cannot be said of a file."""
+    """A ledger somewhere. `notes` say what could not be fetched while pins were looked for. It may grow meanwhile: its
+    rows are read as of the last call of `pins`. `complete`: no row behind its last one is anywhere else, which cannot
+    be said of a file."""
 
     complete = True
 
     def __init__(self, label: str, root_key: str | None = None) -> None:
-        self.label = label
-        self.root_key = root_key
-        self.notes: list[str] = []
+        self.label, self.root_key, self.notes = label, root_key, list[str]()
 
     @abstractmethod
     def pins(self, run: str, root_key: str) -> list[Pin]:
         """Heads that others signed for, which the entries must pass through; `run` and root key are those of row 0."""
 
     @abstractmethod
-    def signed_head(self) -> CertifiedHead | None:
-        """The hub's own head, signed, if it can be had."""
+    def signed_head(self) -> CertifiedHead | None: ...
 
     def certificates(self) -> tuple[protocol.SignedDocument, ...]:
-        """What the root key signed for this run's keys, as far as it is at hand beside the rows."""
-        found = self.signed_head()
-        return () if found is None else found.certificates
+        """What the root key signed for this run's keys, as far as it is here."""
+        return () if (found := self.signed_head()) is None else found.certificates
 
     def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:
-        """What may be remembered once everything was verified up to `last`: no more than somebody answers for."""
+        """What may be remembered once all was verified up to `last`: no more than somebody answers for."""
         return head_of(run, last)
 
     def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
@@ -82,11 +77,9 @@ class Place(Rows):
         return []
 
     def missing_evidence(self) -> str:
-        """Why there is no evidence at all here; empty if there is."""
         return ""
 
-    def close(self) -> None:
-        """A file is open only while it is read."""
+    def close(self) -> None: ...
 
 
 def open_place(where: str, wait_s: float = 3.0) -> Place:
@@ -98,9 +91,6 @@ def open_place(where: str, wait_s: float = 3.0) -> Place:
     if path.is_file():
         return FilePlace(path)
     raise UserError(f"{where} is no hub's address, no run's folder and no exported ledger")
-
-
-# ── a hub ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class HubPlace(Place):
@@ -117,7 +107,7 @@ class HubPlace(Place):
     def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
         after, last, found = entries[0].index - 1, entries[-1].index, dict[int, protocol.Evidence]()
         while after < last:
-            limit = min(MAX_EVIDENCE_PER_PAGE, last - after)
+            limit = min(protocol.MAX_EVIDENCE_PER_PAGE, last - after)
             found |= {each.row: each for each in self._client.evidence(after, limit).evidence}
             after += limit
         return found
@@ -146,7 +136,7 @@ class HubPlace(Place):
         return *self._run.info.sources, *self._run.info.last_resort
 
     def _manifests(self) -> list[Pin] | None:
-        """Of those that the first source which answers as the trainer would still keeps: a relay has fewer versions."""
+        """From the first source that answers as the trainer would: a relay has fewer versions."""
         run, key = self._run.run, self._run.trainer_key
         for source in self._sources:
             try:
@@ -164,8 +154,7 @@ class HubPlace(Place):
         """None where a source does not have it, or does not answer: that is noted."""
         try:
             check_url(source)
-            with closing(open_http()) as http:
-                return _body(http, f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
+            return download(f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
         except (httpx.HTTPError, ProtocolError, TargetRefused) as error:
             absent = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.NOT_FOUND
             if not absent or name == HEAD:
@@ -177,8 +166,7 @@ class HubPlace(Place):
 
 
 def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.LedgerEntry]:
-    """The rows behind `after` up to `last` as a hub serves them. Each must be the next one: otherwise it could answer
-    with the same page for ever."""
+    """The rows behind `after` up to `last`. Each must be the next one, or a hub could serve the same page for ever."""
     while after < last and (page := client.ledger(after, PAGE).entries):
         for entry in page:
             if entry.index != after + 1:
@@ -189,29 +177,22 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.L
             after = entry.index
 
 
-def download(url: str, max_bytes: int) -> bytes:
-    """What lies at an address that the reader named."""
-    with closing(open_http()) as http:
-        return _body(http, url, max_bytes, {})
-
-
-def _body(http: httpx.Client, url: str, max_bytes: int, extensions: dict[str, object]) -> bytes:
-    with limited(ASK_S), http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer:
+def download(url: str, max_bytes: int, extensions: dict[str, object] | None = None) -> bytes:
+    with (
+        closing(open_http()) as http, limited(ASK_S),
+        http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer,
+    ):  # fmt: skip
         answer.raise_for_status()
         return read_body(answer, max_bytes)
 
 
 def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
-    """The heads in manifests, if they are as the run's trainer signed them."""
     read = [(read_manifest(data, run, key), protocol.SignedDocument.model_validate_json(data)) for data in manifests]
     return [
         Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed)
         for manifest, signed in read
         if manifest.ledger_head is not None
     ]
-
-
-# ── a folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class FolderPlace(Place):
@@ -225,7 +206,7 @@ class FolderPlace(Place):
         self._look()
 
     def _look(self) -> None:
-        """Take one view of the whole database as of now: the run may continue meanwhile."""
+        """One view of the whole database: the run may continue meanwhile."""
         self._view.close()
         self.reader = self._view.enter_context(self._storage.read())
 
@@ -261,13 +242,11 @@ class FolderPlace(Place):
 
     def signed_head(self) -> CertifiedHead | None:
         """Signed with the hub's key, which is in the folder."""
-        signed = protocol.sign_document(
-            head_of(self._folder.run_id, self.reader.ledger_last()), self._folder.key("hub")
-        )
+        head = head_of(self._folder.run_id, self.reader.ledger_last())
+        signed = protocol.sign_document(head, self._folder.key("hub"))
         return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
 
     def kept(self, submission: str) -> tuple[protocol.SignedDocument, bytes]:
-        """The lease of a submission as it was signed, and the bytes that were submitted."""
         row = self.reader.submission(submission)
         holding = None if row is None else self.reader.holding(row.lease)
         if holding is None:
@@ -277,15 +256,13 @@ class FolderPlace(Place):
         return protocol.SignedDocument.model_validate_json(holding.lease.document), blobs.get(submission)
 
     def calibration(self, digest: str) -> protocol.Calibration | None:
-        """What this calibration says, as a validator or the owner signed it; None if it is not kept, or is none."""
-        text = self.reader.setting(f"calibration/{digest}")
-        if text is None or protocol.document_hash(text) != digest:
+        """As a validator or the owner signed it; None if it is not kept, or is none."""
+        if (text := self.reader.setting(f"calibration/{digest}")) is None or protocol.document_hash(text) != digest:
             return None
         certificates = [*self._folder.certificates, *orders_of(self.reader).certificates]
         keys = {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
-        return protocol.open_document(
-            protocol.SignedDocument.model_validate_json(text), protocol.Calibration, {self._folder.root_key, *keys}
-        )
+        signed = protocol.SignedDocument.model_validate_json(text)
+        return protocol.open_document(signed, protocol.Calibration, {self._folder.root_key, *keys})
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
@@ -298,9 +275,6 @@ class FolderPlace(Place):
         self._storage.close()
 
 
-# ── a file ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class FilePlace(Place):
     complete = False
 
@@ -308,7 +282,7 @@ class FilePlace(Place):
         super().__init__(str(path))
         self.path = path
         self._head: protocol.LedgerHead | None = None
-        self._documents: Iterator[protocol.Evidence] | None = None
+        self._documents = _lines(evidence_file(path), protocol.Evidence, "evidence of a ledger row")
         self._ahead: protocol.Evidence | None = None
 
     def entries(self) -> Iterator[protocol.LedgerEntry]:
@@ -316,8 +290,6 @@ class FilePlace(Place):
 
     def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
         """Read on as far as these rows go; the file has them in order."""
-        if self._documents is None:
-            self._documents = _lines(evidence_file(self.path), protocol.Evidence, "evidence of a ledger row")
         found: dict[int, protocol.Evidence] = {}
         while (each := self._ahead or next(self._documents, None)) is not None:
             self._ahead = each if each.row > entries[-1].index else None
@@ -371,14 +343,8 @@ def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-MAX_ROWS = 100_000
-"""Rows between the two statements that a proof may hold: with more it would be too long to hand on."""
-START = b'{\n  "run"'
-
-
 class KeptHead(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: str
     root_key: str
     index: int
@@ -392,20 +358,17 @@ class KeptHead(BaseModel):
 
 
 class CertifiedHead(BaseModel):
-    """What lies beside an exported ledger: the hub's signed head, and what the root key says of the key that signed."""
+    """Beside an exported ledger: the hub's signed head, and what the root key says of the key that signed it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     head: protocol.SignedDocument
     certificates: tuple[protocol.SignedDocument, ...]
 
     def opened(self, run: str, root_key: str, source: str) -> protocol.LedgerHead:
         """The head, if a hub of this very run signed it. The run's id holds the root key's fingerprint."""
         try:
-            certificates = [
-                protocol.open_document(each, protocol.RoleCertificate, root_key) for each in self.certificates
-            ]
-            keys = {each.public_key for each in certificates if (each.run, each.role) == (run, "hub")}
+            opened = [protocol.open_document(each, protocol.RoleCertificate, root_key) for each in self.certificates]
+            keys = {each.public_key for each in opened if (each.run, each.role) == (run, "hub")}
             return protocol.open_document(self.head, protocol.LedgerHead, keys)
         except ProtocolError as error:
             raise LedgerError(f"{source} was not signed by a hub of run {run}: {error}") from error
@@ -422,9 +385,8 @@ def load_kept(run: str) -> KeptHead | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"cannot read the kept head {path}: {error}; restore it, or remove it to begin anew"
-        ) from error
+        remedy = "restore it, or remove it to begin anew"
+        raise ConfigError(f"cannot read the kept head {path}: {error}; {remedy}") from error
 
 
 def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocument | None) -> None:
@@ -441,8 +403,8 @@ def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocume
 
 
 def read_head_file(path: Path, run: str) -> list[Pin]:
-    """Heads that you kept: as `GET /ledger/head` answers, as one lies beside an export or is kept here, as a witness
-    signed it, or a worker's `heads.jsonl`. Whose signatures they have does not matter: you vouch for them yourself."""
+    """Heads that the user kept: as `GET /ledger/head` answers, beside an export, as kept here, as a witness signed
+    them, or a worker's `heads.jsonl`. Who signed them does not matter: the user vouches for them."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -467,13 +429,9 @@ def _pin(data: bytes, source: str) -> Pin | None:
     return None
 
 
-# ── ~/.shoal/forks/RUN-INDEX.json: the proof of a fork, which anybody can check without the hub ──────────────────────
-
-
 def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
-    """Write down what proves a fork, if what is at hand does; what to add to the error."""
-    head = place.signed_head()
-    if head is None or not isinstance(error.statement, protocol.SignedDocument):
+    """Write the proof of a fork, if what is here proves it; what to add to the error."""
+    if (head := place.signed_head()) is None or not isinstance(error.statement, protocol.SignedDocument):
         return ""
     certificates = {str(each.document.get("public_key")): each for each in place.certificates()} | keys.certificates
     rows = (entry for entry in place.entries() if entry.index >= error.index)

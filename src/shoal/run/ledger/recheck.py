@@ -1,7 +1,6 @@
-"""`shoal ledger recheck`: units drawn at random are judged again, from what the run's folder has kept.
+"""`shoal ledger recheck`: units drawn at random are judged again, by the validator's own checks.
 
-ledger ─► sample ─► verdict, lease, bytes (hub) ─┐
-origin ─► policy, if it is still kept ───────────┴─► the validator's own checks ─► same, different, or unknown
+Verdict, lease and bytes are the hub's, the policy is the origin's, if it is still kept.
 """
 
 from __future__ import annotations
@@ -26,23 +25,20 @@ from shoal.run.folder import RunFolder
 from shoal.run.ledger.places import FolderPlace
 from shoal.run.roles import validator_config
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader
-from shoal.shardcast.server import run_origin
+from shoal.shardcast import Downloader, run_origin
 from shoal.validator import Judge, ValidatorConfig, load_profiles
 from shoal.validator.judge import KeptSubmission, Rechecked, SecondEngines, recheck
 from shoal.validator.limits import profiles_of
 from shoal.validator.profiles import Profiles
 
-FETCH_S = 600.0
-START_S = 30.0
+FETCH_S, START_S = 600.0, 30.0
 TRIES = 64  # units drawn for each that is wanted: of a long run only the last policies are kept
 
 
 def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Iterator[str]:
     """A line for each unit, and a last one that sums up; raises `LedgerError` if any verdict was another."""
-    folder = RunFolder.open(path)
+    folder, reason = RunFolder.open(path), ""
     states: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
-    reason = ""
     with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
         rows: dict[str, LedgerEntry] = {}  # accepted units, one row of each submission
         for entry in place.entries():
@@ -53,9 +49,8 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         drawn = random.Random(seed).sample(list(rows.values()), min(TRIES * sample, len(rows)))
         with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
 
-            def limits(digest: str) -> Profiles | None:
-                made = place.calibration(digest)  # what the leases that name it were judged by then
-                return None if made is None else profiles_of(made)
+            def limits(digest: str) -> Profiles | None:  # of the calibration that the lease names
+                return None if (made := place.calibration(digest)) is None else profiles_of(made)
 
             judge = replace(judge, calibrations=limits)
             for entry in drawn:
@@ -67,10 +62,8 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
                 yield f"unit {entry.body['unit']} (row {entry.index}): {found.state}: {found.sentence}"
                 if states["same"] + states["different"] == sample:
                     break
-    yield (
-        f"{sum(states.values())} accepted units were drawn (--seed {seed}): {states['same']} the same, "
-        f"{states['different']} different, {states['unknown']} could not be rechecked{reason}"
-    )
+    outcome = f"{states['same']} the same, {states['different']} different, {states['unknown']} could not be rechecked"
+    yield f"{sum(states.values())} accepted units were drawn (--seed {seed}): {outcome}{reason}"
     if states["different"]:
         raise LedgerError(f"{states['different']} verdicts are others now: they were wrong, or this machine is")
     if not states["same"]:
@@ -78,8 +71,7 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
 
 
 def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:
-    evidence = place.evidence([entry]).get(entry.index)
-    if evidence is None or evidence.verdict is None:
+    if (evidence := place.evidence([entry]).get(entry.index)) is None or evidence.verdict is None:
         return Rechecked("different", "there is no verdict behind it")
     try:
         lease, body = place.kept(str(entry.body["submission"]))
@@ -98,7 +90,7 @@ def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShel
 def _machinery(
     folder: RunFolder, config: ValidatorConfig, cache: Path, stop: StopToken
 ) -> Iterator[tuple[Judge, EngineShelf]]:
-    """A validator's judge, and policies from the run's origin, which is served here for as long."""
+    """A validator's judge, and policies from the run's origin, which is served here meanwhile."""
     settings, environment = config.settings, config.environment
     ended, urls = StopToken(), queue.Queue[str]()
     server = threading.Thread(target=run_origin, args=(folder.path / "origin", "127.0.0.1", 0, ended, urls.put))
@@ -114,10 +106,8 @@ def _machinery(
             panel.prepare()
             profiles = load_profiles(settings.profiles)
             others = SecondEngines(config.engine, settings.device, downloader.fetch)
-            judge = Judge(
-                environment, profiles, config.shuffle_rewards, scorer=pool, panel=panel, second_engine=others.get
-            )
-            machine = settings.device, settings.dtype
+            shuffle, machine = config.shuffle_rewards, (settings.device, settings.dtype)
+            judge = Judge(environment, profiles, shuffle, scorer=pool, panel=panel, second_engine=others.get)
             yield judge, EngineShelf(downloader.fetch, lambda files: build(config.engine, files, *machine), held=1)
     finally:
         ended.set("rechecked")

@@ -3,8 +3,7 @@
     hub ── rows since last time ─► chain ─► state (durable) ─► signed head ─► witness/KEY.json, in one folder or several
                                      └ they do not follow: exit 5, with the proof if there is one
 
-The folders are those that relays or any web server serve. Neither hub nor relay can change the document: readers give
-the witness's key themselves (`verify --witness KEY`).
+Relays or any web server may serve the folders: readers give the witness's key themselves (`verify --witness KEY`).
 """
 
 from __future__ import annotations
@@ -34,15 +33,11 @@ from shoal.shardcast.manifest import MAX_WITNESS_BYTES
 from shoal.shardcast.tree import Tree, witness_key
 
 log = logging.getLogger("shoal.witness")
-
 LOCK_WAIT_S = 5.0
 
 
 class Seen(BaseModel):
-    """The last row that was signed for, and the head that the hub had signed for it."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
-
     run: str
     root_key: str
     last: protocol.LedgerEntry
@@ -62,7 +57,6 @@ class Witness:
         self._path = self.folder / "seen.json"
 
     def look(self) -> protocol.WitnessedHead:
-        """Check that the ledger has only grown, then sign for its newest row and publish that."""
         run, seen = self.client.trusted_run(), self._seen()
         keys = Keys(run.run, run.info.root_key)
         if seen is not None and (seen.run, seen.root_key) != (keys.run, keys.root_key):
@@ -113,7 +107,6 @@ class Witness:
 
 
 def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, once: bool, stop: StopToken) -> None:
-    """Watch until told to stop; a hub that does not answer is asked again."""
     ensure_folder(folder)
     with (
         FolderLock(folder).acquire(stop, LOCK_WAIT_S),
@@ -135,14 +128,13 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
 
 
 def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
-    """What a witness, named `KEY` or `KEY@URL`, signed about this run, from every source that has it, and from what was
-    `given` by --head; at least one."""
+    """What a witness, `KEY` or `KEY@URL`, signed about this run, at the sources and in what --head has `given`; at
+    least one."""
     key, _, url = witness.partition("@")
     if not re.fullmatch("[0-9a-f]{64}", key):
         raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
-    found = place.witnessed(key)
-    statements = [pin.statement for pin in given if pin.statement is not None and pin.statement.signed_by == key]
-    found += [statement.model_dump_json().encode() for statement in statements]
+    found, said = place.witnessed(key), [pin.statement for pin in given if pin.statement is not None]
+    found += [statement.model_dump_json().encode() for statement in said if statement.signed_by == key]
     if url:
         try:
             found.append(download(f"{url.rstrip('/')}/{witness_key(key)}", MAX_WITNESS_BYTES))
@@ -157,12 +149,10 @@ def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()
             place.notes.append(f"what was found as signed by witness {key[:16]}… is not: {error}")
             continue
         if head.run == run:
-            pins.append(
-                Pin(protocol.LedgerHead(run=run, index=head.index, hash=head.hash), f"witness {key[:16]}…", signed)
-            )
+            seen = protocol.LedgerHead(run=run, index=head.index, hash=head.hash)
+            pins.append(Pin(seen, f"witness {key[:16]}…", signed))
     if not pins:
-        raise LedgerError(
-            f"nothing that witness {key[:16]}… signed was found: the run's sources do not have it. Name the address "
-            f"that it publishes to (--witness {key[:16]}…@URL), or give its document with --head FILE"
-        )
+        short = f"{key[:16]}…"
+        remedy = f"Name the address that it publishes to (--witness {short}@URL), or give its document with --head FILE"
+        raise LedgerError(f"nothing that witness {short} signed was found: the run's sources do not have it. {remedy}")
     return pins
