@@ -67,14 +67,7 @@ class Sleeping:
         return next(node for node in self.hub.status().nodes if node.name == "sleeper")
 
     def ledger(self) -> list[LedgerEntry]:
-        entries: list[LedgerEntry] = []
-        while page := self.page(len(entries) - 1):
-            entries += page
-        return entries
-
-    def page(self, after: int) -> tuple[LedgerEntry, ...]:
-        answer = ok(self.hub.http.get("/ledger", params={"after": after}))
-        return LedgerPage.model_validate_json(answer.content).entries
+        return list(LedgerPage.model_validate_json(ok(self.hub.http.get("/ledger?limit=1000")).content).entries)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch
 from test_loop_scripted import DEADLINE_S, Run
 
 from kit import Patch, eventually
+from kit.roles import publish
 from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model
@@ -25,7 +26,6 @@ from shoal.protocol import (
     Calibration,
     LeaseRequest,
     MeasuredKind,
-    PolicyAnnouncement,
     PolicyRef,
     SignedDocument,
     SigningKey,
@@ -62,10 +62,7 @@ class SelfCalibrating(Run):
 
     def publish(self, version: int) -> PolicyRef:
         content = Content.of(self.files, list(policy_views(self.model).values()))
-        policy = self.origin.publish(version, content, ledger_head=self.trainer.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
-        self.trainer.announce(sign_document(announcement, self.trainer_key))
-        return policy
+        return publish(self.origin, self.trainer, version, content)
 
     def in_force(self) -> str:
         """The digest of the calibration that a lease would name now."""

@@ -16,7 +16,7 @@ import pytest
 from kit import Capture, Patch, TempPaths
 from kit.crash import Cast, HubLives, dies_of
 from kit.crash import Place as HubPlace
-from kit.folder import Play
+from kit.folder import LocalRun
 from kit.hub import submission_body
 from kit.s3 import KEYS, Shop
 from shoal.cli.main import main
@@ -36,37 +36,37 @@ pytestmark = pytest.mark.usefixtures("shop_keys")
 class Taken:
     """A run on SQLite that stands at version 1, with two submissions that are promised and not judged; its backup."""
 
-    play: Play
+    run: LocalRun
     tar: Path
 
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: TempPaths) -> Taken:
     folder = tmp_path_factory.mktemp("taken")
-    play = Play(folder / "run")
-    play.step()
+    run = LocalRun(folder / "run")
+    run.step()
     request = LeaseRequest(request="before-the-move", max_units=4)
-    for lease, _ in play.worker.open_leases(play.worker.lease(request)):
-        play.receipts.append(play.worker.submit(lease.lease, submission_body(lease)))
-    assert len(play.receipts) == 4
-    play.close()
+    for lease, _ in run.worker.open_leases(run.worker.lease(request)):
+        run.receipts.append(run.worker.submit(lease.lease, submission_body(lease)))
+    assert len(run.receipts) == 4
+    run.close()
     backup(folder / "run", folder / "run.tar")
-    return Taken(play, folder / "run.tar")
+    return Taken(run, folder / "run.tar")
 
 
 def backup(run: Path, tar: Path) -> Summary:
     return backup_run(run, tar, lambda _line: None)
 
 
-def continued(path: Path, before: Play) -> Play:
+def continued(path: Path, before: LocalRun) -> LocalRun:
     """One more step where the run is now; everything promised before is there."""
-    play = Play(path, receipts=list(before.receipts))
+    run = LocalRun(path, receipts=list(before.receipts))
     try:
-        play.step()
-        play.check()
+        run.step()
+        run.check()
     finally:
-        play.close()
-    return play
+        run.close()
+    return run
 
 
 def at(database_url: str, shop: Shop | None = None) -> list[str]:
@@ -81,7 +81,7 @@ def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop,
     assert (tmp_path / "there" / "recipe.toml").stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in (tmp_path / "there" / "hub").iterdir()) == ["restored", "secret"]
     assert len([key for key in shop.keys() if key.startswith("runs/one/blobs/")]) == 4  # noqa: SIM118 not a dict
-    there = continued(tmp_path / "there", taken.play)
+    there = continued(tmp_path / "there", taken.run)
     assert there.version_at_end == 2
     summary = backup(tmp_path / "there", tmp_path / "there.tar")
     assert (summary.version, len(summary.submissions)) == (2, len(there.receipts))
@@ -93,12 +93,12 @@ def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop,
 
 
 def test_a_database_that_holds_a_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path) -> None:
-    other = Play(tmp_path / "other", {"database": database_url})
+    other = LocalRun(tmp_path / "other", {"database": database_url})
     other.close()
     with pytest.raises(ConfigError, match=f"holds the run {other.folder.run_id} already"):
         restore_run(taken.tar, tmp_path / "there", at(database_url))
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
-    Play(tmp_path / "other").close()
+    LocalRun(tmp_path / "other").close()
 
 
 @pytest.mark.parametrize("was_started", [False, True])
@@ -106,12 +106,12 @@ def test_a_restored_run_is_not_overwritten_by_another_restore(
     taken: Taken, database_url: str, tmp_path: Path, was_started: bool
 ) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
-    backup(taken.play.path, tmp_path / "later.tar")  # by the same backup, what was not started may be completed
+    backup(taken.run.path, tmp_path / "later.tar")  # by the same backup, what was not started may be completed
     if was_started:
-        Play(tmp_path / "one").close()
+        LocalRun(tmp_path / "one").close()
     with pytest.raises(ConfigError, match="holds the run"):
         restore_run(taken.tar if was_started else tmp_path / "later.tar", tmp_path / "two", at(database_url))
-    continued(tmp_path / "one", taken.play)
+    continued(tmp_path / "one", taken.run)
 
 
 def test_other_hubs_refused_until_restored_one_started(
@@ -123,16 +123,16 @@ def test_other_hubs_refused_until_restored_one_started(
     restored.unlink()
     refused = pytest.raises(ConfigError, match=r"`shoal restore` has copied a run into hub\.database")
     with refused:
-        Play(tmp_path / "one")
+        LocalRun(tmp_path / "one")
     restored.write_text("of another backup")
     with refused:
-        Play(tmp_path / "one")
+        LocalRun(tmp_path / "one")
     with monkeypatch.context() as patch, refused:
         looks, look = iter(range(9)), Context._require_restored  # as if the rows had come after the first look
         patch.setattr(Context, "_require_restored", lambda *given: next(looks) and look(*given))
-        Play(tmp_path / "one")
+        LocalRun(tmp_path / "one")
     restored.write_text(mark)
-    first = continued(tmp_path / "one", taken.play)
+    first = continued(tmp_path / "one", taken.run)
     restored.unlink()  # as on another machine
     continued(tmp_path / "one", first)
     with contextlib.closing(open_storage(database_url, tmp_path)) as storage, storage.read() as reader:
@@ -147,7 +147,7 @@ def test_a_place_is_not_changed_by_a_setting_alone(
     bucket = {"storage": f"{shop.url}/empty", "storage_endpoint": shop.endpoint}
     change(tmp_path / "run", **({"database": database_url} if place == "database" else bucket))
     with pytest.raises(ConfigError, match=rf"shoal restore --set hub\.{place}"):
-        Play(tmp_path / "run")
+        LocalRun(tmp_path / "run")
 
 
 def change(run: Path, **places: str) -> None:
@@ -219,24 +219,24 @@ def test_restore_elsewhere_killed(taken: Taken, tmp_path: Path, database_url: st
     assert not folder.exists()
     if name != "restore.after_blobs":
         with pytest.raises(ConfigError, match=r"`shoal restore` has copied a run into hub\.database"):
-            Play(tmp_path / "other", {"database": database_url})
+            LocalRun(tmp_path / "other", {"database": database_url})
     assert taken.tar.read_bytes() == before
     restore_run(taken.tar, folder, at(database_url, shop))
     assert not list(tmp_path.glob(".there*"))
-    assert continued(folder, taken.play).version_at_end == 2
+    assert continued(folder, taken.run).version_at_end == 2
 
 
 def test_backup_and_restore_killed(taken: Taken, tmp_path: Path) -> None:
     path, file, folder = tmp_path / "run", tmp_path / "run.tar", tmp_path / "elsewhere"
-    shutil.copytree(taken.play.path, path)
+    shutil.copytree(taken.run.path, path)
     assert dies_of("backup.before_rename", backup, path, file)
     assert not file.exists(), "a backup is there when it is whole"
     backup(path, file)
     assert dies_of("restore.before_rename", restore_run, file, folder)
     assert not folder.exists()
     assert restore_run(file, folder).version == verify_backup(file).version == 1
-    assert continued(folder, taken.play).version_at_end == 2
-    assert continued(path, taken.play).version_at_end == 2, "nothing of the source was touched"
+    assert continued(folder, taken.run).version_at_end == 2
+    assert continued(path, taken.run).version_at_end == 2, "nothing of the source was touched"
 
 
 def test_a_hub_that_keeps_submissions_in_a_bucket_killed(tmp_path: Path, shop: Shop) -> None:
