@@ -129,9 +129,6 @@ def rejected(of: protocol.Lease, what: protocol.Submission, reason: str) -> None
     assert judged(of, what, depth="light").reason == reason, "it costs no prefill to see"
 
 
-# ── honest dialogues ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("limit", "max_turns"), [(LIMIT, 3), (11, 3), (8, 2), (LIMIT, 1), (64, 64)])
 def test_an_honest_dialogue_passes_every_check(limit: int, max_turns: int) -> None:
     of = lease(1, limit=limit, max_turns=max_turns)
@@ -207,9 +204,6 @@ def test_a_validator_without_the_tool_cannot_tell() -> None:
     assert (verdict.outcome, verdict.reason) == (protocol.Outcome.UNSURE, "machinery.environment")
     assert "abacus" in verdict.message
     assert "upgrade" in verdict.message
-
-
-# ── and others ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_tokens_that_were_drawn_are_called_given() -> None:
@@ -322,9 +316,6 @@ def test_it_says_that_it_ended_otherwise() -> None:
 
     early = changed(of, lambda ids, spans: ([*ids[: sum(spans[0])], 6], spans[:1]), finish="length")
     rejected(of, early, "termination.early")
-
-
-# ── dialogues that are shown before they are finished ────────────────────────────────────────────────────────────
 
 
 def shown_verdicts(of: protocol.Lease, index: int, ids: Sequence[int], proofs: bytes) -> list[protocol.Verdict]:

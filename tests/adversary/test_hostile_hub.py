@@ -44,8 +44,6 @@ def client_of(hub: HostileHub | str, patience_s: float = 2, stop: StopToken | No
         yield client
 
 
-# ── known hubs ───────────────────────────────────────────────────────────────────────────────────────────────────
-
 JOIN = ["join", "URL", "--engine", "scripted", "--no-check"]
 COMMANDS = [JOIN, ["relay", "--run-info", "URL", "--port", "0"], ["status", "URL"], ["why", "0", "URL"],
             ["ledger", "verify", "URL"]]  # fmt: skip
@@ -81,8 +79,6 @@ def test_the_fingerprint_in_a_new_join_url_replaces_what_is_remembered(hub: Host
     assert hub.fingerprint in (own_home / "known_hubs.json").read_text()
     assert told(JOIN, hub.url) == 4
 
-
-# ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 DAY_MS = 24 * 3_600_000
 
@@ -128,9 +124,6 @@ def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> 
         with client_of(hub, 5) as client, pytest.raises(HubRefused, match="your clock is wrong"):
             client.register("n", "worker", None)
     assert latest_ms(hub) <= SystemClock().now_ms() + 60_000
-
-
-# ── targets ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -200,8 +193,6 @@ def test_a_hub_on_loopback_may_name_its_own_machine(hub: HostileHub, inside: Hos
     assert inside.requests != []
 
 
-# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 NASTY = "\x1b]52;c;cm0=\x07\x1b]0;title\x07\x9b2J\u202e\r\nroot@host# "
 
 
@@ -258,8 +249,6 @@ def test_terminal_sequences_of_a_hub_are_harmless(hub, saying, capsys, own_home)
         assert line.isprintable(), repr(line)
         assert not line.startswith("root@host#"), "no line of its own"
 
-
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MIB = 2**20
 
@@ -340,9 +329,6 @@ def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: Patch) -> N
         threading.Thread(target=stop_it, daemon=True).start()
         with pytest.raises(DeadlineExceeded, match="asked"):
             client.trusted_run()
-
-
-# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("field", ["hubs", "sources", "last_resort", "certificates", "revoked", "profiles", "name"])

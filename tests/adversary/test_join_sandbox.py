@@ -251,9 +251,6 @@ def test_the_worker_has_no_key_of_its_users_session(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-# ── the forwarder ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def forwarder(tmp_path_factory: TempPaths, monkeypatch: Patch) -> Iterator[Forwarder]:
     """With a client beside it that believes to be inside a sandbox."""

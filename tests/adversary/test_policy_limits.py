@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kit.cast import KEY, Lab
-from kit.liar import manifest_of, write_tree
+from kit.forged import manifest_of, write_tree
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy
 from shoal.engines.memory import cached_token_bytes
 from shoal.engines.rows import Rows
@@ -257,9 +257,6 @@ def test_prompts_of_a_model_whose_layers_have_a_state_are_not_computed_in_pieces
         Rows.after(model, prompts, torch.tensor([0, 1]), max_tokens=8)
         with pytest.raises(MemoryError, match="2 prompts of up to 4 tokens do not fit"):
             Rows.after(model, prompts, torch.tensor([0, 1]), max_tokens=6)
-
-
-# ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def tokenizer(vocabulary: Sequence[str] = ("<unk>", "1+1", "2", "e"), **parts: object) -> TextTokenizer:

@@ -52,9 +52,6 @@ def worth(code: str, answer: str = ANSWER) -> tuple[float, str]:
     return scored.value, scored.notes
 
 
-# ── too much of something ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 BOMBS = {
     "fork bomb": ("import os\nwhile True: os.fork()", "error (PermissionError)"),
     "fork bomb that does not give up": (
@@ -133,9 +130,6 @@ def test_a_child_that_would_outlive_its_parent_is_never_born() -> None:
     assert said(code).split() == ["1", "-1", "-1", "-1"]
 
 
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_nothing_can_be_written_anywhere() -> None:
     code = """
 import os
@@ -181,9 +175,6 @@ for path in ("/proc/1/root", "/proc/1/cwd", "/proc/self/root/../..", "/proc/1/fd
     assert lines["/proc/1/root"] == lines["/proc/1/cwd"] == lines["/proc/1/fd"] == lines["/proc/1/map_files"] == "13"
     assert "'proc'" in lines["/proc/self/root/../.."]
     assert "'etc'" not in lines["/proc/self/root/../.."]
-
-
-# ── the answers, and what else is in this process ─────────────────────────────────────────────────────────────────────
 
 
 # What it looks for is nowhere in one piece: it would find itself.
@@ -288,9 +279,6 @@ for attempt in (lambda: os.setpriority(os.PRIO_PROCESS, 1, 19), lambda: os.nice(
     assert first.output == second.output
 
 
-# ── being paid for nothing ────────────────────────────────────────────────────────────────────────────────────────────
-
-
 FORGERIES = {
     "leaves before the tests": "import sys\nsys.exit(0)",
     "leaves at once": "import os\nos._exit(0)",
@@ -354,9 +342,6 @@ print("here")
     with Sandbox(code.encode(), SHORT) as sandbox:
         outputs = [sandbox.run(b"").output, sandbox.run(b"").output]
     assert outputs == [b"here\n"] * 2
-
-
-# ── the kernel ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kit import TempPaths
-from kit.door import Hub, ok, refusal, running_hub
 from kit.hub import make_config
+from kit.served_hub import Hub, ok, refusal, running_hub
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
 from shoal.hub.state.rows import NodeRow, Rules

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kit.door import Caller, Hub, ok, running_hub
+from kit.served_hub import Caller, Hub, ok, running_hub
 from shoal import protocol
 from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest

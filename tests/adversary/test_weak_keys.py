@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import ValidationError
 
 from kit import TempPaths
-from kit.door import Hub, refusal, running_hub
+from kit.served_hub import Hub, refusal, running_hub
 from shoal.client.trust import open_run_info
 from shoal.errors import SignatureError, UserError
 from shoal.hub.storage.sqlite import SqliteStorage

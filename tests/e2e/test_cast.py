@@ -279,9 +279,6 @@ def test_a_disk_that_is_full_is_one_sentence_and_continues_later(request: Reques
         assert (disk.path / "out.bin").read_bytes() == data
 
 
-# ── the guide ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def commands_in(guide: str) -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", guide, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()

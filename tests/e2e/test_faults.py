@@ -87,9 +87,6 @@ def require_sound(folder: Path, steps: int) -> None:
     assert {entry.kind for entry in entries} <= {"run", "node", "policy", "batch", "credit"}, "rejected or sanctioned"
 
 
-# ── the disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
 def test_whoever_meets_the_full_disk_first_ends_the_run_and_with_room_it_resumes(
@@ -133,9 +130,6 @@ def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: Request, overri
         require_sound(folder, 3)
 
 
-# ── folders that cannot be written ───────────────────────────────────────────────────────────────────────────────
-
-
 def refusal(folder: Path, overrides: list[str], code: int = 3) -> str:
     """What `shoal run` says before it starts anything."""
     with start_run(folder, overrides) as run:
@@ -162,9 +156,6 @@ def test_a_folder_without_permission(tmp_path: Path, overrides: list[str]) -> No
     assert "permission denied: choose a folder that this user may write to" in refusal(tmp_path / "closed", overrides)
 
 
-# ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def require_end_when_the_port_is_stolen(run: Run, role: str) -> None:
     """Somebody else takes the port of a process while that is being restarted."""
     endpoints = RunFolder.open(run.path).endpoints
@@ -184,9 +175,6 @@ def thief_of(port: int) -> socket.socket:
             return socket.create_server(("127.0.0.1", port))
         except OSError:
             assert time.monotonic() < end_s
-
-
-# ── the clock ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class WallClock:
@@ -230,9 +218,6 @@ def test_a_clock_that_jumps_an_hour_forth_and_back_is_nobodys_fault(tmp_path: Pa
         assert restarted(folder) == {"hub"}
         require_end_when_the_port_is_stolen(run, "hub")
     require_sound(folder, len(metrics(folder)))
-
-
-# ── somebody who does not answer ─────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager

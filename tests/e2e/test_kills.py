@@ -97,9 +97,6 @@ class Outcome:
     struck: set[str] = field(default_factory=set)
 
 
-# ── moments ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def holds_audits(path: Path) -> bool:
     return bool(glimpse(path, "SELECT 1 FROM submissions WHERE state = 'auditing' LIMIT 1"))
 
@@ -141,9 +138,6 @@ def newest_manifest(path: Path, source: str) -> int:
 def newest(path: Path, column: str, table: str) -> int:
     (value,) = (glimpse(path, f"SELECT MAX({column}) FROM {table}") or [(None,)])[0]
     return -1 if value is None else value
-
-
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def awkward_run(path: Path) -> Outcome:
@@ -249,9 +243,6 @@ def finish(run: Run) -> None:
 def run(request: Request, tmp_path_factory: TempPaths) -> Outcome:
     outcome: Outcome = request.param(tmp_path_factory.mktemp("e2e") / "tiny")
     return outcome
-
-
-# ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_point_of_theirs_is_in_a_run_and_nobody_dies_too_often() -> None:

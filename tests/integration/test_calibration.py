@@ -162,9 +162,6 @@ def test_limits_that_pass_int8_weights_refused_and_nobody_works(
     assert len(asking.lease(LeaseRequest(request="request-3", profile="torch/cpu/float32")).leases) == 1
 
 
-# ── who may put limits in force ──────────────────────────────────────────────────────────────────────────────────
-
-
 def calibration(of: Run, policy: PolicyRef, replaces: str = "", **changes: object) -> Calibration:
     values = {"run": of.id, "policy": policy, "replaces": replaces, "made_at_ms": 1, "machines": ("cpu/float32",)}
     kinds = {KIND: MeasuredKind(limits={"key": KIND})}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, Patch, TempPaths
-from kit.crash import Cast, HubLives, dies_of
+from kit.crash import Actors, HubLives, dies_of
 from kit.crash import Place as HubPlace
 from kit.folder import LocalRun
 from kit.hub import submission_body
@@ -195,8 +195,6 @@ def test_wrong_place_said_before_the_backup_is_read(tmp_path: Path, capsys: Capt
     assert list(tmp_path.iterdir()) == []
 
 
-# ── killed ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 RESTORE = ("restore.after_rows", "restore.after_blobs", "restore.before_rename")
 SUBMIT = ("hub.submit.after_blob", "hub.submit.after_commit")
 
@@ -241,7 +239,7 @@ def test_backup_and_restore_killed(taken: Taken, tmp_path: Path) -> None:
 
 def test_a_hub_that_keeps_submissions_in_a_bucket_killed(tmp_path: Path, shop: Shop) -> None:
     place = HubPlace(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
-    with HubLives(place, SUBMIT) as hub, Cast(hub) as cast:
-        entries = cast.play()
-    cast.books.check(place, entries)
+    with HubLives(place, SUBMIT) as hub, Actors(hub) as actors:
+        entries = actors.play()
+    actors.books.check(place, entries)
     assert hub.struck == set(SUBMIT)

@@ -26,7 +26,7 @@ from sqlalchemy import select
 
 from kit import Patch, eventually
 from kit import hub as kit
-from kit.crash import DEADLINE_S, VALIDATORS, Body, Cast, Place, serve
+from kit.crash import DEADLINE_S, VALIDATORS, Actors, Body, Place, serve
 from kit.fork import started
 from shoal import protocol
 from shoal.errors import ConfigError
@@ -69,7 +69,7 @@ class Pair:
         self.processes[number].join(10)
 
 
-class Storm(Cast):
+class Storm(Actors):
     """Everybody knows both hubs, and makes some calls at both at the same moment; one group in ten is unsure."""
 
     def __init__(self, pair: Pair, workers: int) -> None:
@@ -139,16 +139,16 @@ def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
             killed_s.append(time.monotonic())
 
     try:
-        with watching(storage, run), Storm(pair, workers) as cast:
-            entries = cast.storm(kill_the_leader)
+        with watching(storage, run), Storm(pair, workers) as actors:
+            entries = actors.storm(kill_the_leader)
     finally:
         for number in range(2):
             pair.kill(number)
-    cast.books.check(place, entries)
-    assert cast.doubled > 0
-    generated = sum(verdict.node in {key.node for key in VALIDATORS} for verdict in cast.books.verdicts.values())
+    actors.books.check(place, entries)
+    assert actors.doubled > 0
+    generated = sum(verdict.node in {key.node for key in VALIDATORS} for verdict in actors.books.verdicts.values())
     storage.close()
-    counts = f"{len(cast.books.receipts)} submissions, {generated} by validators, {cast.doubled} calls at both"
+    counts = f"{len(actors.books.receipts)} submissions, {generated} by validators, {actors.doubled} calls at both"
     taken_s = killed_s[1] - killed_s[0]
     record_property("table", f"two hubs: {counts}; the other led {taken_s:.1f} s after the leader was killed")
 

@@ -269,9 +269,6 @@ class Attacked:
         return groups
 
 
-# ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class Result:
     """One row of the table. `caught_at` counts the cheater's own groups, from 1; None if it was never caught."""

@@ -198,8 +198,6 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     check_machine(Recipe.model_validate({"worker": {"device": "cuda", "count": 0}}), tmp_path / "empty")
 
 
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
 LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 
