@@ -391,7 +391,7 @@ SUBMISSION_FIELDS: dict[str, tuple[object, str]] = {
 }
 
 
-def test_every_field_that_a_worker_declares_is_checked_or_read_by_nobody(harness: Formats, honest: Trial) -> None:
+def test_every_declared_field_is_checked_or_unused(harness: Formats, honest: Trial) -> None:
     """No field of a submission says what is trained on: a mask, an end or a length that is not so is rejected for
     certain, but for log-probabilities, which rounding moves. A field that is added must be added here."""
     each = honest.judged[0]
@@ -471,7 +471,7 @@ def honest_long(long: Formats) -> Trial:
 
 
 @pytest.mark.parametrize("name", ["an early end", "a suppressed end"])
-def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, coarse: Formats) -> None:
+def test_group_with_one_wrong_end_is_not_accepted(name: str, coarse: Formats) -> None:
     """Not trained on, not paid, and struck when their number shows: what a far token would have to pass for, an
     accident of the arithmetic, is rare."""
 
@@ -488,7 +488,7 @@ def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, c
     assert trial.until_caught() is not None
 
 
-def test_one_declared_log_probability_that_is_far_off_is_never_accepted(coarse: Formats) -> None:
+def test_one_wrong_log_probability_is_not_accepted(coarse: Formats) -> None:
     """A ratio of e¹⁰⁰⁰ would be trained on; and of what was accepted so, a canary would be made that passes."""
     for lease, submission in coarse.groups(Cheat(), [coarse.lease(unit) for unit in range(4)]):
         values = submission.rollouts[0].logprob_values.copy()
@@ -498,7 +498,7 @@ def test_one_declared_log_probability_that_is_far_off_is_never_accepted(coarse: 
 
 
 @pytest.mark.parametrize("name", ["fp8-cache", "fp8-cache-vouched-for", "early-exit"])
-def test_shortcuts_that_are_coarser_than_bfloat16_are_banned(name: str, long: Formats) -> None:
+def test_shortcuts_coarser_than_bfloat16_are_banned(name: str, long: Formats) -> None:
     make, _, reasons = BANNED_BY[name]
     trial = tried(long, make)
     assert trial.until_banned() is not None
@@ -506,7 +506,7 @@ def test_shortcuts_that_are_coarser_than_bfloat16_are_banned(name: str, long: Fo
     assert {each.verdict.reason for each in trial.rejected} <= reasons | also
 
 
-def test_an_int8_cache_of_a_bfloat16_worker_passes_as_its_errors_are_within_bfloat16s_own(long: Formats) -> None:
+def test_int8_cache_of_a_bfloat16_worker_passes(long: Formats) -> None:
     """A bound, not a guard (docs/guides/attack-your-run.md): in float32 it is banned, see above."""
     trial = tried(long, lambda engine: CoarseCache(engine, int8))
     assert not trial.rejected

@@ -93,7 +93,7 @@ def caught(tmp_path_factory: TempPaths) -> Caught:
         )
 
 
-def test_it_is_caught_by_the_first_full_audit_and_banned(caught: Caught) -> None:
+def test_sleeper_is_banned_by_its_first_full_audit(caught: Caught) -> None:
     assert caught.looked_at == [False] * (len(caught.cheated) - 1) + [True]
     assert len(caught.cheated) <= 60  # at p = 1/3 a hundredth of a billionth of all sleepers last longer
     assert caught.after.state is NodeState.BANNED
@@ -101,7 +101,7 @@ def test_it_is_caught_by_the_first_full_audit_and_banned(caught: Caught) -> None
     assert caught.refused == (403, "node.banned")
 
 
-def test_every_group_that_is_in_no_batch_is_pulled(caught: Caught) -> None:
+def test_untrained_groups_of_a_sleeper_are_pulled(caught: Caught) -> None:
     [pulled] = caught.bodies("pulled")
     assert set(caught.cheated[:-1]) <= set(pulled["units"])
     assert len(pulled["units"]) == caught.after.accepted
@@ -109,7 +109,7 @@ def test_every_group_that_is_in_no_batch_is_pulled(caught: Caught) -> None:
     assert caught.units["open"] == len(pulled["units"]) + 1
 
 
-def test_its_pending_credit_is_void(caught: Caught) -> None:
+def test_pending_credit_of_a_sleeper_is_void(caught: Caught) -> None:
     assert caught.before.pending > 0
     assert (caught.after.pending, caught.after.credit) == (0, 0)
     assert len(caught.bodies("void")) == len(caught.bodies("pending")) == caught.after.accepted
@@ -117,7 +117,7 @@ def test_its_pending_credit_is_void(caught: Caught) -> None:
     assert (account.credit, account.banned) == (0, True)
 
 
-def test_how_long_a_sleeper_lasts_that_is_trusted_most() -> None:
+def test_most_trusted_sleeper_lasts_20_groups_on_average() -> None:
     """The hub's own draws, under 2,000 secrets: 20 groups on average until the first full audit, 90 at the 99th."""
     rules = make_config(Path(), settings={"audit": "reputation"}).rules
     node = NodeRow("n" * 32, "k" * 64, "worker", "sleeper", 0, streak=10_000, passed=10_000)

@@ -26,7 +26,7 @@ from shoal.shardcast import Payload
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 
 
-def test_steering_inside_the_tolerance_is_caught_by_its_sums() -> None:
+def test_steering_inside_the_tolerance_is_caught_by_sums() -> None:
     """No token of it is farther off than the tolerance; a few of them together are more than rounding explains."""
     harness = Harness(profile=FLOAT32)
     trial = harness.tried(steer(PROFILES[FLOAT32].sampling)(), range(100), stop_when_banned=True)
@@ -38,7 +38,7 @@ def test_steering_inside_the_tolerance_is_caught_by_its_sums() -> None:
         assert max(distances) < PROFILES[FLOAT32].sampling.distance
 
 
-def test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums() -> None:
+def test_claim_of_the_widest_profile_is_caught_by_sums() -> None:
     """At 0.7 times the temperature, as bfloat16: every group may pass by itself, 1,600 tokens together do not."""
     trial = Harness(profile=BFLOAT16).tried(find_cheat("loose"), range(40), stop_when_banned=True)
     assert trial.until_banned() is not None
@@ -46,7 +46,7 @@ def test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums() -> No
 
 
 @pytest.mark.slow
-def test_steering_where_more_is_forgiven_is_caught_too() -> None:
+def test_steering_under_a_wide_profile_is_caught() -> None:
     harness = Harness(profile=BFLOAT16)
     trial = harness.tried(steer(PROFILES[BFLOAT16].sampling)(), range(100), stop_when_banned=True)
     assert trial.until_banned() is not None
@@ -62,7 +62,7 @@ def trials(name: str, count: int, units: int, group_size: int = 4) -> list[Trial
 @pytest.mark.parametrize(
     ("name", "tokens", "share"), [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-dice", 2 * 32, 0.9)]
 )
-def test_tokens_until_it_is_caught(name: str, tokens: int, share: float) -> None:
+def test_most_cheats_are_caught_within_their_tokens(name: str, tokens: int, share: float) -> None:
     """Groups of about 28 tokens; of the tiny policy's few are of ordinary entropy, hence twice 32 for other dice."""
     lasted = [trial.until_caught() for trial in trials(name, count=30, units=16)]
     soon = [each for each in lasted if each is not None and each[1] <= tokens]
@@ -77,7 +77,7 @@ def test_honest_work_is_never_rejected(profile: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_sleeper_in_a_real_run_that_audits_by_reputation(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_sleeper_in_a_real_run_with_audits_by_reputation_is_banned(tmp_path: Path, monkeypatch: Patch) -> None:
     """Honest for 40 groups, so that only every second or so is looked at closely by then."""
 
     class Patient(Sleeper):

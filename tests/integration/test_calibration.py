@@ -216,9 +216,7 @@ def test_lease_keeps_its_calibration_and_later_ones_name_the_newer(start: Callab
     assert newer.calibration == document_hash(second)
 
 
-def test_an_owners_calibration_opens_a_kind_and_an_old_one_of_theirs_cannot_be_sent_again(
-    start: Callable[..., SelfCalibrating],
-) -> None:
+def test_owners_calibration_opens_a_kind_and_an_old_one_is_refused(start: Callable[..., SelfCalibrating]) -> None:
     """The hub tells it to anyone, and the call is not signed: else any worker could have wider limits back."""
     run, kind = start(Narrow), "vllm/cuda/bfloat16"
     policy = run.publish(0)

@@ -52,7 +52,7 @@ def test_killed_at_one_point_early_or_late(place: Place, name: str, nth: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in HUB_POINTS if name not in ONCE])
-def test_every_second_time_is_the_last(place: Place, name: str) -> None:
+def test_killed_at_the_same_point_in_every_life(place: Place, name: str) -> None:
     """Each life dies at the same point, so that what a life began is always finished by another."""
     # Where hubs share a database a report of verdicts is a transaction for each of its nodes, of which there are three.
     nth = 4 if "database" in place.settings and name.startswith("hub.verdict.") else 2
@@ -61,7 +61,7 @@ def test_every_second_time_is_the_last(place: Place, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_every_point_while_everybody_is_at_it(place: Place) -> None:
+def test_killed_at_every_point_under_load(place: Place) -> None:
     hub = survive(place, HUB_POINTS, storm=True)
     assert hub.struck == set(HUB_POINTS)
 
@@ -85,7 +85,7 @@ class Cutter(Actors):
 
 
 @pytest.mark.slow
-def test_the_database_server_is_killed_again_and_again(tmp_path: Path) -> None:
+def test_database_server_is_killed_repeatedly(tmp_path: Path) -> None:
     """The hub lives on: it promises nothing meanwhile, and finds the server again."""
     with running_cluster(fsync=True) as cluster:
         place = Place(tmp_path / "hub", {"database": cluster.create()})

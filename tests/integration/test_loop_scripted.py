@@ -257,7 +257,7 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     assert (view.state, view.suspensions, view.rejected) == (protocol.NodeState.ACTIVE, 0, 0)
 
 
-def test_a_validator_that_can_judge_nothing_of_the_run_says_so(start: Callable[..., Run], monkeypatch: Patch) -> None:
+def test_validator_that_cannot_judge_the_run_ends(start: Callable[..., Run], monkeypatch: Patch) -> None:
     run = start()
     with monkeypatch.context() as patch:
         patch.setattr(ParityEnvironment, "digest", "f" * 64)
@@ -269,7 +269,7 @@ def test_a_validator_that_can_judge_nothing_of_the_run_says_so(start: Callable[.
         run.validator().result(DEADLINE_S)
 
 
-def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloat16(start: Callable[..., Run]) -> None:
+def test_float32_workers_are_refused_by_a_bfloat16_run(start: Callable[..., Run]) -> None:
     run = start()
     run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
     run.restart_hub()
@@ -333,7 +333,7 @@ def evaluation_of(run: Run, version: int) -> protocol.Evaluation | None:
     return next((each for each in found if each.policy.version == version), None)
 
 
-def test_versions_are_measured_while_the_run_goes_on_whoever_died_before(start: Callable[..., Run]) -> None:
+def test_versions_are_evaluated_though_hub_and_validator_died(start: Callable[..., Run]) -> None:
     """A validator was killed with a slice in hand, and the hub has started again since."""
     run = start(steps=2, evaluation=PLAN)
     run.publish(0)

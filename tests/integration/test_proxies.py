@@ -192,7 +192,7 @@ def test_worker_behind_a_proxy_joins_fetches_earns(elsewhere: ServedRun, proxy: 
     assert findings["weights"].text == "1 of 1 sources answer"
 
 
-def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
+def test_no_proxy_is_respected(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy_of("http://hub.test:8470") is not None
     monkeypatch.setenv("NO_PROXY", "hub.test,.internal")
     assert proxy_of("http://hub.test:8470") is None
@@ -209,7 +209,7 @@ def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy.asked == []
 
 
-def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: Patch) -> None:
+def test_proxy_gets_its_password(monkeypatch: Patch) -> None:
     with closing(ForwardProxy(credentials="me:se cret")) as proxy, closing(_Source()) as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:se%20cret@"))
         assert fetched(f"http://weights.test:{server.port}") == [b"hello"]
@@ -236,7 +236,7 @@ def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> Iterator[
         yield server
 
 
-def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _Source) -> None:
+def test_https_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _Source) -> None:
     assert fetched(f"https://weights.test:{secure.port}", 2) == [b"hello", b"hello"]
     assert proxy.asked == [f"CONNECT weights.test:{secure.port}"]
     with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
@@ -272,7 +272,7 @@ def test_addresses_in_numbers_are_checked_before_a_proxy_is_asked(proxy: Forward
     assert proxy.asked == []
 
 
-def test_what_is_no_proxy_is_said_to_be_so_and_a_password_is_never_shown() -> None:
+def test_wrong_proxy_is_refused_and_its_password_not_shown() -> None:
     for text in ("socks5://proxy:1080", "http://", "http://proxy:nonsense"):
         with pytest.raises(ConfigError, match="proxy"):
             parse_proxy(text)

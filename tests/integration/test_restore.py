@@ -74,7 +74,7 @@ def at(database_url: str, shop: Shop | None = None) -> list[str]:
     return [*([f"hub.database={database_url}"] if database_url else []), *store]
 
 
-def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop, tmp_path: Path) -> None:
+def test_run_moves_to_postgresql_and_back(taken: Taken, database_url: str, shop: Shop, tmp_path: Path) -> None:
     restore_run(taken.tar, tmp_path / "there", at(database_url, shop))
     hub = RunFolder.open(tmp_path / "there").recipe.hub
     assert (hub.database, hub.storage, hub.storage_endpoint) == (database_url, shop.url, shop.endpoint)
@@ -92,7 +92,7 @@ def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop,
     assert continued(tmp_path / "back", there).version_at_end == 3
 
 
-def test_a_database_that_holds_a_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path) -> None:
+def test_database_with_a_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path) -> None:
     other = LocalRun(tmp_path / "other", {"database": database_url})
     other.close()
     with pytest.raises(ConfigError, match=f"holds the run {other.folder.run_id} already"):
@@ -102,9 +102,7 @@ def test_a_database_that_holds_a_run_is_not_overwritten(taken: Taken, database_u
 
 
 @pytest.mark.parametrize("was_started", [False, True])
-def test_a_restored_run_is_not_overwritten_by_another_restore(
-    taken: Taken, database_url: str, tmp_path: Path, was_started: bool
-) -> None:
+def test_restored_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path, was_started: bool) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
     backup(taken.run.path, tmp_path / "later.tar")  # by the same backup, what was not started may be completed
     if was_started:
@@ -114,7 +112,7 @@ def test_a_restored_run_is_not_overwritten_by_another_restore(
     continued(tmp_path / "one", taken.run)
 
 
-def test_other_hubs_refused_until_restored_one_started(
+def test_other_hubs_are_refused_until_the_restored_one_starts(
     taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
@@ -140,7 +138,7 @@ def test_other_hubs_refused_until_restored_one_started(
 
 
 @pytest.mark.parametrize("place", ["database", "storage"])
-def test_a_place_is_not_changed_by_a_setting_alone(
+def test_setting_alone_does_not_move_a_run(
     taken: Taken, database_url: str, shop: Shop, tmp_path: Path, place: str
 ) -> None:
     restore_run(taken.tar, tmp_path / "run")
@@ -158,7 +156,7 @@ def change(run: Path, **places: str) -> None:
     (run / "recipe.toml").write_text(text)
 
 
-def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_copy_that_differs_is_undone(taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
     honest = copying._rows
     lost = iter([True])  # the first row of the first look at the nonces
 
@@ -189,7 +187,9 @@ def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_pa
         ("hub.storage=ftp://x", "s3://"),
     ],
 )
-def test_wrong_place_said_before_the_backup_is_read(tmp_path: Path, capsys: Capture, override: str, said: str) -> None:
+def test_wrong_place_is_refused_before_the_backup_is_read(
+    tmp_path: Path, capsys: Capture, override: str, said: str
+) -> None:
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -199,7 +199,7 @@ RESTORE = ("restore.after_rows", "restore.after_blobs", "restore.before_rename")
 SUBMIT = ("hub.submit.after_blob", "hub.submit.after_commit")
 
 
-def test_every_point_of_these_is_tried_here() -> None:
+def test_every_crash_point_of_backup_and_restore_is_tried() -> None:
     here = {*RESTORE, "backup.before_rename"}
     assert {name for name in POINTS if name.startswith(("backup.", "restore."))} == here
 
@@ -210,7 +210,9 @@ def restore(file: Path, folder: Path, places: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [RESTORE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RESTORE[1:])])
-def test_restore_elsewhere_killed(taken: Taken, tmp_path: Path, database_url: str, shop: Shop, name: str) -> None:
+def test_killed_restore_is_completed_by_the_same_command(
+    taken: Taken, tmp_path: Path, database_url: str, shop: Shop, name: str
+) -> None:
     """There is no run until it is whole; no hub works on what is there of it; the same command then completes it."""
     folder, before = tmp_path / "there", taken.tar.read_bytes()
     assert dies_of(name, restore, taken.tar, folder, at(database_url, shop))
@@ -224,7 +226,7 @@ def test_restore_elsewhere_killed(taken: Taken, tmp_path: Path, database_url: st
     assert continued(folder, taken.run).version_at_end == 2
 
 
-def test_backup_and_restore_killed(taken: Taken, tmp_path: Path) -> None:
+def test_killed_backup_and_restore_leave_nothing(taken: Taken, tmp_path: Path) -> None:
     path, file, folder = tmp_path / "run", tmp_path / "run.tar", tmp_path / "elsewhere"
     shutil.copytree(taken.run.path, path)
     assert dies_of("backup.before_rename", backup, path, file)
@@ -237,7 +239,7 @@ def test_backup_and_restore_killed(taken: Taken, tmp_path: Path) -> None:
     assert continued(path, taken.run).version_at_end == 2, "nothing of the source was touched"
 
 
-def test_a_hub_that_keeps_submissions_in_a_bucket_killed(tmp_path: Path, shop: Shop) -> None:
+def test_killed_hub_with_a_bucket_loses_nothing(tmp_path: Path, shop: Shop) -> None:
     place = HubPlace(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
     with HubLives(place, SUBMIT) as hub, Actors(hub) as actors:
         entries = actors.play()
