@@ -83,14 +83,10 @@ def caught(tmp_path_factory: TempPaths) -> Caught:
         while not story[-1][1]:
             story.append(sleeper.unit(cheats=True))
         return Caught(
-            cheated=[unit for unit, _ in story],
-            looked_at=[looked_at for _, looked_at in story],
-            before=before,
-            after=sleeper.node(),
-            refused=refusal(sleeper.worker.call("POST", "/leases", {"request": "request-again"})),
-            entries=sleeper.ledger(),
-            units=hub.status().units,
-        )
+            cheated=[unit for unit, _ in story], looked_at=[looked_at for _, looked_at in story], before=before,
+            after=sleeper.node(), refused=refusal(sleeper.worker.call("POST", "/leases", {"request": "request-again"})),
+            entries=sleeper.ledger(), units=hub.status().units,
+        )  # fmt: skip
 
 
 def test_sleeper_is_banned_by_its_first_full_audit(caught: Caught) -> None:

@@ -71,11 +71,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "rolled-back ledger": ("test_hub_attacks::test_a_ledger_that_is_rolled_back_or_changed",),
     # and beyond the usual list
     "proofs made without computing anything": (
-        "cheat constant-proofs",
-        "cheat modulus-one",
-        "cheat null-proofs",
-        "cheat random-proofs",
-        "cheat no-proofs",
+        "cheat constant-proofs", "cheat modulus-one", "cheat null-proofs", "cheat random-proofs", "cheat no-proofs",
     ),
     "proofs of something else": ("cheat swapped-proofs", "cheat replayed-proofs"),
     "proofs of another size": ("cheat half-proofs", "cheat long-proofs"),
@@ -115,7 +111,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_hub_attacks::test_progress_that_is_only_said",
     ),
     "another answer after the first": ("test_hub_attacks::test_another_answer_after_the_first",),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -104,14 +104,10 @@ def newcomer_after(
     crew = WorkerKind(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
     crews = (WorkerKind(established, group_s=10, proven=True),)
     scenario = Scenario(
-        crews=crews,
-        seconds=seconds,
+        crews=crews, seconds=seconds,
         run=RunSettings(steps=10**6, groups_per_step=8, group_size=16, max_staleness=1, max_new_tokens=tokens),
-        hub=HubSettings(lease_s=lease_s),
-        train_s=1.0,
-        heartbeat_s=1.0,
-        arrive_s=2.0,
-    )
+        hub=HubSettings(lease_s=lease_s), train_s=1.0, heartbeat_s=1.0, arrive_s=2.0,
+    )  # fmt: skip
     with TemporaryDirectory() as folder:
         simulation = Simulation(Path(folder), scenario)
         for network in networks:

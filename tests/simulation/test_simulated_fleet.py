@@ -27,16 +27,9 @@ MIXED = (
 
 def scenario(seed: int, **changes: object) -> Scenario:
     whole = Scenario(
-        crews=MIXED,
-        seed=seed,
-        seconds=1200,
-        run=RUN,
-        hub=HubSettings(lease_s=40),
-        equal=6,
-        trainer_dies=4,
-        restarts_s=70,
-        down_s=4,
-    )
+        crews=MIXED, seed=seed, seconds=1200, run=RUN, hub=HubSettings(lease_s=40), equal=6, trainer_dies=4,
+        restarts_s=70, down_s=4,
+    )  # fmt: skip
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -82,15 +75,11 @@ def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> Non
     )
     heads = {
         subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / seed)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
+            [sys.executable, "-c", script, str(tmp_path / seed)], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, timeout=120, check=True,
         ).stdout
         for seed in ("1", "2")
-    }
+    }  # fmt: skip
     assert len(heads) == 1
 
 

@@ -159,16 +159,10 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
         ({"validator": {"engine": "vllm"}}, "validators check with torch"),
     ],
     ids=[
-        "worker-dtype",
-        "validator-dtype",
-        "not-published",
-        "other-engine",
-        "no-profile-file",
-        "proxy",
-        "no-engine",
+        "worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine",
         "vllm-checks",
     ],
-)
+)  # fmt: skip
 def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check_ingredients(Recipe.model_validate(changes, strict=False))
