@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shoal.environments import Environment, build
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import load_recipe
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 RECIPE = Path(__file__).parents[2] / "recipes" / "mixed.toml"
 
 

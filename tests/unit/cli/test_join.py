@@ -18,8 +18,8 @@ import pytest
 
 from kit import Capture, Patch, eventually
 from kit.cast import Lab, says
-from kit.cli import one_line, run_shoal, told
-from kit.fork import Forked, clean_environment
+from kit.cli import one_line, told
+from kit.fork import Forked, clean_environment, run
 from kit.roles import ONE_STEP, ServedRun, prepared, served_run
 from kit.sandbox import gone, needs_bubblewrap, sandboxed
 from shoal.adversary import CHEATS
@@ -189,12 +189,12 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
 
 def test_a_web_server_that_is_no_hub_is_called_one(lab: Lab, tmp_path: Path) -> None:
     url = lab.source(says(b"<html>no such page</html>", 404)).url
-    message = one_line(run_shoal(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
+    message = one_line(run(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
     assert message.startswith(f"{url} answers, but it is no shoal hub [HTTP 404]; check the address")
     assert "<" not in message
 
 
 def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: ServedRun, tmp_path: Path) -> None:
-    message = one_line(run_shoal(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
+    message = one_line(run(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
     assert "another run or an impostor" in message
     assert not (tmp_path / "node").exists()
