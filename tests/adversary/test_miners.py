@@ -67,7 +67,7 @@ def honest(mine: Mine) -> Trial:
 
 
 def tried(mine: Mine, make: Callable[[Engine], Engine]) -> Trial:
-    return mine.tried(Miner(lambda engine, _loot: make(engine)), range(GROUPS), stop_when_banned=True)
+    return mine.tried(Miner(lambda engine, _context: make(engine)), range(GROUPS), stop_when_banned=True)
 
 
 def tokens_of(judged: Judged) -> list[bytes]:
@@ -228,7 +228,7 @@ def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, c
     """Not trained on, not paid, and struck when their number shows: what a far token would have to pass for, an
     accident of the arithmetic, is rare."""
 
-    def make(engine: Engine, _loot: object) -> Engine:
+    def make(engine: Engine, _context: object) -> Engine:
         change = early_end if name == "an early end" else no_end(engine, FILLER)
         return rewritten(engine, change, most=1)
 

@@ -4,7 +4,7 @@
     shortcuts   key-value caches of 8 bits, the last layers left out, speculative decoding that accepts too much
     proofs      copied over a shared prefix, of some chunks only, swapped
 
-Where tokens were not drawn as asked, the right policy vouches for them (`vouched`): only the seeds can tell.
+Where tokens were not drawn as asked, the right policy vouches for them (`with_honest_proofs`): only the seeds can tell.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kit.trial import PROFILES, Court
-from shoal.adversary import Cheat, Loot
-from shoal.adversary.base import Disguise, rewriting, vouched
+from shoal.adversary import Cheat, CheatContext
+from shoal.adversary.base import EngineWrapper, rewriting, with_honest_proofs
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.protocol import Groups
 from shoal.engines.rows import GrowingLayer
@@ -84,11 +84,11 @@ class Miner(Cheat):
 
     name, what, reasons = "miner", "for tests", frozenset[str]()
 
-    def __init__(self, make: Callable[[Engine, Loot], Engine]) -> None:
+    def __init__(self, make: Callable[[Engine, CheatContext], Engine]) -> None:
         self._make = make
 
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return self._make(engine, loot)
+    def engine(self, engine: Engine, context: CheatContext, /) -> Engine:
+        return self._make(engine, context)
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,7 +105,7 @@ def rewritten(engine: Engine, change: Callable[[Any, GenerationRequest], Any], m
                 found[index], left = finished(each, tokens, request), left - 1
         return found
 
-    return Disguise(engine, rewriting(rewrite))
+    return EngineWrapper(engine, rewriting(rewrite))
 
 
 def finished(completion: Completion, tokens: Any, request: GenerationRequest) -> Completion:
@@ -155,7 +155,7 @@ def fp8(values: Tensor) -> Tensor:
     return values.to(torch.float8_e4m3fn).to(values.dtype)
 
 
-class CoarseCache(Disguise):
+class CoarseCache(EngineWrapper):
     """Keys and values are rounded as they are kept. With `vouching` proofs and log-probabilities are of the right
     policy; without, of the states that it computed."""
 
@@ -175,7 +175,7 @@ class CoarseCache(Disguise):
 
         with patch.object(GrowingLayer, "update", update):
             drawn = self._engine.generate(requests, None if self._vouching else proof)
-        return vouched(self._engine, requests, drawn, proof) if self._vouching else drawn
+        return with_honest_proofs(self._engine, requests, drawn, proof) if self._vouching else drawn
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def without_last_layers(model: Any, count: int) -> Iterator[None]:
         model.base_model.layers, model.config.num_hidden_layers = kept
 
 
-class EarlyExit(Disguise):
+class EarlyExit(EngineWrapper):
     """Decodes without the last layers, and has the whole policy vouch for it in one prefill."""
 
     def __init__(self, engine: Engine, layers: int = 1) -> None:
@@ -203,7 +203,7 @@ class EarlyExit(Disguise):
             return self._engine.generate(requests)
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        return vouched(self._engine, requests, self.drafted(requests), proof)
+        return with_honest_proofs(self._engine, requests, self.drafted(requests), proof)
 
 
 Accepts = Callable[[Any, Any], Any]
@@ -238,7 +238,9 @@ class Speculative(EarlyExit):
         while waiting := [row for row in rows if not _ended(*row)]:
             self._round(waiting)
         done = iter([_completion(request, tokens) for request, _, tokens in rows])
-        return vouched(self._engine, requests, [[next(done) for _ in request.seeds] for request in requests], proof)
+        return with_honest_proofs(
+            self._engine, requests, [[next(done) for _ in request.seeds] for request in requests], proof
+        )
 
     def _round(self, rows: Sequence[tuple[GenerationRequest, int, list[int]]]) -> None:
         asked = [self._asked(*row, self._ahead) for row in rows]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shoal import protocol
-from shoal.adversary import Cheat, Loot
+from shoal.adversary import Cheat, CheatContext
 from shoal.engines import Engine, GenerationRequest, PrefillRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
@@ -148,7 +148,7 @@ class Court:
 
     def cheating(self, cheat: Cheat) -> Engine:
         """An engine of its own with the policy in place, as a worker's shelf would make it."""
-        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment.name, self.build))
+        engine = cheat.engine(self.build(self.files), CheatContext(self.files, self.environment.name, self.build))
         engine.load_policy(self.lease(0).policy, policy_views(self.loaded.model))
         return engine
 

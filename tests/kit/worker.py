@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal import protocol
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.runtime.stop import StopToken
@@ -21,7 +21,7 @@ KEY = protocol.SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
 SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
 PROOFS = (protocol.ProofParameters(topk=8, rows=2), protocol.ProofParameters())
-FAST = Pace(poll_s=0, heartbeat_s=0.05, patience_s=20)
+FAST = Intervals(poll_s=0, heartbeat_s=0.05, patience_s=20)
 
 
 def policy(version: int = 0) -> protocol.PolicyRef:

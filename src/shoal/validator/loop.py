@@ -21,8 +21,8 @@ from dataclasses import replace
 from functools import partial
 
 from shoal import errors
-from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
-from shoal.client.weights import Following, downloader_of
+from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
+from shoal.client.weights import RefreshingDownloader, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
 from shoal.engines.memory import free_bytes, keep_to_share
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
@@ -114,7 +114,7 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
     chosen = settle(settings, RunSize.of(run))
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, chosen.keep_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
-        fetch = Following(client, downloader)
+        fetch = RefreshingDownloader(client, downloader)
         model_bytes = (4 if settings.dtype == "float32" else 2) * run.model.parameters
         loaded = policies_loaded(chosen.keep_versions, model_bytes, free_bytes(kind.split("/")[1]))
         where = (settings.device, settings.dtype)
@@ -141,7 +141,7 @@ class Validator:
     def __init__(
         self, client: HubClient, shelf: EngineShelf, judge: Judge, settings: ValidatorSettings, stop: StopToken,
         clock: Clock = SystemClock(), kind: str = "", calibrator: Calibrator | None = None,
-        idle: Callable[[], None] = lambda: None, chosen: Derived | None = None, pace: Pace = Pace(),
+        idle: Callable[[], None] = lambda: None, chosen: Derived | None = None, pace: Intervals = Intervals(),
     ) -> None:  # fmt: skip
         """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
         is nothing to audit. `chosen` are the settings that depend on the size of the run."""
@@ -329,7 +329,7 @@ class Validator:
                 self.activity.count(verdict.outcome.value)
                 self.activity.count("tokens", verdict.generated_tokens)
                 if verdict.reason == "reward.machinery":
-                    self.activity.count("no_sample")
+                    self.activity.count("unscored")
                 if verdict.outcome is not Outcome.ACCEPTED:
                     log.info(
                         "unit %d of node %s %s, %s: %s",

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, docket, engine, lease, weights
 
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines import Prefill
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
@@ -174,8 +174,8 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
     assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
         (1.0, "no"),
-        (Pace().poll_s, "no"),
-        (Pace().poll_s, "now"),
+        (Intervals().poll_s, "no"),
+        (Intervals().poll_s, "now"),
     ], "the run is finished: asked once more, ready to measure the last version"
 
 
