@@ -28,15 +28,15 @@ from kit.miner import (
     rewritten,
     typical,
 )
-from kit.trial import Judged, Trial, docket, farthest
+from kit.trial import Judged, Trial, audit_job, farthest
 from shoal.adversary import Cheat
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.protocol import Outcome, Rollout, Severity, Submission, Tally, Verdict, pack_logprobs, pack_tokens
-from shoal.validator.canary import SPOILERS, original_of
+from shoal.validator.canary import CANARY_CHEATS, original_of
 from shoal.validator.case import SeenWork
 from shoal.validator.profiles import NoiseLimits
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 FILLER, SPACE = 5, 4  # the digit 0, and " "
 GROUPS = 16
@@ -104,10 +104,10 @@ def test_speculative_decoding_of_the_seeds_tokens_is_accepted(accepts: Any, mine
 
 
 def judged(mine: Mine, each: Judged, submission: Submission) -> Verdict:
-    return verdict_on(mine, docket(each.lease, submission))
+    return verdict_on(mine, audit_job(each.lease, submission))
 
 
-def verdict_on(mine: Mine, on_table: Docket) -> Verdict:
+def verdict_on(mine: Mine, on_table: AuditJob) -> Verdict:
     truth = LoadedPolicy(on_table.lease.policy, mine.engine(), mine.files)
     [verdict] = replace(mine.judge, seen=SeenWork()).verdicts([on_table], truth)
     return verdict
@@ -246,7 +246,7 @@ def test_one_declared_log_probability_that_is_far_off_is_never_accepted(coarse: 
     for lease, submission in coarse.groups(Cheat(), [coarse.lease(unit) for unit in range(4)]):
         values = submission.rollouts[0].logprob_values.copy()
         values[0] = -1000.0
-        verdict = verdict_on(coarse, docket(lease, with_first(submission, logprobs=pack_logprobs(values))))
+        verdict = verdict_on(coarse, audit_job(lease, with_first(submission, logprobs=pack_logprobs(values))))
         assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
 
 
@@ -273,13 +273,13 @@ def test_an_int8_cache_of_a_bfloat16_worker_passes_as_its_errors_are_within_bflo
 def test_every_canary_of_long_rollouts_is_caught_or_unsure_and_none_passes(long: Mine, honest_long: Trial) -> None:
     found: Counter[tuple[str, Outcome]] = Counter()
     for each in honest_long.judged:
-        original = original_of(docket(each.lease, each.submission), long.judge, long.engine())
-        for name, spoil in SPOILERS.items():
+        original = original_of(audit_job(each.lease, each.submission), long.judge, long.engine())
+        for name, spoil in CANARY_CHEATS.items():
             if (twin := spoil(original)) is not None:
                 found[name, verdict_on(long, twin).outcome] += 1
-    assert {name for name, _ in found} == set(SPOILERS)
-    assert not any(found[name, Outcome.ACCEPTED] for name in SPOILERS)
-    assert all(found[name, Outcome.REJECTED] > 3 * found[name, Outcome.UNSURE] for name in SPOILERS)
+    assert {name for name, _ in found} == set(CANARY_CHEATS)
+    assert not any(found[name, Outcome.ACCEPTED] for name in CANARY_CHEATS)
+    assert all(found[name, Outcome.REJECTED] > 3 * found[name, Outcome.UNSURE] for name in CANARY_CHEATS)
 
 
 # ── proofs ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,5 +316,5 @@ def test_rollouts_that_begin_alike_may_share_the_proof_of_what_they_share(long: 
     each = honest_long.judged[0]
     lease = each.lease.model_copy(update={"seeds": (each.lease.seeds[0],) * len(each.lease.seeds)})
     same = msgspec.structs.replace(each.submission, rollouts=[each.submission.rollouts[0]] * len(lease.seeds))
-    verdict = verdict_on(long, docket(lease, same))
+    verdict = verdict_on(long, audit_job(lease, same))
     assert (verdict.outcome, verdict.reason) == (Outcome.ACCEPTED, "")
