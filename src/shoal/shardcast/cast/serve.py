@@ -29,7 +29,7 @@ from shoal.shardcast.cast import Sources, Terminal, megabytes, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
 from shoal.shardcast.lookup import Lookup
 from shoal.shardcast.manifest import read_head
-from shoal.shardcast.plan import SourceScores
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.tree import HEAD, Tree
 
 log = logging.getLogger(__name__)
