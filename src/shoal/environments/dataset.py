@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from shoal.environments.data import scanning
-from shoal.environments.data.scanning import Opened, Problems, Splits
+from shoal.environments.data.scanning import OpenedData, Problems, Splits
 from shoal.environments.formats import DatasetOptions, known_kinds
 from shoal.environments.graders.registry import grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task, require_scoring
@@ -71,8 +71,8 @@ class DatasetEnvironment:
             "layouts": [opened.layout.signature for opened in self._opened],
             "graders": {kind: self._grader(kind).version for kind in self._kinds},
         }  # fmt: skip
-        said = json.dumps(content, sort_keys=True).encode()
-        self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + said).hexdigest()
+        encoded = json.dumps(content, sort_keys=True).encode()
+        self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + encoded).hexdigest()
         for opened in self._opened:
             opened.checked = scanning.check(opened, self._grader)
         self._refuse_or_warn()
@@ -107,7 +107,7 @@ class DatasetEnvironment:
             raise EnvironmentSetupError(f"the data {self._main.path} has no task {task_id!r}")
         return task
 
-    def _task(self, opened: Opened, row: int) -> Task:
+    def _task(self, opened: OpenedData, row: int) -> Task:
         layout = opened.layout
         if opened.checked is not None and row in opened.checked:
             raise UnusableTask(_named(opened, row, opened.checked[row]))
@@ -124,7 +124,7 @@ class DatasetEnvironment:
             history=question.history, load=partial(self._answer, opened, row, question.kind),
         )  # fmt: skip
 
-    def _answer(self, opened: Opened, row: int, kind: str) -> str:
+    def _answer(self, opened: OpenedData, row: int, kind: str) -> str:
         try:
             values = opened.table.row(row, opened.layout.answers)
             return scanning.usable_answer(opened.layout, values, kind, self._grader)
@@ -147,7 +147,7 @@ class DatasetEnvironment:
         digests = (self._main if split == "train" else self._held_out).found.digests
         return (digests[row].tobytes() for row in self._rows(split).tolist())
 
-    def check(self, progress: Callable[[int, int], None]) -> tuple[Opened, ...]:
+    def check(self, progress: Callable[[int, int], None]) -> tuple[OpenedData, ...]:
         """Each data set (a held-out file is one of its own), after a look at every answer."""
         for opened in self._opened:
             if opened.checked is None:
@@ -158,8 +158,8 @@ class DatasetEnvironment:
     def description(self) -> str:
         table, layout, graders = self._main.table, self._main.layout, ", ".join(self._main.found.graders)
         files = f"{count_of(table.rows, 'row')} in {count_of(len(table.paths), 'file')}"
-        told = f"{self._main.path}: {files}, format {layout.name} ({graders}): {'; '.join(self._counts())}"
-        return f"{told}; data digest {self.data_digest}"
+        detail = f"{self._main.path}: {files}, format {layout.name} ({graders}): {'; '.join(self._counts())}"
+        return f"{detail}; data digest {self.data_digest}"
 
     def _counts(self) -> Iterator[str]:
         """What became of the rows of each data set; the numbers add up."""
@@ -174,8 +174,8 @@ class DatasetEnvironment:
                     int(good.sum()) - train - held_out - outside,
                 "that cannot be used": len(good) - int(good.sum()),
             }  # fmt: skip
-            told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            yield told if opened is self._main else f"{count_of(opened.table.rows, 'row')} in {opened.path}: {told}"
+            detail = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+            yield detail if opened is self._main else f"{count_of(opened.table.rows, 'row')} in {opened.path}: {detail}"
 
     def kinds(self) -> Iterator[str]:
         """A line for each kind of rows: how many there are, can be used, are trained on."""
@@ -187,10 +187,10 @@ class DatasetEnvironment:
                 counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
                 yield f"{f'kind {kind!r}' if kind else 'no kind'}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
-    def useless_kinds(self) -> Iterator[tuple[Opened, str]]:
+    def useless_kinds(self) -> Iterator[tuple[OpenedData, str]]:
         """Data sets with kinds of which no row can be used, and why; of unchecked answers a few are read."""
         for opened in self._opened:
-            good, told = opened.good(), list[str]()
+            good, detail = opened.good(), list[str]()
             for number, kind in enumerate(opened.found.kinds):
                 rows = np.flatnonzero(opened.found.kind_of == number)
                 usable = rows[good[rows]]
@@ -198,11 +198,11 @@ class DatasetEnvironment:
                 fine = looked and (opened.checked is not None or any(not self._wrong(opened, row) for row in looked))
                 if kind and not fine:
                     why = self._wrong(opened, looked[0] if looked else int(rows[0]))
-                    told.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
-            if told:
-                yield opened, "; ".join(told) + known_kinds("".join(told))
+                    detail.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
+            if detail:
+                yield opened, "; ".join(detail) + known_kinds("".join(detail))
 
-    def _wrong(self, opened: Opened, row: int) -> str:
+    def _wrong(self, opened: OpenedData, row: int) -> str:
         try:
             self._answer(opened, row, self._task(opened, row).kind)
         except UnusableTask as error:
@@ -226,21 +226,21 @@ class DatasetEnvironment:
         """A kind of which no row can be used is dropped only by those who say so, and never silently."""
         for opened, unusable in self.useless_kinds():
             if self.options.bad_rows != "skip":
-                told = f"{opened.path}: no row of these can be used: {unusable}"
-                raise EnvironmentSetupError(f"{told}; to run without them: --set environment.options.bad_rows=skip")
+                detail = f"{opened.path}: no row of these can be used: {unusable}"
+                raise EnvironmentSetupError(f"{detail}; to run without them: --set environment.options.bad_rows=skip")
             log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
         for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
             if found.problems.count:
-                rows, told = count_of(found.problems.count, "row"), found.problems.sentence(found.where)
-                raise EnvironmentSetupError(f"{rows} of the data {found.path} cannot be used: {told}")
+                rows, detail = count_of(found.problems.count, "row"), found.problems.sentence(found.where)
+                raise EnvironmentSetupError(f"{rows} of the data {found.path} cannot be used: {detail}")
         for opened in self._opened:
             if problems := opened.found.problems.count:
-                of, told = count_of(opened.table.rows, "row"), opened.found.problems.sentence(opened.where)
-                log.warning("%s: %d of %s left out, for they cannot be used: %s", opened.path, problems, of, told)
+                of, detail = count_of(opened.table.rows, "row"), opened.found.problems.sentence(opened.where)
+                log.warning("%s: %d of %s left out, for they cannot be used: %s", opened.path, problems, of, detail)
         if self.splits.shared:
             rows = count_of(self.splits.shared, "row")
             log.warning("%s: %s left out of training: a held-out question is repeated", self._main.path, rows)
 
 
-def _named(opened: Opened, row: int, reason: str) -> str:
+def _named(opened: OpenedData, row: int, reason: str) -> str:
     return f"row {row} ({opened.where(row)}) cannot be used: {reason}"

@@ -89,10 +89,10 @@ def conversation(value: object, column: str) -> tuple[str, Messages]:
     """A prompt and its history, of a text or of a list of messages that ends with the user's."""
     if isinstance(value, str):
         return required(value, column), ()
-    said = messages_of(value, column)
-    if not said or said[-1][0] != "user":
+    messages = messages_of(value, column)
+    if not messages or messages[-1][0] != "user":
         raise UnusableTask(f"{column} must end with a message of the user")
-    return required(said[-1][1], column), said[:-1]
+    return required(messages[-1][1], column), messages[:-1]
 
 
 def messages_of(value: object, column: str) -> Messages:
@@ -100,14 +100,14 @@ def messages_of(value: object, column: str) -> Messages:
     if value is None:
         raise UnusableTask(f"{column} is missing")
     try:
-        said = tuple((message.role, message.content) for message in MESSAGES.validate_python(value))
+        messages = tuple((message.role, message.content) for message in MESSAGES.validate_python(value))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
         raise UnusableTask(f"{column} is neither text nor messages: {where}: {first['msg']}") from None
-    if any(role == "system" for role, _text in said[1:]):
+    if any(role == "system" for role, _text in messages[1:]):
         raise UnusableTask(f"{column} has a system message that is not its first")
-    return said
+    return messages
 
 
 def required(value: object, column: str) -> str:
@@ -156,8 +156,8 @@ def first_of(columns: Names, names: Names) -> str:
 def _chosen(columns: Names, given: str, usual: Names, what: str) -> str:
     found = given or first_of(columns, usual)
     if found not in columns:
-        said = f"there is no column {given!r} for the {what}" if given else f"no column is known to be the {what}"
-        raise EnvironmentSetupError(f"{said}; there are {', '.join(columns)}: set environment.options.{what}")
+        problem = f"there is no column {given!r} for the {what}" if given else f"no column is known to be the {what}"
+        raise EnvironmentSetupError(f"{problem}; there are {', '.join(columns)}: set environment.options.{what}")
     return found
 
 
@@ -180,8 +180,8 @@ def described(columns: Names, wanted: DatasetOptions) -> Format:
 def kind_of(task_type: object) -> str:
     known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
     if known not in GRADERS:
-        said = "is missing" if task_type is None else f"{str(task_type)[:60]!r} is unknown"
-        raise UnusableTask(f"task_type {said}: no grader judges it")
+        problem = "is missing" if task_type is None else f"{str(task_type)[:60]!r} is unknown"
+        raise UnusableTask(f"task_type {problem}: no grader judges it")
     return str(known)
 
 
@@ -446,5 +446,5 @@ def fit(columns: Names, options: DatasetOptions) -> Format:
     if options.id and options.id not in columns:
         raise EnvironmentSetupError(f"there is no column {options.id!r} for the id; there are {', '.join(columns)}")
     other = "code" if first_of(columns, TESTS) else "columns"
-    told = next((name for name, known in TELLING if known <= set(columns)), other)
-    return FORMATS[options.format or ("columns" if options.question and options.answer else told)](columns, options)
+    detail = next((name for name, known in TELLING if known <= set(columns)), other)
+    return FORMATS[options.format or ("columns" if options.question and options.answer else detail)](columns, options)

@@ -73,13 +73,13 @@ class FunctionEnvironment:
         try:
             result = self._score(*given)
         except (Exception, SystemExit) as error:  # any exception of a user's function means the same thing here
-            told = f"raised {type(error).__name__}: {error} on task {task.id}"
-            raise ScoringFailure(f"score() in {self._file} {told}") from error
+            detail = f"raised {type(error).__name__}: {error} on task {task.id}"
+            raise ScoringFailure(f"score() in {self._file} {detail}") from error
         try:
             return _as_score(result)
         except (TypeError, ValueError) as error:
-            told = f"returned {result!r:.200} on task {task.id}: {error}"
-            raise ScoringFailure(f"score() in {self._file} {told}") from None
+            detail = f"returned {result!r:.200} on task {task.id}: {error}"
+            raise ScoringFailure(f"score() in {self._file} {detail}") from None
 
 
 def _as_score(result: object) -> Score:
@@ -124,8 +124,8 @@ def _load(file: Path) -> ModuleType:
     try:
         _AsItIs(module.__name__, str(file)).exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything while it loads
-        told = f"{type(error).__name__}: {error}"
-        raise EnvironmentSetupError(f"the reward file {file} does not load: {told}") from error
+        detail = f"{type(error).__name__}: {error}"
+        raise EnvironmentSetupError(f"the reward file {file} does not load: {detail}") from error
     return module
 
 
@@ -152,8 +152,8 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
     if isinstance(item, tuple) and len(item) == 2:
         item = {"prompt": item[0], "answer": item[1]}
     if not isinstance(item, Mapping):
-        said = f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)"
-        raise EnvironmentSetupError(said)
+        problem = f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)"
+        raise EnvironmentSetupError(problem)
     split = item.get("split")
     if "prompt" not in item or not item.keys() <= TASK_KEYS or split not in (None, *SPLITS):
         needs = "needs `prompt`, and may have `answer`, `id` and `split` (train or held_out)"

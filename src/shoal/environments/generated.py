@@ -47,8 +47,8 @@ class IndexedEnvironment(ABC):
     def __init__(self, options: Table, sizes: dict[Split, int], **more: Any) -> None:
         """`more` is what else determines the tasks."""
         self.options, self._sizes = options, dict(sizes)
-        said = options.model_dump(mode="json")
-        content = {"name": self.name, "version": self.version, "options": said, "sizes": sizes, **more}
+        values = options.model_dump(mode="json")
+        content = {"name": self.name, "version": self.version, "options": values, "sizes": sizes, **more}
         self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def holds_out(self, prompt: str) -> bool:

@@ -99,11 +99,11 @@ class GymEnvironment(IndexedEnvironment):
 
 def final_answer(completion: str) -> str:
     """The answer within a completion: after the thinking, in the last pair of tags if there is one."""
-    said = after_thinking(completion)
-    before, closing, _rest = said.rpartition(CLOSING)
+    text = after_thinking(completion)
+    before, closing, _rest = text.rpartition(CLOSING)
     if closing and OPENING in before:
         return before.rpartition(OPENING)[2].strip()
-    return said.strip()
+    return text.strip()
 
 
 VERSION, SOLVER = "0.1.25", "pycosat"
@@ -263,7 +263,7 @@ def _fitted(default: Any, value: Any) -> Any:
     return value
 
 
-class _Instead:
+class _Patched:
     """A module with a few of its names replaced."""
 
     def __init__(self, module: Any, **names: Any) -> None:
@@ -274,7 +274,7 @@ class _Instead:
         return getattr(self._module, name)
 
 
-class _Ordered:
+class _Sorted:
     """A set that is gone through in one order, whatever the process's hash seed."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -301,47 +301,47 @@ def _library() -> ModuleType:
             installed = importlib.metadata.version("reasoning-gym")
             if installed != VERSION:
                 raise EnvironmentSetupError(f"reasoning-gym {installed} was not checked for its scorers: {install}")
-            _mend()
+            _patch_library()
             library._mended_by_shoal = True  # type: ignore[attr-defined]
     return library
 
 
-EVALUATORS = (
+EVAL_MODULES = (
     "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
 )  # fmt: skip
 """Modules whose scorer calls `eval` on the answer."""
-PARSERS = {
+PARSER_MODULES = {
     "games.puzzle24": "parse_expr", "games.countdown": "parse_expr", "algebra.polynomial_multiplication": "sp",
     "algebra.simple_integration": "sympy", "algebra.intermediate_integration": "sympy",
 }  # fmt: skip
 """Modules whose scorer gives the answer to sympy's parser, which evaluates it; and by which name they call it."""
-LISTERS_OF_SETS = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
+SET_MODULES = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
 """Modules that draw from a set of texts in the order in which it happens to be, which differs between processes."""
-PRINTERS = (
+PRINTING_MODULES = (
     "code.contrib.bfit.Compiler.Optimizer", "code.contrib.bfit.Compiler.FunctionCompiler",
     "games.tower_of_hanoi",
 )  # fmt: skip
 """Modules that write to the terminal."""
 
 
-def _mend() -> None:
+def _patch_library() -> None:
     import numpy as np
 
-    for name in EVALUATORS:
+    for name in EVAL_MODULES:
         vars(_module(name))["eval"] = ast.literal_eval
-    for name, called in PARSERS.items():
+    for name, called in PARSER_MODULES.items():
         original = getattr(_module(name), called)
         itself = called == "parse_expr"
         guarded = partial(_parse_checked, original if itself else original.parse_expr)
-        vars(_module(name))[called] = guarded if itself else _Instead(original, parse_expr=guarded)
-    for name in PRINTERS:
+        vars(_module(name))[called] = guarded if itself else _Patched(original, parse_expr=guarded)
+    for name in PRINTING_MODULES:
         vars(_module(name))["print"] = lambda *_words, **_options: None
-    for name in LISTERS_OF_SETS:
+    for name in SET_MODULES:
         vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
-    vars(_module("games.knight_swap"))["frozenset"] = type("frozenset", (_Ordered, frozenset), {})
-    vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Ordered, set), {})
+    vars(_module("games.knight_swap"))["frozenset"] = type("frozenset", (_Sorted, frozenset), {})
+    vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Sorted, set), {})
     vars(_module("induction.list_functions.generators"))["random"] = _own_random
-    vars(_module("algorithmic.pool_matrix"))["np"] = _Instead(np, random=np.random.RandomState(0))
+    vars(_module("algorithmic.pool_matrix"))["np"] = _Patched(np, random=np.random.RandomState(0))
 
 
 def _module(name: str) -> ModuleType:

@@ -23,7 +23,7 @@ from typing import ClassVar
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
 from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
-from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
+from shoal.environments.settings import EnvironmentSettings, MixPart, TaskSource
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 FEISTEL_ROUNDS, LONGEST_CYCLE = 4, 10_000
@@ -194,7 +194,7 @@ class MixedEnvironment:
         return tuple(index for index, digest in digests if digest in self.aside)
 
 
-def mixed(settings: EnvironmentSettings, build: Callable[[Ingredient], Environment]) -> MixedEnvironment:
+def mixed(settings: EnvironmentSettings, build: Callable[[TaskSource], Environment]) -> MixedEnvironment:
     """The mixture that the settings describe; what is wrong with a part names the part."""
     if settings.file or settings.data or settings.options:
         raise EnvironmentSetupError("environment.mix takes the place of name, file, data and options")

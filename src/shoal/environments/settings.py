@@ -18,7 +18,7 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Ingredient(Table):
+class TaskSource(Table):
     """Where tasks come from: a built-in environment by `name` with its `options`, or a Python `file` of your own."""
 
     name: str = Field(default="sort", description="a built-in environment")
@@ -31,7 +31,7 @@ class Ingredient(Table):
     held_out_size: int = Field(default=256, ge=1, description="tasks that are never trained on, for evaluation")
 
 
-class MixPart(Ingredient):
+class MixPart(TaskSource):
     """One part of a mixture: tasks of it are drawn in proportion to its weight."""
 
     label: str = Field(default="", pattern=r"^[a-z0-9_.\-]{0,32}$", description="its name if empty")
@@ -128,7 +128,7 @@ class ScoringSettings(Table):
     processes: int = Field(default=0, ge=0, le=256, description="at the same time; 0: one per core, 8 at most")
 
 
-class EnvironmentSettings(Ingredient):
+class EnvironmentSettings(TaskSource):
     """The [environment] section: one ingredient, or a `mix` of several; how they are asked and what else counts.
 
     `shuffle_rewards` is the control experiment: the validator then permutes the rewards within each group, and a run

@@ -227,7 +227,7 @@ def differences(
     scratch, readers = threading.local(), [open_delta(delta) for delta in deltas]
     fast = content.size_bytes >= COMPILED_FROM_BYTES
 
-    def tell(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:
+    def encode(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:
         block, changes = job
         if not hasattr(scratch, "old"):
             scratch.old, scratch.new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
@@ -237,16 +237,16 @@ def differences(
         if np.frombuffer(new, np.uint8).ctypes.data % 8:  # between tensors of other widths
             scratch.new[: block.size_bytes] = new
             new = scratch.new[: block.size_bytes]
-        told = {}
+        encoded = {}
         for number in range(len(changes) + 1):
             if number:
                 changes[number - 1].apply(old, block.width, fast)
             if number in wanted:
-                told[number] = encode_block(old, new, block.width, fast)
-        return block.end, told
+                encoded[number] = encode_block(old, new, block.width, fast)
+        return block.end, encoded
 
     blocks = blocks_of(content.entries)
-    return in_order(tell, ((block, [block.read(reader) for reader in readers]) for block in blocks))
+    return in_order(encode, ((block, [block.read(reader) for reader in readers]) for block in blocks))
 
 
 # What may be remembered of how a payload differs from the one before: a share of its size, and no more than this.

@@ -259,12 +259,12 @@ class Mirror(Catalogue):
             if chunk.hash not in self._sizes:
                 return
             self._complete.add(chunk.hash)
-            told = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
-            for place in told:
+            updated = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
+            for place in updated:
                 if self.inventories[place].complete:
                     size = manifests.size_of([self._manifests[place]])
                     log.info("policy %d.%d is whole: %.1f MB; from %s", *place, size / 1e6, self.pool.shares())
-        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
+        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, updated))
 
     def add_peer(self, peer: str) -> None:
         with self._lock:

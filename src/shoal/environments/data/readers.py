@@ -78,11 +78,11 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> EnvironmentSetupError:
-    said = " ".join(str(error).split())[:160]
+    reason = " ".join(str(error).split())[:160]
     with suppress(OSError), path.open("rb") as file:
         if file.read(64).startswith(b"version https://git-lfs"):
             return EnvironmentSetupError(f"{path} is a pointer of git-lfs, not the data: run git lfs pull")
-    return EnvironmentSetupError(f"{path} is no {kind} file, or empty, cut off or damaged: fetch it again ({said})")
+    return EnvironmentSetupError(f"{path} is no {kind} file, or empty, cut off or damaged: fetch it again ({reason})")
 
 
 class ParquetSource:
@@ -198,9 +198,9 @@ class JsonlSource:
         try:
             return decoder.decode(line) if line.strip() else Broken("the line is empty")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            said = " ".join(str(error).split())[:120]
+            reason = " ".join(str(error).split())[:120]
             is_text = line.decode(errors="ignore").encode() == line
-            return Broken(f"the line is no JSON object: {said}" if is_text else "the line is not UTF-8")
+            return Broken(f"the line is no JSON object: {reason}" if is_text else "the line is not UTF-8")
 
     def close(self) -> None:
         self._file.close()

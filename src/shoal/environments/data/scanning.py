@@ -1,7 +1,7 @@
 """What is found out about every row before the first task is drawn: can it be asked, and what question is it? And, on
 request, whether each answer can be used, which reads everything.
 
-    path ─► files ─► table ─► format ─► scan (of the columns that ask) ─► Opened ─► Splits: no question is in both
+    path ─► files ─► table ─► format ─► scan (of the columns that ask) ─► OpenedData ─► Splits: no question is in both
                  └─► digest (beside it) ───────────────────────────────────┘
 """
 
@@ -96,7 +96,7 @@ class Scan:
 
 
 @dataclass(eq=False)
-class Opened:
+class OpenedData:
     """A data set that can be read. `checked` is what a check of every answer found, once there was one."""
 
     path: Path
@@ -122,7 +122,7 @@ class Opened:
         return self.table.where(row)
 
 
-def open_data(path: Path, options: DatasetOptions) -> Opened:
+def open_data(path: Path, options: DatasetOptions) -> OpenedData:
     """Open the data set at `path`. What is wrong with its columns is said first: reading all of it may take long."""
     table = Table(locate(path, options.split))
     layout, rates = fit(table.columns, options), ""
@@ -131,12 +131,12 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
         rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
         if more or rates not in table.columns:
             found = ", ".join([rates, *more]) or "none (by its name, solve_rate…)"
-            told = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
-            raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {told}")
+            detail = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
+            raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {detail}")
     table.agree([*layout.columns, *([rates] if rates else [])])
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(data_digest, table.paths)
-        return Opened(path, table, layout, scan(table, layout, rates, options.keep_solve_rate), digest.result())
+        return OpenedData(path, table, layout, scan(table, layout, rates, options.keep_solve_rate), digest.result())
 
 
 def scan(table: Table, layout: Format, rates: str, band: tuple[float, float] | None) -> Scan:
@@ -173,11 +173,11 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
                 problems.add(number, str(error))
             digests += digest
             kept.append(rate)
-        said = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
-        for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in said}:
+        kind_values = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
+        for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in kind_values}:
             with suppress(UnusableTask):  # of all rows, also of those that cannot be asked: the digest names them
                 graders.add(layout.grader or layout.judge(kind))
-        for kind in (value[:100] if isinstance(value, str) else "" for value in said):
+        for kind in (value[:100] if isinstance(value, str) else "" for value in kind_values):
             known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""  # what comes after very many is of none
             kind_of.append(kinds.setdefault(known, len(kinds)))
     matrix = np.frombuffer(bytes(digests), np.uint8).reshape(-1, DIGEST_BYTES)
@@ -227,7 +227,7 @@ def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Grade
     return answer
 
 
-def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
+def check(opened: OpenedData, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
     """What a look at every answer has found, or finds. Without `progress` (done, all): None if nobody has looked."""
     versions = [[kind, graders(kind).version] for kind in opened.found.graders]
     name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)

@@ -5,7 +5,7 @@ OPENING, CLOSING = "<think>", "</think>"
 
 def after_thinking(completion: str) -> str:
     """What follows the last `</think>`, up to another `<think>`; without it all, unless it begins with `<think>`."""
-    _thought, end, said = completion.rpartition(CLOSING)
+    _thought, end, rest = completion.rpartition(CLOSING)
     if end:
-        return said.partition(OPENING)[0]
+        return rest.partition(OPENING)[0]
     return "" if completion.lstrip().startswith(OPENING) else completion

@@ -84,13 +84,13 @@ class Exchange:
     output: bytearray = field(default_factory=bytearray)
     returned: bytearray = field(default_factory=bytearray)
     errors: bytearray = field(default_factory=bytearray)
-    said: bytearray = field(default_factory=bytearray)
+    reported: bytearray = field(default_factory=bytearray)
     _errors_size: int = 0
     _written: int = 0
 
     def until_over(self, pipes: Sequence[FileIO]) -> Cut | None:
         """None when the program has ended and everything was read; otherwise why it was not waited for."""
-        into = (self.said, self.output, self.errors, self.returned)
+        into = (self.reported, self.output, self.errors, self.returned)
         sinks: dict[Any, bytearray] = dict(zip((self.control, *pipes[1:]), into, strict=False))
         with selectors.PollSelector() as waiting:
             waiting.register(pipes[0], selectors.EVENT_WRITE)
@@ -112,16 +112,16 @@ class Exchange:
         return None
 
     def report(self) -> tuple[int, float]:
-        return int.from_bytes(self.said[:8], "little"), int.from_bytes(self.said[8:], "little") / 1e6
+        return int.from_bytes(self.reported[:8], "little"), int.from_bytes(self.reported[8:], "little") / 1e6
 
     def _served(self, file: Any, sink: bytearray | None) -> bool:
         """Whether this was the last of it."""
         if file is self.control:
-            part = self.control.recv(REPORT_BYTES - len(self.said))
+            part = self.control.recv(REPORT_BYTES - len(self.reported))
             if not part:
                 raise ScoringFailure("the sandbox ended in the middle of a test; something on this machine killed it")
-            self.said += part
-            return len(self.said) == REPORT_BYTES
+            self.reported += part
+            return len(self.reported) == REPORT_BYTES
         if sink is None:
             try:
                 self._written += file.write(self.given[self._written : self._written + CHUNK]) or 0
@@ -226,11 +226,11 @@ class Sandbox:
             answer = self._control.recv(1)
         except OSError:
             answer = b""
-        if answer != b"R":  # the last line of what bubblewrap or the interpreter said
+        if answer != b"R":  # the last line of what bubblewrap or the interpreter printed
             self._process.kill()
             assert self._process.stderr is not None
-            said = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
-            complaint = said[-1] if said else f"no answer within {START_S:.0f} s"
+            lines = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
+            complaint = lines[-1] if lines else f"no answer within {START_S:.0f} s"
             raise ScoringFailure(f"the sandbox does not start: {complaint}")
 
     def _pipes(self, opened: contextlib.ExitStack, count: int) -> tuple[list[FileIO], list[FileIO]]:
@@ -300,8 +300,8 @@ def require_sandbox() -> None:
     except ScoringFailure as failure:
         raise EnvironmentSetupError(f"programs cannot be run safely here: {failure}. {advice(str(failure))}") from None
     if ran.output != b"hello there world\n":
-        said = f"{ran.ended!r}: {ran.errors.decode(errors='replace').strip()[-200:]}"
-        raise EnvironmentSetupError(f"programs cannot be run safely here (this needs Linux 5.14 or later): {said}")
+        outcome = f"{ran.ended!r}: {ran.errors.decode(errors='replace').strip()[-200:]}"
+        raise EnvironmentSetupError(f"programs cannot be run safely here (this needs Linux 5.14 or later): {outcome}")
 
 
 def advice(failure: str) -> str:

@@ -94,15 +94,15 @@ def _fetch_version(ref: PolicyRef, downloader: Downloader, delivery: Delivery, t
 
         payload = downloader.fetch(ref, DEADLINE_S, on_progress)
     seconds, whole = time.monotonic() - started_s, megabytes(payload.manifest.size_bytes)
-    said = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
+    line = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
     fetched = sum(last.by_source.values()) if last is not None else 0
     if last is None or not fetched:
-        said += f", all of it here already; verified in {seconds:.1f} s"
+        line += f", all of it here already; verified in {seconds:.1f} s"
     else:
         part = "" if megabytes(fetched) == whole else f", {megabytes(fetched)} of it fetched"
         rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
-        said += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
-    terminal.say(visible(said))
+        line += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
+    terminal.say(visible(line))
 
 
 def shares(by_source: Mapping[str, int]) -> str:

@@ -130,7 +130,7 @@ class SymbolicEquality:
 
 
 _HELPER = Helper()
-same, said = SymbolicEquality(_HELPER), SymbolicEquality(_HELPER, whole=True)
+same, texts_agree = SymbolicEquality(_HELPER), SymbolicEquality(_HELPER, whole=True)
 """The ones that graders share, for formulas and for whole texts: their helper starts with the first question."""
 
 

@@ -48,14 +48,14 @@ class MathematicsGrader:
         return ""
 
     def score(self, answer: str, completion: str) -> Score:
-        accepted, said = golds(answer), after_thinking(completion).strip()
-        if len(said) <= LONGEST and plain(said) in accepted:  # prose that is the gold answer word for word
+        accepted, text = golds(answer), after_thinking(completion).strip()
+        if len(text) <= LONGEST and plain(text) in accepted:  # prose that is the gold answer word for word
             return _score(True, "")
         given = final_answer(completion)
         if given is None:
             return _score(False, "no final answer was found")
-        if "\\boxed" not in said and any(map(_LETTER.fullmatch, accepted)):
-            given = chosen_letter(said) or given  # "D, since it cannot be A"
+        if "\\boxed" not in text and any(map(_LETTER.fullmatch, accepted)):
+            given = chosen_letter(text) or given  # "D, since it cannot be A"
         questions = iter(range(_QUESTIONS))
 
         def symbolic(gold: str, given: str) -> bool:
@@ -79,7 +79,7 @@ class MathVerifyGrader:
 
     name: ClassVar[str] = "math-verify"
     version: ClassVar[int] = 1
-    verify: Symbolic = algebra.said
+    verify: Symbolic = algebra.texts_agree
 
     def problem(self, answer: str) -> str:
         return MathematicsGrader().problem(answer)
@@ -107,25 +107,25 @@ def _right(gold: str, given: str, comparison: Comparison) -> bool:
         if not gold_rest or not given_rest or not letter_right:
             return letter_right
         gold, given = gold_rest, given_rest
-    said = readings(given)
+    given_readings = readings(given)
     if _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold:  # `2e-1` may be 0.2 too, unless e is in the gold answer
-        said += readings(given.replace("e", "E"))
-    return any(comparison.same(wanted, one) for wanted in readings(gold) for one in said)
+        given_readings += readings(given.replace("e", "E"))
+    return any(comparison.same(wanted, one) for wanted in readings(gold) for one in given_readings)
 
 
 def _chosen(gold: str, given: str) -> tuple[bool, str, str] | None:
     """Multiple choice: whether the letter is right, and what stands beside it in gold and answer, if both say."""
-    wanted, said = map(_LETTER.fullmatch, (gold, given))
-    first, said_first = map(_LETTER_FIRST.fullmatch, (gold, given))
+    wanted, given_letter = map(_LETTER.fullmatch, (gold, given))
+    first, given_first = map(_LETTER_FIRST.fullmatch, (gold, given))
     if wanted is None and first is None:
         return None
     letter = wanted[1] if wanted else first[1] or first[2] if first else ""
-    if said or (wanted and said_first is None):
-        return (said[1] == letter, "", "") if said else None
-    right = said_first is None or (said_first[1] or said_first[2]) == letter
-    if wanted and said_first:
-        return right and not _OTHER.search(said_first[3]), "", ""
-    return right, first[3] if first else "", said_first[3] if said_first else given
+    if given_letter or (wanted and given_first is None):
+        return (given_letter[1] == letter, "", "") if given_letter else None
+    right = given_first is None or (given_first[1] or given_first[2]) == letter
+    if wanted and given_first:
+        return right and not _OTHER.search(given_first[3]), "", ""
+    return right, first[3] if first else "", given_first[3] if given_first else given
 
 
 @lru_cache(maxsize=16384)
