@@ -1,4 +1,4 @@
-"""Which environments there are, and how one is built from a recipe's [environment] section."""
+"""The list of environments, and how one is built from a recipe's [environment] section."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.environments.settings import EnvironmentSettings, Table, TaskSource
 from shoal.errors import EnvironmentSetupError
 from shoal.runtime.text import meant
 
-GENERATED = 100_000  # tasks that a generating environment trains on, unless told otherwise
+GENERATED = 100_000  # default number of training tasks of a generating environment
 
 
 def _dataset(options: DatasetOptions, given: TaskSource) -> Environment:
@@ -33,7 +33,7 @@ def _generating(make: Callable[[Any, dict[Split, int]], Environment]) -> Callabl
     return lambda values, given: make(values, {"train": given.train_size or GENERATED, "held_out": given.held_out_size})
 
 
-# The model of each one's options, and what makes it of them.
+# name → the model of its options, and the function that builds it
 ENVIRONMENTS: dict[str, tuple[type[Table], Callable[[Any, TaskSource], Environment]]] = {
     "sort": (generated.SortOptions, _generating(generated.SortEnvironment)),
     "addition": (generated.AdditionOptions, _generating(generated.AdditionEnvironment)),
@@ -56,7 +56,7 @@ def build_ingredient(settings: TaskSource) -> Environment:
     name, known = settings.name, ", ".join(sorted(ENVIRONMENTS))
     if settings.name not in ENVIRONMENTS:
         raise EnvironmentSetupError(f"there is no environment {name!r}{meant(name, ENVIRONMENTS)}: {known}")
-    if settings.data is not None and settings.name != "dataset":  # or it would train on something else in silence
+    if settings.data is not None and settings.name != "dataset":
         raise EnvironmentSetupError(f'environment {settings.name} reads no data: set environment.name = "dataset"')
     model, make = ENVIRONMENTS[settings.name]
     fields = model.model_fields
