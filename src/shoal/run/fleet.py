@@ -148,11 +148,7 @@ def run_fleet(
 
         ending = supervisor.run(look)
     log.info("all workers have ended; %s", status.line(()))
-    if stop.is_set():
-        return 0
-    if ending.message:
-        log.error("%s", ending.message)
-    return ending.exit_code
+    return 0 if stop.is_set() else ending.exit_code
 
 
 def _spec(request: JoinRequest, folder: Path, place: Place, count: int) -> ProcessSpec:
@@ -169,15 +165,11 @@ def _spec(request: JoinRequest, folder: Path, place: Place, count: int) -> Proce
 
 
 def ending_of(processes: Sequence[ProcessView]) -> Ending | None:
-    """None while a worker runs or is to be started."""
+    """None while a worker runs or is to be started. Why one has failed was said when it did."""
     if any(each.state in ("running", "restarting") for each in processes):
         return None
-    failed = [each for each in processes if each.code != 0]
-    if not failed:
-        return Ending(0, "")
-    first = max(failed, key=lambda each: each.since_s)
-    code = first.code if first.code is not None and first.code > 0 else 1
-    return Ending(code, "; ".join(f"{each.name} {each.why}" for each in failed))
+    failed = sorted((each.since_s, each.code or 1) for each in processes if each.code != 0)
+    return Ending(max(1, failed[-1][1]) if failed else 0, "")
 
 
 class FleetStatus:

@@ -51,7 +51,7 @@ class JoinRequest:
 def run_joined_worker(request: JoinRequest) -> int:
     """The exit code, when the run has ended or this process is stopped; one that a supervisor has started is not done
     when a signal stops it."""
-    from shoal.engines import check_engine
+    from shoal.engines import ENGINES, check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
@@ -75,9 +75,10 @@ def run_joined_worker(request: JoinRequest) -> int:
         threading.Thread(target=say_when_stopping, name="stopping", daemon=True).start()
     with ending_quietly(stop):
         folder, root_fingerprint, profiles = arrive(urls, pinned, request, stop)
-        if places and places[0].gpu is not None and not any(kind.split("/")[1] == "cuda" for kind in profiles):
+        on_gpus = f"{ENGINES[request.engine].profile}/cuda/"
+        if places and places[0].gpu is not None and not any(kind.startswith(on_gpus) for kind in profiles):
             log.warning("the run takes no work of GPUs: one worker computes on the processor (--workers: more)")
-            places, request = [], replace(request, device="cpu")
+            places = []
         if places:
             return fleet.run_fleet(request, urls, stop, folder.absolute(), root_fingerprint, places)
         if request.sandbox:
