@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from kit.attack import Attacked, table  # noqa: E402
-from kit.trial import PROFILES, Harness, Judged, Trial, docket  # noqa: E402
+from kit.trial import PROFILES, Harness, Judged, Trial, audit_job  # noqa: E402
 from shoal.adversary import CHEATS, Cheat, find_cheat  # noqa: E402
 from shoal.adversary.steering import steer  # noqa: E402
 from shoal.adversary.tokens import Steal  # noqa: E402
@@ -141,7 +141,7 @@ def claimed(harness: Harness, unit: int, version: int, submission: Submission) -
     lease = harness.lease(unit, version)
     said_so = harness.as_of(submission, lease)
     truth = LoadedPolicy(lease.policy, harness.engine(), harness.files)
-    [verdict] = harness.judge.verdicts([docket(lease, said_so)], truth)
+    [verdict] = harness.judge.verdicts([audit_job(lease, said_so)], truth)
     return Judged(lease, said_so, verdict)
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kit.trial import docket
+from kit.trial import audit_job
 from shoal import protocol
 from shoal.engines import GenerationRequest, PrefillRequest, build
 from shoal.engines.dialogue import Dialogue, dialogue_for
@@ -70,14 +70,14 @@ def honest(of: protocol.Lease) -> protocol.Submission:
     return submission_of(of, group, "torch")
 
 
-def talk(of: protocol.Lease) -> Dialogue:
+def dialogue_of(of: protocol.Lease) -> Dialogue:
     found = dialogue_for(of, tiny().files)
     assert found is not None
     return found
 
 
 def verdicts(of: protocol.Lease, what: protocol.Submission, depth: Any) -> list[protocol.Verdict]:
-    made = docket(of, what)
+    made = audit_job(of, what)
     made = replace(made, audit=made.audit.model_copy(update={"depth": depth}))
     return Judge(ENVIRONMENT, load_profiles()).verdicts([made], loaded())
 
@@ -166,7 +166,7 @@ def test_last_turn_is_scored() -> None:
 
 def replayed(of: protocol.Lease, **profile: Any) -> Case:
     limits = load_profiles()[of.profile].model_copy(update=profile)
-    case = Case(of, honest(of), "", 96, 64, limits, dialogue=talk(of))
+    case = Case(of, honest(of), "", 96, 64, limits, dialogue=dialogue_of(of))
     [replay] = replay_all(loaded().engine, [case])
     assert not isinstance(replay, Exception)
     case.replay = replay

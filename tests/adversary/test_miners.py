@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kit.trial import PROFILES, Harness, Judged, Trial, docket, farthest
-from shoal.adversary import Cheat, Loot
-from shoal.adversary.base import Disguise, rewriting, vouched
+from kit.trial import PROFILES, Harness, Judged, Trial, audit_job, farthest
+from shoal.adversary import Cheat, CheatContext
+from shoal.adversary.base import EngineWrapper, rewriting, with_honest_proofs
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.protocol import Groups
 from shoal.engines.rows import GrowingLayer
@@ -40,11 +40,11 @@ from shoal.protocol import (
 )
 from shoal.sampling import uniforms
 from shoal.validator.calibrate import Measurement, Plan, measure
-from shoal.validator.canary import SPOILERS, original_of
+from shoal.validator.canary import CANARY_CHEATS, original_of
 from shoal.validator.case import SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import NoiseLimits
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 BFLOAT16 = "torch/cpu/bfloat16"
 NEVER = 96  # beyond the vocabulary of the tiny policy: rollouts that would end with it have the full length
@@ -98,10 +98,10 @@ class Miner(Cheat):
 
     name, what, reasons = "miner", "for tests", frozenset[str]()
 
-    def __init__(self, make: Callable[[Engine, Loot], Engine]) -> None:
+    def __init__(self, make: Callable[[Engine, CheatContext], Engine]) -> None:
         self._make = make
 
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
+    def engine(self, engine: Engine, loot: CheatContext, /) -> Engine:
         return self._make(engine, loot)
 
 
@@ -116,7 +116,7 @@ def rewritten(engine: Engine, change: Callable[[Any, GenerationRequest], Any], m
                 found[index], left = finished(each, tokens, request), left - 1
         return found
 
-    return Disguise(engine, rewriting(rewrite))
+    return EngineWrapper(engine, rewriting(rewrite))
 
 
 def finished(completion: Completion, tokens: Any, request: GenerationRequest) -> Completion:
@@ -163,7 +163,7 @@ def fp8(values: Tensor) -> Tensor:
     return values.to(torch.float8_e4m3fn).to(values.dtype)
 
 
-class CoarseCache(Disguise):
+class CoarseCache(EngineWrapper):
     """Keys and values are rounded as they are kept. With `vouching` proofs and log-probabilities are of the right
     policy; without, of the states that it computed."""
 
@@ -183,7 +183,7 @@ class CoarseCache(Disguise):
 
         with patch.object(GrowingLayer, "update", update):
             drawn = self._engine.generate(requests, None if self._vouching else proof)
-        return vouched(self._engine, requests, drawn, proof) if self._vouching else drawn
+        return with_honest_proofs(self._engine, requests, drawn, proof) if self._vouching else drawn
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def without_last_layers(model: Any, count: int) -> Iterator[None]:
         model.base_model.layers, model.config.num_hidden_layers = kept
 
 
-class EarlyExit(Disguise):
+class EarlyExit(EngineWrapper):
     """Decodes without the last layers, and has the whole policy vouch for it in one prefill."""
 
     def __init__(self, engine: Engine, layers: int = 1) -> None:
@@ -211,7 +211,7 @@ class EarlyExit(Disguise):
             return self._engine.generate(requests)
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        return vouched(self._engine, requests, self.drafted(requests), proof)
+        return with_honest_proofs(self._engine, requests, self.drafted(requests), proof)
 
 
 Accepts = Callable[[Any, Any], Any]
@@ -246,7 +246,9 @@ class Speculative(EarlyExit):
         while waiting := [row for row in rows if not _ended(*row)]:
             self._round(waiting)
         done = iter([_completion(request, tokens) for request, _, tokens in rows])
-        return vouched(self._engine, requests, [[next(done) for _ in request.seeds] for request in requests], proof)
+        return with_honest_proofs(
+            self._engine, requests, [[next(done) for _ in request.seeds] for request in requests], proof
+        )
 
     def _round(self, rows: Sequence[tuple[GenerationRequest, int, list[int]]]) -> None:
         asked = [self._asked(*row, self._ahead) for row in rows]
@@ -298,8 +300,8 @@ BANNED_BY = {  # groups that it takes at most; 2 statistical failures, or 1 that
     "one-end-suppressed-in-each-group": (lambda e: rewritten(e, no_end(e, FILLER), most=1), 2, {"sampling.seed"}),
     "int8-cache": (lambda e: CoarseCache(e, int8), 3, {"proofs.drift", "proofs.mismatch"}),
     "fp8-cache": (lambda e: CoarseCache(e, fp8), 2, {"proofs.drift", "proofs.mismatch"}),
-    "int8-cache-vouched-for": (lambda e: CoarseCache(e, int8, vouching=True), GROUPS, {"sampling.seed"}),
-    "fp8-cache-vouched-for": (lambda e: CoarseCache(e, fp8, vouching=True), 8, {"sampling.seed"}),
+    "int8-cache-with_honest_proofs-for": (lambda e: CoarseCache(e, int8, vouching=True), GROUPS, {"sampling.seed"}),
+    "fp8-cache-with_honest_proofs-for": (lambda e: CoarseCache(e, fp8, vouching=True), 8, {"sampling.seed"}),
     "early-exit": (lambda e: EarlyExit(e), 2, {"sampling.seed"}),
     "speculative-above-0.3": (lambda e: Speculative(e, above(0.3)), 8, {"sampling.seed"}),
     "speculative-typical": (lambda e: Speculative(e, typical()), 8, {"sampling.seed"}),
@@ -318,7 +320,7 @@ def honest(harness: Formats) -> Trial:
 
 
 def tried(harness: Formats, make: Callable[[Engine], Engine]) -> Trial:
-    return harness.tried(Miner(lambda engine, _loot: make(engine)), range(GROUPS), stop_when_banned=True)
+    return harness.tried(Miner(lambda engine, _context: make(engine)), range(GROUPS), stop_when_banned=True)
 
 
 def tokens_of(judged: Judged) -> list[bytes]:
@@ -352,10 +354,10 @@ def test_speculative_decoding_of_the_seeds_tokens_is_accepted(accepts: Any, harn
 
 
 def judged(harness: Formats, each: Judged, submission: Submission) -> Verdict:
-    return verdict_on(harness, docket(each.lease, submission))
+    return verdict_on(harness, audit_job(each.lease, submission))
 
 
-def verdict_on(harness: Formats, on_table: Docket) -> Verdict:
+def verdict_on(harness: Formats, on_table: AuditJob) -> Verdict:
     truth = LoadedPolicy(on_table.lease.policy, harness.engine(), harness.files)
     [verdict] = replace(harness.judge, seen=SeenWork()).verdicts([on_table], truth)
     return verdict
@@ -475,7 +477,7 @@ def test_group_with_one_wrong_end_is_not_accepted(name: str, coarse: Formats) ->
     """Not trained on, not paid, and struck when their number shows: what a far token would have to pass for, an
     accident of the arithmetic, is rare."""
 
-    def make(engine: Engine, _loot: object) -> Engine:
+    def make(engine: Engine, _context: object) -> Engine:
         change = early_end if name == "an early end" else no_end(engine, FILLER)
         return rewritten(engine, change, most=1)
 
@@ -493,11 +495,11 @@ def test_one_wrong_log_probability_is_not_accepted(coarse: Formats) -> None:
     for lease, submission in coarse.groups(Cheat(), [coarse.lease(unit) for unit in range(4)]):
         values = submission.rollouts[0].logprob_values.copy()
         values[0] = -1000.0
-        verdict = verdict_on(coarse, docket(lease, with_first(submission, logprobs=pack_logprobs(values))))
+        verdict = verdict_on(coarse, audit_job(lease, with_first(submission, logprobs=pack_logprobs(values))))
         assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
 
 
-@pytest.mark.parametrize("name", ["fp8-cache", "fp8-cache-vouched-for", "early-exit"])
+@pytest.mark.parametrize("name", ["fp8-cache", "fp8-cache-with_honest_proofs-for", "early-exit"])
 def test_shortcuts_coarser_than_bfloat16_are_banned(name: str, long: Formats) -> None:
     make, _, reasons = BANNED_BY[name]
     trial = tried(long, make)
@@ -517,13 +519,13 @@ def test_int8_cache_of_a_bfloat16_worker_passes(long: Formats) -> None:
 def test_no_canary_of_long_rollouts_is_accepted(long: Formats, honest_long: Trial) -> None:
     found: Counter[tuple[str, Outcome]] = Counter()
     for each in honest_long.judged:
-        original = original_of(docket(each.lease, each.submission), long.judge, long.engine())
-        for name, spoil in SPOILERS.items():
+        original = original_of(audit_job(each.lease, each.submission), long.judge, long.engine())
+        for name, spoil in CANARY_CHEATS.items():
             if (twin := spoil(original)) is not None:
                 found[name, verdict_on(long, twin).outcome] += 1
-    assert {name for name, _ in found} == set(SPOILERS)
-    assert not any(found[name, Outcome.ACCEPTED] for name in SPOILERS)
-    assert all(found[name, Outcome.REJECTED] > 3 * found[name, Outcome.UNSURE] for name in SPOILERS)
+    assert {name for name, _ in found} == set(CANARY_CHEATS)
+    assert not any(found[name, Outcome.ACCEPTED] for name in CANARY_CHEATS)
+    assert all(found[name, Outcome.REJECTED] > 3 * found[name, Outcome.UNSURE] for name in CANARY_CHEATS)
 
 
 def chunks(rollout: Rollout) -> list[bytes]:
@@ -557,5 +559,5 @@ def test_equal_rollouts_may_have_equal_proofs(long: Formats, honest_long: Trial)
     each = honest_long.judged[0]
     lease = each.lease.model_copy(update={"seeds": (each.lease.seeds[0],) * len(each.lease.seeds)})
     same = msgspec.structs.replace(each.submission, rollouts=[each.submission.rollouts[0]] * len(lease.seeds))
-    verdict = verdict_on(long, docket(lease, same))
+    verdict = verdict_on(long, audit_job(lease, same))
     assert (verdict.outcome, verdict.reason) == (Outcome.ACCEPTED, "")

@@ -29,7 +29,7 @@ from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters,
 from shoal.runtime.limits import MachineLimits, folder_bytes
 from shoal.runtime.lock import FolderLock
 from shoal.shardcast import Content
-from shoal.shardcast.cache import Filling
+from shoal.shardcast.cache import PartFiles
 from shoal.shardcast.content import chunk_of
 from shoal.worker.outbox import KeptHeads
 
@@ -90,7 +90,7 @@ def test_link_planted_in_the_workers_folder_is_not_written_through(tmp_path):
     for planted in (part, heads, lock):
         planted.symlink_to(mine)
     with pytest.raises(ResourceError, match=r"cannot write .*\.part: it is a link, or no plain file: remove it"):
-        Filling().add(part, (chunk_of(memoryview(b"evil")),), MIB)
+        PartFiles().add(part, (chunk_of(memoryview(b"evil")),), MIB)
     receipt = {"kind": "x", "document": {"ledger": {"hash": "0"}}, "signed_by": KEY.public_key, "signature": "0" * 128}
     KeptHeads(tmp_path).keep(SignedDocument.model_validate(receipt))
     with pytest.raises(ResourceError, match="it is a link"):

@@ -30,11 +30,11 @@ from shoal.hub.state.rows import NodeRow
 from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence, look_share
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.branches import Lookout
+from shoal.validator.branches import BranchChecker
 from shoal.validator.case import Case, read_body, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.verdicts import POLICY, Docket, Terms, docket_of
+from shoal.validator.verdicts import POLICY, AuditJob, LeaseTemplate, audit_job_of
 
 KEY = protocol.SigningKey.from_seed(b"k" * 32)
 EOS, TOKENS, GROUP = 1, 16, 16
@@ -79,14 +79,14 @@ def ready(engine: ScriptedEngine) -> ScriptedEngine:
 
 def leases(first: int, count: int) -> list[protocol.Lease]:
     sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=TOKENS, eos_token_id=EOS)
-    terms = Terms("steered", GROUP, sampling, protocol.ProofParameters(), KIND, Half.digest)
+    terms = LeaseTemplate("steered", GROUP, sampling, protocol.ProofParameters(), KIND, Half.digest)
     return [terms.lease(n, (10 + n % 80, 20 + n // 80, 30), f"t/{n}") for n in range(first, first + count)]
 
 
-def handed_in(engine: Engine, asked: Sequence[protocol.Lease]) -> list[Docket]:
+def handed_in(engine: Engine, asked: Sequence[protocol.Lease]) -> list[AuditJob]:
     requests = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in asked]
     groups: list[list[Completion]] = engine.generate(requests, asked[0].proof)
-    return [docket_of(lease, group, engine, KEY) for lease, group in zip(asked, groups, strict=True)]
+    return [audit_job_of(lease, group, engine, KEY) for lease, group in zip(asked, groups, strict=True)]
 
 
 @cache
@@ -120,17 +120,19 @@ class Node:
         return struck[0] if struck else None
 
 
-def node_of(engine: Engine, lookout: Lookout | None, groups: int = GROUPS, looked: float | None = None) -> Node:
+def node_of(
+    engine: Engine, branch_checker: BranchChecker | None, groups: int = GROUPS, looked: float | None = None
+) -> Node:
     """Its groups, judged 8 at a time, until it is struck; `looked` is the share of its branches that are decoded."""
-    judge = Judge(Half(), {KIND: profile()}, lookout=lookout)  # type: ignore[arg-type]
+    judge = Judge(Half(), {KIND: profile()}, branch_checker=branch_checker)  # type: ignore[arg-type]
     node, truth = Node([], GainEvidence()), LoadedPolicy(POLICY, ready(ScriptedEngine()), {})
     for start in range(0, groups, 8):
         share = look_share(start, node.gains.value) if looked is None else looked
-        dockets = [
+        audit_jobs = [
             replace(each, audit=each.audit.model_copy(update={"gains": node.gains, "look_share": share}))
             for each in handed_in(engine, leases(start, 8))
         ]
-        node.verdicts += judge.verdicts(dockets, truth)
+        node.verdicts += judge.verdicts(audit_jobs, truth)
         if node.first_strike is not None:
             break
         for verdict in node.verdicts[start:]:
@@ -145,8 +147,8 @@ def steering(tries: int = 4) -> Engine:
     return Branching(ready(Rounding()), lambda _prompt: value, REACH, tries)
 
 
-def looking(seed: int = 0) -> Lookout:
-    return Lookout(time_share=1e9, rng=random.Random(seed))
+def looking(seed: int = 0) -> BranchChecker:
+    return BranchChecker(time_share=1e9, rng=random.Random(seed))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "stale weights": ("cheat stale",),
     "small model decodes and right model only prefills": ("cheat small-decodes", "cheat int4-decodes"),
     "prompt swapped": ("cheat swap-prompt", "cheat claim-prompt"),
-    "seed ignored": ("cheat own-dice", "cheat greedy", "cheat cold"),
+    "seed ignored": ("cheat own-seeds", "cheat greedy", "cheat cold"),
     "best-of-n cherry-picking": ("cheat best-of",),
     "seed grinding": ("cheat grind", "test_hub_attacks::test_seed_grinding"),
     "early termination": ("cheat cut-short", "cheat early-end"),

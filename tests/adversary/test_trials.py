@@ -15,7 +15,7 @@ import pytest
 from kit import Patch
 from kit.attack import HONEST, Attacked, results
 from kit.trial import PROFILES, Harness, Trial
-from shoal.adversary import CHEATS, Cheat, Disguise, find_cheat
+from shoal.adversary import CHEATS, Cheat, EngineWrapper, find_cheat
 from shoal.adversary.steering import steer
 from shoal.adversary.tokens import TRIES, Sleeper
 from shoal.engines import Engine, GenerationRequest
@@ -60,7 +60,7 @@ def trials(name: str, count: int, units: int, group_size: int = 4) -> list[Trial
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tokens", "share"), [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-dice", 2 * 32, 0.9)]
+    ("name", "tokens", "share"), [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-seeds", 2 * 32, 0.9)]
 )
 def test_most_cheats_are_caught_within_their_tokens(name: str, tokens: int, share: float) -> None:
     """Groups of about 28 tokens; of the tiny policy's few are of ordinary entropy, hence twice 32 for other dice."""
@@ -101,7 +101,7 @@ def test_sleeper_in_a_real_run_with_audits_by_reputation_is_banned(tmp_path: Pat
 GROUPS, GROUP_SIZE, LENGTH = 12, 8, 10
 
 
-class Counting(Disguise):
+class Counting(EngineWrapper):
     """Counts the completions that the engine behind a cheat is asked for."""
 
     completions = 0

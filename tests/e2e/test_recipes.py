@@ -66,7 +66,7 @@ def test_small_twin_of_the_described_recipe_runs(tmp_path: Path) -> None:
 
     trained = [row for row in metrics(folder) if "loss" in row]
     assert [row["step"] for row in trained] == list(range(recipe.run.steps))
-    assert sum(row["no_sample"] for row in trained) == 0
+    assert sum(row["unscored"] for row in trained) == 0
     assert max(row["staleness_max"] for row in trained) <= 2
     # 8 optimizer steps a training step, 25 of warm-up: 8/25, 16/25, 24/25 and all of the rate at the steps' ends
     rates = [row["learning_rate"] / recipe.trainer.learning_rate for row in trained]

@@ -23,9 +23,9 @@ from kit.asgi import AsgiTransport
 from kit.hub import certificate
 from kit.roles import publish, whole_ledger
 from shoal import protocol
-from shoal.client import ClientOptions, HubClient, Pace
+from shoal.client import ClientOptions, HubClient, Intervals
 from shoal.client.trust import run_id
-from shoal.client.weights import Following
+from shoal.client.weights import RefreshingDownloader
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused
@@ -39,7 +39,7 @@ from shoal.validator.case import Case, Finding, unsure
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
 
 DEADLINE_S = 60
-PACE = Pace(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
+PACE = Intervals(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
 EOS = 1
 URL = "http://hub"
 WORKER = WorkerSettings(units_per_lease=3)
@@ -235,9 +235,9 @@ def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness:
 
 
 def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run], monkeypatch: Patch) -> None:
-    takes_s, fetch = 3.0, Following.__call__
+    takes_s, fetch = 3.0, RefreshingDownloader.__call__
 
-    def slow(self: Following, policy: protocol.PolicyRef, deadline_s: float) -> Payload:
+    def slow(self: RefreshingDownloader, policy: protocol.PolicyRef, deadline_s: float) -> Payload:
         threading.Event().wait(min(takes_s, deadline_s))
         if deadline_s < takes_s:
             raise DeadlineExceeded("the link is slow")
@@ -247,7 +247,7 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     run.publish(0)
     validator = run.validator()
     eventually(lambda: "validator-0" in run.nodes(), DEADLINE_S, run.status)
-    monkeypatch.setattr(Following, "__call__", slow)
+    monkeypatch.setattr(RefreshingDownloader, "__call__", slow)
     worker = run.worker("worker-0")
     run.train(0)
     for role in (worker, validator):

@@ -34,7 +34,7 @@ from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
 from shoal.validator.case import BODY_LIMITS
 from shoal.validator.judge import Judge
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 from shoal.worker.outbox import Parcel, Uploader
 
 DEADLINE_S = 400
@@ -88,11 +88,11 @@ class Watch:
         """While this lasts, every `Judge` is listened to."""
         honest, judges = Judge.verdicts, list[Judge]()
 
-        def verdicts(judge: Judge, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[protocol.Verdict]:
-            given = honest(judge, dockets, loaded)
+        def verdicts(judge: Judge, audit_jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[protocol.Verdict]:
+            given = honest(judge, audit_jobs, loaded)
             judges.append(judge)
             if judge is judges[0]:  # others judge canaries, which nobody handed in
-                by_name = {docket.audit.submission: docket for docket in dockets}
+                by_name = {audit_job.audit.submission: audit_job for audit_job in audit_jobs}
                 for verdict in given:  # of shown progress that holds there is none
                     self._note(by_name[verdict.submission], verdict, loaded)
             return given
@@ -103,15 +103,15 @@ class Watch:
         finally:
             Judge.verdicts = honest  # type: ignore[method-assign]
 
-    def _note(self, docket: Docket, verdict: protocol.Verdict, loaded: LoadedPolicy) -> None:
-        body = protocol.unpack(docket.body, protocol.Submission, BODY_LIMITS)
+    def _note(self, audit_job: AuditJob, verdict: protocol.Verdict, loaded: LoadedPolicy) -> None:
+        body = protocol.unpack(audit_job.body, protocol.Submission, BODY_LIMITS)
         tokens = sum(len(rollout.tokens) // 4 for rollout in body.rollouts)
         accepted = verdict.outcome is protocol.Outcome.ACCEPTED
         # the honest worker, who is the first to be judged, is looked at now and then: it would take half the time
-        is_known = bool(self.judged) and docket.lease.node == self.judged[0].node and len(self.judged) % 16 > 0
-        is_honest = accepted and (is_known or is_what_the_seeds_give(docket, body, loaded))
-        is_near = accepted and (is_honest or farthest(loaded.engine, docket.lease, body) <= NEAR)
-        judged = Judged(docket.lease.node, docket.lease.policy.version, verdict, tokens, is_honest, is_near)
+        is_known = bool(self.judged) and audit_job.lease.node == self.judged[0].node and len(self.judged) % 16 > 0
+        is_honest = accepted and (is_known or is_what_the_seeds_give(audit_job, body, loaded))
+        is_near = accepted and (is_honest or farthest(loaded.engine, audit_job.lease, body) <= NEAR)
+        judged = Judged(audit_job.lease.node, audit_job.lease.policy.version, verdict, tokens, is_honest, is_near)
         with self._lock:
             self.judged.append(judged)
             self.bodies.append(body)
@@ -125,9 +125,9 @@ class Watch:
             return [body for body in self.bodies if body.node == node]
 
 
-def is_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
+def is_what_the_seeds_give(audit_job: AuditJob, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
     """Whether the right policy, asked again, gives token by token what was handed in."""
-    lease = docket.lease
+    lease = audit_job.lease
     [group] = loaded.engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
     return [rollout.token_ids.tolist() for rollout in body.rollouts] == [each.token_ids.tolist() for each in group]
 

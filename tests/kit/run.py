@@ -120,7 +120,7 @@ def scripted(folder: Path) -> list[str]:
     return [
         f"environment.file={folder / 'reward.py'}", "worker.engine=scripted", "validator.engine=scripted",
         "worker.units_per_lease=4", "run.group_size=4", "run.max_new_tokens=8", "trainer.evaluate_every=0",
-        "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
+        "trainer.guards.divergence.action=off",  # a scripted engine computes another model than the trainer
     ]  # fmt: skip
 
 

@@ -225,7 +225,7 @@ def test_a_status_alone_is_drawn_with_all_nodes_and_what_concerns_their_owners()
     judge = NodeView(node="ee" * 16, name="judge", role="validator", state=NodeState.ACTIVE, doing="auditing unit 7")
     ref = {"incarnation": 0, "version": 4, "digest": "a" * 64}
     seen = at_step(
-        2, nodes=(new, gone, away, judge), node_counts={"worker.active": 998, "worker.banned": 2}, no_sample=3,
+        2, nodes=(new, gone, away, judge), node_counts={"worker.active": 998, "worker.banned": 2}, unscored=3,
         submissions={"unsure": 4}, standing=OwnerOrders(conduct="paused", since_ms=99_000, reason="[/power] cut"),
         pools={"easy": 3, "retired": 2}, evaluations=({"policy": ref, "tasks": 128, "scored": 32},),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from kit.forged import hanging_up
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
-from shoal.shardcast.plan import Kind, SourceScores
+from shoal.shardcast.scheduler import Kind, SourceScores
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 

@@ -14,7 +14,7 @@ import pytest
 
 from kit import Logs, Patch, eventually
 from shoal import errors, protocol
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.groups import submission_of
@@ -35,7 +35,7 @@ KEY = protocol.SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
 SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
 PROOFS = (protocol.ProofParameters(topk=8, rows=2), protocol.ProofParameters())
-FAST = Pace(poll_s=0, heartbeat_s=0.05, patience_s=20)
+FAST = Intervals(poll_s=0, heartbeat_s=0.05, patience_s=20)
 
 
 def policy(version: int = 0) -> protocol.PolicyRef:
