@@ -1,7 +1,5 @@
 """A server that speaks S3, for tests: moto's, as a real HTTP server on loopback, with a bucket of its own."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager

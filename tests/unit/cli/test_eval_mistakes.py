@@ -1,7 +1,5 @@
 """What `shoal eval` and `shoal filter` are given: found, or said what is wrong with it, before anything is loaded."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

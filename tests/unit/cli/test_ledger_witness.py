@@ -1,7 +1,5 @@
 """Witnesses and kept heads: a ledger that is rewritten is found, and proven to anybody."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Engines by name and by policy: the scripted one, what a machine computes with, and the shelf: one fetch per policy, a
 bounded number of copies, and never other weights than promised."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The code grader with the real sandbox: gold programs are worth 1, near-misses and garbage 0."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

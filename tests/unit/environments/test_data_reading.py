@@ -2,8 +2,6 @@
 script that makes synthetic data sets: its tasks are right, its bad rows bad, and one seed gives one data set.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

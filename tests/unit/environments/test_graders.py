@@ -1,7 +1,5 @@
 """What graders read: the answer's part, a letter among several, a program and its tests, what is the same output."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Symbolic algebra in its helper process: answers, limits, and who is to blame when they are exceeded."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Each row of the HTTP table: its codes, its idempotency, and who is turned away with which sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which tasks units get from a real hub: unusable ones are passed over, solved ones retire, whoever is first."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

@@ -1,7 +1,5 @@
 """Tasks and prompts may take long to make: the hub makes them while it holds no lock that others wait for."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

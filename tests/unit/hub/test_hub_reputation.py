@@ -1,7 +1,5 @@
 """Audits by reputation over a real database: depth, pulls, pending credit; over restarts and dead validators too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Newcomers who show their progress, over HTTP: taken, renewed by, looked at, held against the submission."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Why: the hub tells all that happened to a unit and to a node, with proofs, and nothing that must stay secret."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Work that nobody can judge, by as many throwaway keys as there are: no unit is void, and no step waits for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

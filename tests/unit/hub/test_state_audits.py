@@ -1,7 +1,5 @@
 """Audits, verdicts, strikes and bans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Newcomers together get a bounded share of units and audits, and at least that of audits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Windows, sanctions and pace: what a node may hold, what lapsing costs it, and how a suspension ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The server: only names of a tree, held head requests, and no client that can cost more than its connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Exports: loadable by plain transformers, whole or not there, nobody else's folder touched."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

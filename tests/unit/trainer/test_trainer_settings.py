@@ -1,7 +1,5 @@
 """The [trainer] section: its defaults are usable, its mistakes are refused, and reading it costs no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import get_args
