@@ -278,9 +278,7 @@ def port_of(hub: HostileHub) -> int:
     return int(hub.url.rpartition(":")[2])
 
 
-def test_forwarder_reaches_what_is_allowed_while_it_is(
-    forwarder: Forwarder, hub: HostileHub, other: HostileHub
-) -> None:
+def test_forwarder_reaches_what_is_allowed_while_it_is(forwarder, hub, other):
     reach = Reach(Nearness.LOOPBACK)
     forwarder.allow([hub.url], [other.url], reach)
     assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200")

@@ -89,9 +89,7 @@ def require_sound(folder: Path, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
-def test_full_disk_ends_the_run_and_with_room_it_resumes(
-    tmp_path: Path, request: Request, overrides: list[str], part: str
-) -> None:
+def test_full_disk_ends_the_run_and_with_room_it_resumes(tmp_path, request, overrides, part):
     if in_own_namespace(request):
         return
     folder, settings = tmp_path / "run", [*overrides, "run.steps=5"]

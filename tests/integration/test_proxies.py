@@ -244,9 +244,7 @@ def test_https_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _
 
 
 @pytest.mark.parametrize("way", ["connection", "http"])
-def test_secure_target_is_asked_at_the_checked_address(
-    proxy: ForwardProxy, secure: _Source, monkeypatch: Patch, way: str
-) -> None:
+def test_secure_target_is_asked_at_the_checked_address(proxy, secure, monkeypatch, way):
     """The certificate, the server's name in TLS and the Host header are of the name; no proxy is asked."""
     monkeypatch.setenv("NO_PROXY", "weights.test")
     known = socket.getaddrinfo

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import Capture, Patch, eventually
+from kit import Capture, eventually
 from kit.cast import Lab, says
 from kit.cli import one_line, told
 from kit.fork import Forked, clean_environment, run
@@ -73,9 +73,7 @@ def finished(process: Forked | subprocess.Popen[bytes], tmp_path: Path) -> tuple
         ("--max-disk", "3B", "and 3 bytes are allowed"),
     ],
 )
-def test_policy_above_a_limit_names_the_option(
-    served: ServedRun, tmp_path: Path, option: str, size: str, message: str
-) -> None:
+def test_policy_above_a_limit_names_the_option(served, tmp_path, option, size, message):
     served.publish(0)
     words = (served.endpoints.join, "--engine", "scripted", "--no-check", option, size)
     code, error = finished(start_join(tmp_path, *words), tmp_path)
@@ -87,9 +85,7 @@ def test_policy_above_a_limit_names_the_option(
 
 
 @pytest.mark.parametrize("sandboxed", [False, pytest.param(True, marks=needs_bubblewrap)])
-def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(
-    served: ServedRun, tmp_path: Path, sandboxed: bool
-) -> None:
+def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(served, tmp_path, sandboxed):
     """Of several hubs one that answers will do. An owner's key stays outside of a sandbox."""
     served.publish(0)
     owner = load_or_create_key(tmp_path / "owner.key")
@@ -141,9 +137,7 @@ def command_line(pid: int) -> bytes:
     return b""
 
 
-def test_machine_that_cannot_work_never_registers(
-    served: ServedRun, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_machine_that_cannot_work_never_registers(served, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("shoal.run.doctor.NO_DISK_BYTES", 2**62)
     monkeypatch.setattr("shoal.run.doctor.LEAST_DISK_BYTES", 2**62)
     arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]

@@ -4,7 +4,6 @@ bounded number of copies, and never other weights than promised."""
 import re
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -84,9 +83,7 @@ A100, T4 = ("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5))
         pytest.param(T4, (*FLOAT32, *BFLOAT16), ("cuda", "float32"), id="a GPU without bfloat16, both"),
     ],
 )
-def test_a_machine_follows_what_the_run_takes(
-    monkeypatch: Patch, machine: tuple[str, tuple[int, int]] | None, taken: tuple[str, ...], found: Any
-) -> None:
+def test_a_machine_follows_what_the_run_takes(monkeypatch, machine, taken, found):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if machine is not None:
         gpu(monkeypatch, *machine)
