@@ -160,13 +160,13 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Every process of this machine whose command line names the folder: pid → command line."""
+    """Every process of this machine whose command line names the folder, or something in it: pid → command line."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if str(folder) in words:
-                found[int(entry.name)] = " ".join(words)
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            if str(folder) in command:
+                found[int(entry.name)] = command
     return found
 
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from kit.cast import Lab, says
 from kit.cli import one_line, told
 from kit.fork import Forked, clean_environment, run
 from kit.roles import ONE_STEP, ServedRun, prepared, served_run
+from kit.run import processes_of
 from kit.sandbox import gone, needs_bubblewrap, sandboxed
 from shoal.adversary import CHEATS
 from shoal.protocol import SigningKey, load_key, load_or_create_key
@@ -124,17 +124,11 @@ def test_a_sandbox_ends_with_the_process_that_made_it(served: ServedRun, tmp_pat
     process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--sandbox")
     try:
         eventually(lambda: served.workers() != [])
-        inside = [pid for pid in sandboxed() if str(tmp_path / "node").encode() in command_line(pid)]
-        assert inside != []
+        inside = sandboxed() & processes_of(tmp_path / "node").keys()
+        assert inside
     finally:
         process.kill()
-    assert gone(set(inside))
-
-
-def command_line(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+    assert gone(inside)
 
 
 def test_machine_that_cannot_work_never_registers(served, tmp_path, monkeypatch, capsys):
