@@ -3,8 +3,6 @@
 The attacks run in the very sandbox that the worker runs in, made by the same functions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What miners of live networks did: each is caught, or hands in what the seeds give, token by token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

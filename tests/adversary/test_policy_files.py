@@ -1,7 +1,5 @@
 """A policy's files come from whoever runs the trainer: none of them becomes code, or asks the person."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import subprocess

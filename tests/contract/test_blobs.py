@@ -1,7 +1,5 @@
 """Every blob store keeps the same promises: a folder, and a bucket behind a real S3 server."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every engine promises where the environment answers the model's turns, run against each of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is only so where several write at the same time: locks, the lead, and what PostgreSQL says in our words."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What every storage must do, run against each implementation."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """recipes/mixed.toml with its real processes: every kind of task is asked, scored by its own grader, and recorded."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from importlib.util import find_spec

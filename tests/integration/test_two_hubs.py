@@ -6,8 +6,6 @@
 Same request at both hubs at once: the same leases. Same submission, same verdict at both at once: taken once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -10,8 +10,6 @@ reward, sft
 Here: short names for the types of pytest's own fixtures, and waiting for what another thread or process does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

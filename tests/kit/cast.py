@@ -6,8 +6,6 @@ Lab ─┬─ publish          a real origin writes a real tree
      └─ client           a real downloader with the patience of a test
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -4,8 +4,6 @@ The hub is a real one in a thread of this process, with the scripted engine: not
 checks that torch was not loaded.
 """
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Rows: public data sets in their own spelling, those that cannot be used, and which split each is in."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """reasoning-gym: every generator by name, the same tasks in every process, scorers that nothing can fool or hang."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

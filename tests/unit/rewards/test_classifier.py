@@ -1,7 +1,5 @@
 """A sequence classifier as a judge: real small models, made on the spot and really run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A real server behind an address as a judge: honest, slow, broken and lied to; and how judges' words count."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Chunks and their largest values: every arithmetic and every type of input chooses the same points."""
 
-from __future__ import annotations
-
 import doctest
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which demonstrations are trained on: rows, filters, the report, the corpus; their tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A profile: a file that loads to what was written, mistakes told with the remedy; measured on honest work, it passes
 honest work and catches what it says it catches."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import replace
