@@ -230,9 +230,7 @@ class TestAuditsAndVerdicts:
             ({"submission": "a" * 64}, (404, "submission.unknown")),
         ],
     )
-    def test_a_verdict_that_does_not_fit(
-        self, started: Bench, changes: dict[str, object], code: tuple[int, str]
-    ) -> None:
+    def test_a_verdict_that_does_not_fit(self, started, changes, code):
         started.alice.submit(started.alice.lease(fresh_request())[0])
         (audit,) = started.audits()
         assert code_of(started.judge(audit, **changes)) == code
