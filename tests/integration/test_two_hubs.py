@@ -226,7 +226,7 @@ def test_branches_reported_at_once_are_all_counted(tmp_path: Path, database_url:
 
     def meeting(suspicion: Suspicion, verdict: protocol.Verdict) -> Suspicion:
         with contextlib.suppress(threading.BrokenBarrierError):
-            met.wait(2)  # both have read the row, unless one waits for the other
+            met.wait(0.5)  # both have read the row, unless one waits for the other
         return after(suspicion, verdict)
 
     def reported(hub: Hub, key: protocol.SigningKey) -> protocol.VerdictReply:
