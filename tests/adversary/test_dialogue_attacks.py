@@ -243,32 +243,26 @@ def one_turn_too_many(_ids: list[int], _spans: list[Span]) -> tuple[list[int], l
 
 
 FORGED: dict[str, tuple[Change, str]] = {
-    "the turn before is called the tool's": (
-        lambda ids, spans: (ids, [(spans[0][0] - 1, spans[0][1] + 1), *spans[1:]]), "dialogue.forged"),
+    "the turn before is called the tool's": (lambda ids, spans: (ids, [(spans[0][0] - 1, spans[0][1] + 1), *spans[1:]]),
+        "dialogue.forged"),
     "a token of the turn is called the tool's": (lambda ids, spans: (ids, [(1, 1), *spans]), "dialogue.forged"),
-    "its words are changed": (
-        lambda ids, spans: (with_token(ids, spans[0][0] + 1, bumped(ids[spans[0][0] + 1])), spans),
-        "dialogue.forged"),
+    "its words are changed": (lambda ids, spans: (with_token(ids, spans[0][0] + 1, bumped(ids[spans[0][0] + 1])),
+        spans), "dialogue.forged"),
     "the turn is called the last one": (lambda ids, spans: (ids[: spans[0][0]], []), "dialogue.missing"),
-    "the model resumes at once": (
-        lambda ids, spans: ([*ids[: spans[0][0]], 6, *ids[sum(spans[0]) :]], []), "dialogue.missing"),
+    "the model resumes at once": (lambda ids, spans: ([*ids[: spans[0][0]], 6, *ids[sum(spans[0]) :]], []),
+        "dialogue.missing"),
     "its words are not called the tool's": (lambda ids, _spans: (ids, []), "dialogue.missing"),
-    "its last word is left out": (
-        lambda ids, spans: ([*ids[: sum(spans[0]) - 1], *ids[sum(spans[0]) :]],
-                            [(spans[0][0], spans[0][1] - 1), *spans[1:]]),
-        "dialogue.forged"),
-    "the turn is edited after the tool has answered": (
-        lambda ids, spans: (with_token(ids, spans[0][0] - 2, bumped(ids[spans[0][0] - 2])), spans),
-        "dialogue.forged"),
+    "its last word is left out": (lambda ids, spans: ([*ids[: sum(spans[0]) - 1], *ids[sum(spans[0]) :]], [(spans[0][0],
+        spans[0][1] - 1), *spans[1:]]), "dialogue.forged"),
+    "the turn is edited after the tool has answered": (lambda ids, spans: (with_token(ids, spans[0][0] - 2,
+        bumped(ids[spans[0][0] - 2])), spans), "dialogue.forged"),
     "the answer is another rollout's": (answer_of_others, "dialogue.forged"),
-    "an end token in its words": (
-        lambda ids, spans: (with_token(ids, spans[0][0], EOS), spans), "dialogue.forged"),
-    "special tokens before its words": (
-        lambda ids, spans: ([*ids[: spans[0][0]], 0, 2, *ids[spans[0][0] :]], spans), "dialogue.forged"),
+    "an end token in its words": (lambda ids, spans: (with_token(ids, spans[0][0], EOS), spans), "dialogue.forged"),
+    "special tokens before its words": (lambda ids, spans: ([*ids[: spans[0][0]], 0, 2, *ids[spans[0][0] :]], spans),
+        "dialogue.forged"),
     "one turn too many": (one_turn_too_many, "dialogue.forged"),
-    "one turn too many, not called the tool's": (
-        lambda ids, spans: (one_turn_too_many(ids, spans)[0], one_turn_too_many(ids, spans)[1][:1]),
-        "termination.past_eos"),
+    "one turn too many, not called the tool's": (lambda ids, spans: (one_turn_too_many(ids, spans)[0],
+        one_turn_too_many(ids, spans)[1][:1]), "termination.past_eos"),
 }  # fmt: skip
 
 

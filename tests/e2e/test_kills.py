@@ -234,12 +234,10 @@ def finish(run: Run) -> None:
         pytest.param(awkward_run, id="awkward"),
         pytest.param(orphaned_run, id="orphaned", marks=pytest.mark.slow),
         pytest.param(random_run, id="random", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-        *(
-            pytest.param(partial(run_to_points, which), id=which, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
-            for which in POINTS_OF
-        ),
+        *(pytest.param(partial(run_to_points, which), id=which, marks=[pytest.mark.slow,
+            pytest.mark.timeout(900)]) for which in POINTS_OF),
     ],
-)
+)  # fmt: skip
 def run(request: Request, tmp_path_factory: TempPaths) -> Outcome:
     outcome: Outcome = request.param(tmp_path_factory.mktemp("e2e") / "tiny")
     return outcome
