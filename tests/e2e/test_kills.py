@@ -196,13 +196,13 @@ def random_run(path: Path) -> Outcome:
     return outcome
 
 
-def kill_at_random(run: Run, killed: Counter[str], dice: random.Random) -> None:
+def kill_at_random(run: Run, killed: Counter[str], rng: random.Random) -> None:
     for _ in range(RANDOM_KILLS):
         with suppress(subprocess.TimeoutExpired):
-            run.wait(dice.uniform(1, 9))
+            run.wait(rng.uniform(1, 9))
             return
         names = sorted(name for name in run.pids() if killed[name] < MOST_PER_ROLE)
-        name = dice.choice(names)
+        name = rng.choice(names)
         with suppress(KeyError, ProcessLookupError):  # it ended just now
             os.kill(run.pids()[name], signal.SIGKILL)
             killed[name] += 1
