@@ -106,7 +106,7 @@ def test_only_tasks_of_both_with_the_same_prompt_are_paired(tmp_path: Path) -> N
     assert found.means == {"y": (0.0, 1.0)}
     lines = list(comparison_lines(a, b, found))
     assert lines[2] == "1 tasks in both (1 only in a, 2 only in b, 1 other prompt)"
-    assert "one task says nothing" in lines[-1]
+    assert "one task is too few" in lines[-1]
     with pytest.raises(ConfigError, match="have no task in common"):
         compare(a, results(tmp_path, "c", [record("u", 1.0)]))
 
