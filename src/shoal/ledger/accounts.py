@@ -6,8 +6,8 @@ the same node fails in it. A node earns for the key that vouched for it first, o
 
     share of X at step n  =  final credit of X  /  final credit of all,      both in rows 0 … b(n)
 
-b(n) is the row of the batch of step n. X is an owner with all machines that it had vouched for by that row, or a machine
-without an owner. The fraction is exact, and later rows cannot change it.
+b(n) is the row of the batch of step n. X is an owner with all machines that it had vouched for by that row, or a
+machine without an owner. The fraction is exact, and later rows cannot change it.
 """
 
 from __future__ import annotations

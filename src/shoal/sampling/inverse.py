@@ -1,4 +1,4 @@
-"""Inverse-CDF sampling in numpy: the plain statement that the torch sampler must agree with. B: rows, V: vocabulary."""
+"""Inverse-CDF sampling in numpy, the reference for the torch sampler. B: rows, V: vocabulary."""
 
 from __future__ import annotations
 

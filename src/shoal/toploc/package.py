@@ -1,9 +1,9 @@
-"""The functions of the published `toploc` package, with its names, so that its users can switch.
+"""The functions of the published `toploc` package, under its names, so that its users can switch.
 
-They differ where the package fails: float32 is rounded to bfloat16 instead of giving null proofs, a chunk with fewer
-than `topk` values and a malformed proof are a ProofError instead of a null proof or a crash, there must be exactly one
-proof for each chunk, and every form of input is judged by one rule (indices modulo m, the upper median). What passes
-here has not been checked for forgery: that is `compare` and `check_proofs`.
+They differ where the package fails: float32 is rounded to bfloat16 instead of giving null proofs; a chunk with fewer
+than `topk` values, or a malformed proof, is a ProofError instead of a null proof or a crash; there must be exactly one
+proof for each chunk; all forms of input follow one rule (indices modulo m, the upper median). These functions do not
+detect forgery: use `compare` and `check_proofs`.
 
 `activations`: a sequence whose element 0 is the whole prefill (unless `skip_prefill`), each further one the row of one
 token; or one tensor [tokens, hidden]. Each is a torch tensor, or a numpy array as in `top_points`.
@@ -85,7 +85,7 @@ class ProofPoly:
 
     @staticmethod
     def null(length: int) -> ProofPoly:
-        """What the package writes where it fails: zeros. Reading or verifying one is a `ProofError` here."""
+        """Zeros, which the package writes where it fails. Reading or verifying one is a `ProofError` here."""
         return ProofPoly([0] * length, 0)
 
     @staticmethod
@@ -169,7 +169,7 @@ def from_base64(text: str) -> bytes:
 
 
 def _points(activations: Many, rows: int, topk: int, skip_prefill: bool, *, raw_float16: bool) -> PointBatch:
-    """The points of the package's chunks: `topk` of each, whatever its size."""
+    """The points of the package's chunks: `topk` of each, for any size."""
     if topk < 1 or rows < 1:
         raise ProofError(f"topk and decode_batching_size are 1 or more, not {topk} and {rows}")
     flat, widths = _flatten(activations)
@@ -200,7 +200,7 @@ def _flatten(activations: Any) -> tuple[Any, Ints]:
 
 
 def _float16_as_bits(flat: Any, *, allowed: bool) -> Any:
-    """The package builds from the bits of float16 as they are, and cannot verify such proofs: no more can we."""
+    """The package builds proofs from the bits of float16, and cannot verify them; this function does the same."""
     if "float16" not in str(flat.dtype) or "bfloat16" in str(flat.dtype):
         return flat
     if not allowed:

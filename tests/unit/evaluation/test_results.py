@@ -69,7 +69,7 @@ def test_a_difference_is_told_only_where_it_is(tmp_path: Path) -> None:
     found = compare(*shifted(tmp_path, tasks=60, gain=0))
     assert found.verdict == "none"
     assert found.sentence.startswith("no difference was found: ")
-    assert f"with these 60 tasks a difference of {found.detectable:.3f} would be" in found.sentence
+    assert f"with these 60 tasks a difference of {found.detectable:.3f} is found" in found.sentence
     assert found.detectable > abs(found.difference.value)
     assert compare(a, a).sentence == "no difference was found: A and B scored the same on every one of 60 tasks"
     a = results(tmp_path, "a", [record(f"t{n}", 0.5) for n in range(9)])

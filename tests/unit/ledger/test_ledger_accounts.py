@@ -180,7 +180,7 @@ def test_shares_add_up_to_one_exactly(work: list[tuple[str, int]], owned: set[st
 def test_the_first_vouch_stays() -> None:
     again = entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": OWNER}))
     assert fold(again).by_node["a"].owner == OWNER
-    with pytest.raises(LedgerError, match=r"row 1 \(vouch\).*the first who vouched stays"):
+    with pytest.raises(LedgerError, match=r"row 1 \(vouch\).*an owner never changes"):
         fold(entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": "0b" * 32})))
 
 

@@ -219,7 +219,7 @@ def as_pickle(folder: Path) -> None:
         (lambda folder: edit_config(folder, intermediate_size=100), r"does not load|do not fit"),
         (as_pickle, "does not load"),
         (lambda folder: edit_config(folder, final_logit_softcapping=30.0),
-         "final_logit_softcapping, which transformers does not look at in a model of type"),
+         "final_logit_softcapping, which transformers ignores in a model of type"),
         (lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
          r"holds adapters \(adapter_config\.json\): merge them"),
     ],
@@ -280,7 +280,7 @@ def test_weights_travel_in_what_the_model_can_hold_and_tied_ones_once():
     loaded = load_model("tiny")
     check(loaded.files, entries_of(loaded.model, dtype="BF16"), "float32")
     check(loaded.files, entries_of(loaded.model, dtype="BF16"), "bfloat16")
-    with pytest.raises(ModelError, match=r"weights are never rounded on the way"):
+    with pytest.raises(ModelError, match=r"weights are never rounded when they are loaded"):
         check(loaded.files, entries_of(loaded.model), "bfloat16")
     config = {**json.loads((TINY / "config.json").read_text()), "tie_word_embeddings": True}
     files = {"config.json": json.dumps(config).encode()}
