@@ -1,5 +1,5 @@
-"""Weights rounded to few bits and back, as a cheating worker with a cheaper model would use: for attacks, and to measure
-what a profile's limits catch. Only matrices of linear layers are rounded, not embeddings, output layer, norms, biases."""
+"""Weights rounded to few bits and back, as a cheating worker would use: for attacks, and to measure what a profile's
+limits catch. Only matrices of linear layers are rounded, not embeddings, the output layer, norms or biases."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_fetching_ahead_ends_with_a_line_or_for_a_bug_with_a_traceback(error, tr
     with caplog.at_level(logging.INFO, "shoal"):
         Prefetch(cast("Downloader", failing), StopToken())._run()  # in this thread: it ends by itself
     (record,) = caplog.records
-    assert "fetching ahead has ended" in record.getMessage()
+    assert "prefetching has ended" in record.getMessage()
     assert bool(record.exc_info) is traced
     assert traced or "the disk is full" in record.getMessage()
 

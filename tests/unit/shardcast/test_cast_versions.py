@@ -86,7 +86,7 @@ def test_the_next_version_costs_a_delta(run: Run, lab: Lab) -> None:
     lab.fetch(first, url)
     last = run.told(second, url)
     assert last.done_bytes == last.total_bytes == second.deltas[0].size_bytes < second.size_bytes / 20
-    assert "policy 0.1, which is here and 1 delta" in last.route
+    assert "the local policy 0.1 and 1 delta" in last.route
 
 
 def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(lab: Lab) -> None:
