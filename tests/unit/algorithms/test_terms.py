@@ -167,5 +167,5 @@ def test_weights_of_completions_of_2_and_6_tokens_by_hand(word: str, short: floa
 
 
 def test_a_constant_without_a_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no limit to completions"):
+    with pytest.raises(ConfigError, match="completions have no limit"):
         normalised("constant", [2, 6], None)
