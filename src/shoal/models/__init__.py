@@ -10,9 +10,8 @@
     packed     Packed, packed_states, compile_layers: sequences end to end, none of which sees another
     head_kernels: one tile of logits and its gradients, in Triton
     quantize   quantized, INT8, INT4: weights rounded to few bits, for attacks and calibration (no torch)
-    tiny       build_tiny, build_tokenizer: the built-in policy of the demo, small enough for one CPU core
 
-The package itself imports without torch; `state`, `locked`, `load`, `logprobs`, `packed`, `head_*` and `tiny` need it.
+The package itself imports without torch; `state`, `locked`, `load`, `logprobs`, `packed` and `head_kernels` need it.
 """
 
 from shoal.models.folder import BUILTIN, as_numpy, eos_token_id, from_numpy, model_folder, read_files

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from kit.tiny import build_tiny
 from shoal.errors import ModelError
 from shoal.models import TextTokenizer, as_numpy, eos_token_id, from_numpy, model_folder, read_files
 from shoal.models.folder import model_size
@@ -29,7 +30,6 @@ from shoal.models.load import adapted, check_policy, load_model, model_from_file
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
 from shoal.models.quantize import INT8, Quantization, quantized
 from shoal.models.state import TORCH_TYPES, TYPE_NAMES, apply_state, policy_state, policy_views, to_torch, to_view
-from shoal.models.tiny import build_tiny
 from shoal.protocol import Entry, TensorView
 from shoal.runtime.limits import UNLIMITED_BYTES
 from shoal.shardcast import Content

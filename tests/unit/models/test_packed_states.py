@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch.utils._pytree import tree_map
 
+from kit.tiny import build_tiny
 from shoal.errors import ModelError
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import ATTENTION, Packed, compile_layers, decoder_layers, packed_states, supports_packing
-from shoal.models.tiny import build_tiny
 
 LENGTHS = (5, 1, 12, 3, 30, 7)
 
