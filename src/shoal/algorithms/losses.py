@@ -87,7 +87,6 @@ def bounded_exp(log_N: Tensor) -> Tensor:
 
 
 def ratio(tokens: LossTokens, parameters: LossParameters) -> Tensor:
-    """r: how much more probable each token has become."""
     return bounded_exp(tokens.logprobs_N - base(tokens, parameters))
 
 

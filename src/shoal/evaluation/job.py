@@ -42,7 +42,7 @@ from shoal.evaluation.subject import EvaluatedModel, memory_errors
 from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
 from shoal.rewards import Job, Scorer
-from shoal.rewards.protocol import score_all
+from shoal.rewards.pool import score_all
 from shoal.runtime.files import sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
 
@@ -95,8 +95,6 @@ def without(chosen: ChosenTasks, ids: Sequence[str]) -> ChosenTasks:
 
 
 class Sampler:
-    """Draws `plan.samples` completions of each task."""
-
     def __init__(self, subject: EvaluatedModel, environment: Environment, plan: SamplingPlan) -> None:
         self._engine, self._environment, self._plan = subject.engine, environment, plan
         self._asking = Asking(subject.files, environment, plan.max_new_tokens)
@@ -195,7 +193,6 @@ class EvaluationJob:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Everything that the results depend on."""
         digest = hashlib.sha256(",".join(map(str, self.chosen.numbers)).encode()).hexdigest()
         return {
             "shoal": __version__,

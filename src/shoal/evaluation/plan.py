@@ -88,7 +88,6 @@ def as_asked(environment: Environment, plan: SamplingPlan, number: int, task: Ta
 
 
 def sample_seed(seed: int, task: str, sample: int) -> int:
-    """The 64-bit seed of the uniforms of one sample."""
     return _derived("sample", seed, task, sample)
 
 
@@ -129,7 +128,6 @@ def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterab
 
 
 def train_digests(environment: Environment) -> Iterator[bytes]:
-    """The digests of the usable prompts of the training split."""
     inner = inner_of(environment)
     if isinstance(inner, MixedEnvironment):  # all tasks of each part, without those that another part holds out
         for part in inner.parts:

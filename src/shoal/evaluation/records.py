@@ -99,7 +99,6 @@ class BatchFile:
             raise resource_error("read", self.path, error) from error
 
     def append(self, batch: Sequence[Any]) -> None:
-        """Write a batch and sync it to disk."""
         try:
             with self.path.open("ab") as file:
                 file.write(msgspec.json.encode(batch) + b"\n")

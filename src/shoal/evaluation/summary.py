@@ -34,7 +34,6 @@ class TaskResults:
             self.counts.append((len(record.scores), record.passes))
 
     def pass_at(self, k: int, seed: int) -> dict[str, Any] | None:
-        """Over the tasks with at least `k` samples."""
         return _estimate([pass_at_k(samples, passes, k) for samples, passes in self.counts if samples >= k], seed)
 
     def as_json(self, seed: int) -> dict[str, Any]:

@@ -60,7 +60,6 @@ class Accounts:
         return sum(account.credit for account in self.by_node.values())
 
     def holder(self, node: str) -> str:
-        """The public key that vouched for a node, or the node itself."""
         return self.by_node[node].owner or node
 
     def by_holder(self) -> dict[str, Account]:

@@ -61,8 +61,6 @@ class Pin:
 
 
 class Chain:
-    """A chain under verification, entry by entry."""
-
     def __init__(self, pins: Iterable[Pin] = (), after: LedgerEntry | None = None) -> None:
         self.last = after
         self.passed: list[Pin] = []

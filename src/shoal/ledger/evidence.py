@@ -336,7 +336,6 @@ def check_rows(rows: Rows, checked: Checked, proofs: Proofs) -> None:
 
 
 def pages(entries: Iterable[LedgerEntry]) -> Iterator[list[LedgerEntry]]:
-    """Pages as large as one request for evidence allows."""
     left = iter(entries)
     while page := list(islice(left, MAX_EVIDENCE_PER_PAGE)):
         yield page

@@ -182,7 +182,6 @@ def most_bytes(payload_bytes: int) -> int:
 
 
 def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None:
-    """Raise `ModelError` for a target that is not a known name."""
     for target in targets:
         if target not in known:
             detail = f"no linear layer of this model that can have an adapter is called {target!r}"

@@ -253,7 +253,6 @@ KEPT_ACTIVATIONS = 0.85
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The model's layers in order, for every architecture."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if not lists:

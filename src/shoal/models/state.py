@@ -35,7 +35,6 @@ def policy_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def policy_views(model: nn.Module) -> dict[str, TensorView]:
-    """A snapshot: the same as raw tensors, copied to the CPU."""
     return {name: to_view(name, tensor) for name, tensor in policy_state(model).items()}
 
 

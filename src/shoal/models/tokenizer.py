@@ -171,7 +171,6 @@ def _longest_mapped(charsmap: Any) -> int:
 
 
 def _steps(described: Any) -> Iterator[dict[str, Any]]:
-    """All steps, also inside sequences, at any depth."""
     waiting = deque([described])
     while waiting:
         step = waiting.popleft()

@@ -1,7 +1,7 @@
 """Scores completions: in child processes with limits, and with judges.
 
-    protocol    Job, Scorer, NotStarted: completions in, scores or failures out; ScoringPatience
-    pool        ScoringPool: scoring in child processes; decides who is to blame if a job ends its process
+    pool        Job, Scorer, NotStarted: completions in, scores or failures out; ScoringPool: scoring in child
+                processes, with limits (ScoringPatience); decides who is to blame if a job ends its process
     child       the child process
     frames      the messages between parent and child
     panel       Panel: judges that add to the task's own reward
@@ -11,7 +11,6 @@
 Only the classifier needs a tensor library.
 """
 
-from shoal.rewards.pool import ScoringPool
-from shoal.rewards.protocol import DirectScorer, Job, NotStarted, Scorer, ScoringPatience
+from shoal.rewards.pool import DirectScorer, Job, NotStarted, Scorer, ScoringPatience, ScoringPool
 
 __all__ = ["DirectScorer", "Job", "NotStarted", "Scorer", "ScoringPatience", "ScoringPool"]

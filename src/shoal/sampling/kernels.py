@@ -95,7 +95,6 @@ class _KernelBlocks:
         self.moment_2_N = (self._scale_NK * second_NK).sum(dim=1)
 
     def before(self, block_N: Tensor) -> Tensor:
-        """The sum of all blocks before the given one."""
         sums_N = self.sums_NK.gather(1, (block_N - 1).clamp(min=0)[:, None])[:, 0]
         return torch.where(block_N == 0, torch.zeros_like(sums_N), sums_N)
 

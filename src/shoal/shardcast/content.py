@@ -11,6 +11,7 @@ aligned.
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,32 @@ from shoal.shardcast.payload import os_errors, read_fully
 
 SMALL_BYTES = 64 * 1024
 CHANGED = "{} was changed while it was being published; publish it again"
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+THREADS = min(16, os.cpu_count() or 1)  # hashing, comparing, compressing and writing release the interpreter's lock
+
+
+def in_order(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
+    """`work` of every item, in order, by several threads. The first exception is raised here and ends the work."""
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="in-order") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def chunk_of(data: memoryview) -> Chunk:
+    return Chunk(hash=blake3(data).hexdigest(), size_bytes=data.nbytes)
 
 
 @dataclass(frozen=True)
@@ -126,22 +153,23 @@ class Content:
             if (status.st_size, status.st_mtime_ns) != (span.size_bytes, span.changed_ns):
                 raise BroadcastError(CHANGED.format(span.path))
 
-    def cut(self, chunk_size_bytes: int) -> Iterator[memoryview]:
-        """The payload chunk by chunk. A view is valid until the next one."""
-        scratch = memoryview(bytearray(min(chunk_size_bytes, max(1, self.size_bytes))))
-        for offset in range(0, self.size_bytes, chunk_size_bytes):
-            yield self.part(offset, min(chunk_size_bytes, self.size_bytes - offset), scratch)
+    def chunks(self, chunk_size_bytes: int, work: Callable[[memoryview], R], threads: int = THREADS) -> Iterator[R]:
+        """`work` of each chunk, in order, by several threads. A view is valid during the call only."""
+        scratch = threading.local()
 
+        def run(offset: int) -> R:
+            if not hasattr(scratch, "buffer"):
+                scratch.buffer = memoryview(bytearray(min(chunk_size_bytes, self.size_bytes)))
+            return work(self.part(offset, min(chunk_size_bytes, self.size_bytes - offset), scratch.buffer))
 
-def chunk_of(data: memoryview) -> Chunk:
-    return Chunk(hash=blake3(data).hexdigest(), size_bytes=data.nbytes)
+        return in_order(run, range(0, self.size_bytes, chunk_size_bytes), threads)
 
 
 def digest_of(files: Mapping[str, bytes], tensors: Sequence[TensorView], chunk_size_bytes: int | None = None) -> str:
     """The digest that publishing these files and tensors would sign."""
     content = Content.of(files, tensors)
     size = chunk_size_bytes or chunk_size_for(content.size_bytes)
-    return content_digest(content.entries, size, tuple(chunk_of(data) for data in content.cut(size)))
+    return content_digest(content.entries, size, tuple(content.chunks(size, chunk_of)))
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
@@ -163,25 +191,3 @@ def _files_in(folder: Path) -> dict[str, Path]:
     if not found:
         raise ConfigError(f"the folder {folder} holds no files to publish")
     return found
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-THREADS = min(16, os.cpu_count() or 1)  # hashing, comparing, compressing and writing release the interpreter's lock
-
-
-def in_order(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
-    """`work` of every item, in order, by several threads. The first exception is raised here and ends the work."""
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="in-order") as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()

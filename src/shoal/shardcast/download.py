@@ -46,8 +46,6 @@ BETWEEN_S = 5.0  # for the manifest of an intermediate version; without it there
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a fetch, in bytes of its route."""
-
     label: str
     done_bytes: int
     total_bytes: int
@@ -115,7 +113,6 @@ class Downloader:
         return self._lookup.run
 
     def set_sources(self, sources: Sequence[str], last_resort: Sequence[str] = ()) -> None:
-        """Replace the sources, also for a running fetch."""
         self._scores.set_sources(sources, last_resort=last_resort)
 
     def newest(self, deadline_s: float) -> PolicyRef:
@@ -216,7 +213,6 @@ class Downloader:
                 closed.update(step.name for step in route.steps)
 
     def _follow_route(self, route: Route, fetch: Fetch) -> None:
-        """Fetch what the route needs and apply it."""
         cache, target = self._cache, fetch.target
         with closing(PartFiles()) as files:
             pool = ChunkPool(self._scores, files, self._settings.pool)

@@ -62,8 +62,6 @@ def client_of(address: str) -> str:
 
 
 class RelaySettings(BaseModel):
-    """How a relay mirrors and serves."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kept_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")

@@ -211,7 +211,6 @@ class Route:
         return (self.whole.size_bytes if self.whole else 0) + self.delta_bytes
 
     def manifests(self) -> list[PolicyManifest]:
-        """The manifests whose chunks are fetched."""
         return [*([self.whole] if self.whole else []), *(step.manifest for step in self.steps)]
 
     def describe(self) -> str:

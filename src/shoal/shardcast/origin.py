@@ -15,7 +15,6 @@ are hashed before: a damaged one would give every client wrong weights.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ class Origin:
 
     def _republish(self, draft: Draft, published: PolicyManifest | None) -> PolicyManifest:
         """A version that was published before, or is too old: nothing is written."""
-        chunks = [chunk_of(data) for data in draft.content.cut(draft.chunk_size_bytes)]
+        chunks = list(draft.content.chunks(draft.chunk_size_bytes, chunk_of))
         manifest = self._manifest(draft, chunks, True, ())
         if published is None:
             log.info("policy %d.%d is behind the head and not kept: signed, not served", *draft.place)
@@ -177,17 +176,11 @@ class Origin:
         costs = [routes[delta.base.place].delta_bytes + delta.size_bytes for delta in deltas]
         far = last is None or last[0] != incarnation or version - last[1] >= self._settings.anchor_every
         anchor = far or min(costs, default=content.size_bytes + 1) > content.size_bytes
-        scratch = threading.local()
-
-        def take(offset: int) -> Chunk:
-            """Read and hash one chunk, and write it if it is offered."""
-            if not hasattr(scratch, "buffer"):
-                scratch.buffer = memoryview(bytearray(chunk_size))
-            data = content.part(offset, min(chunk_size, content.size_bytes - offset), scratch.buffer)
-            return self._put(data) if anchor else chunk_of(data)
-
         chunks: list[Chunk] = []
-        for chunk in in_order(take, range(0, content.size_bytes, chunk_size), WRITERS if anchor else THREADS):
+        work, threads = (
+            (self._put, WRITERS) if anchor else (chunk_of, THREADS)
+        )  # chunks are written if they are offered
+        for chunk in content.chunks(chunk_size, work, threads):
             chunks.append(chunk)
             if on_progress is not None:
                 on_progress(min(len(chunks) * chunk_size, content.size_bytes), content.size_bytes)
@@ -244,8 +237,6 @@ class Origin:
         return tuple(each.finish(passed[index].policy) for index, each in writers.items())
 
     def _is_whole(self, chunks: Mapping[str, Chunk]) -> bool:
-        """Whether each of these chunks has its signed hash."""
-
         def check(chunk: Chunk) -> bool:
             data = self._tree.read(chunk_key(chunk.hash))
             return data is not None and chunk_of(memoryview(data)) == chunk

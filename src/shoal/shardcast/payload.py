@@ -22,8 +22,6 @@ COPY_BYTES = 8 * 1024 * 1024
 
 
 class LazyFiles(UserDict[str, Any]):
-    """The files of a payload by name, read on access."""
-
     def __getitem__(self, name: str) -> bytes:
         return bytes(self.data[name])
 

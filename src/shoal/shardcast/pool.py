@@ -91,7 +91,6 @@ class ChunkPool:
             return self._scheduler.announced()
 
     def shares(self) -> str:
-        """What each source sent, for a log line."""
         shares = self.fetched_bytes.most_common()
         return ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in shares) or "this disk"
 

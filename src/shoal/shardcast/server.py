@@ -155,7 +155,6 @@ class Catalogue:
         return None
 
     def expects(self, key: str) -> bool:  # noqa: ARG002
-        """Whether a name that is not here now is being fetched."""
         return False
 
     def announced(self) -> Iterable[str]:

@@ -84,7 +84,6 @@ class Tree:
             raise resource_error("read", self.path(key), error) from error
 
     def write(self, key: str, data: bytes) -> None:
-        """Write a head, a manifest or a witness's document, durably."""
         ensure_folder(self.path(key).parent)
         write_atomically(self.path(key), data)
 
@@ -132,8 +131,6 @@ class Tree:
 
 
 class ChunkFiles(RawIOBase):
-    """Chunk files of one size (except the last), read as one file."""
-
     def __init__(self, tree: Tree, chunks: Sequence[Chunk], chunk_size_bytes: int) -> None:
         self._paths = [tree.path(chunk_key(chunk.hash)) for chunk in chunks]
         self._chunk_size_bytes, self._at = chunk_size_bytes, 0

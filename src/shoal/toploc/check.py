@@ -110,7 +110,6 @@ def _small_moduli(points: PointBatch, polynomials: Polynomials) -> list[str | No
 
 
 def _none_of(marked: npt.NDArray[np.bool_], counts: Ints) -> npt.NDArray[np.bool_]:
-    """Whether no point of a chunk is marked."""
     if not len(counts):
         return np.zeros(0, dtype=bool)
     none: npt.NDArray[np.bool_] = np.add.reduceat(marked.astype(np.int64), np.cumsum(counts) - counts) == 0

@@ -62,7 +62,6 @@ class ProofPoly:
 
     @staticmethod
     def from_points(x: Sequence[int], y: Sequence[int]) -> ProofPoly:
-        """The polynomial through points (index, bits)."""
         if len(x) != len(y) or not len(x):
             raise ProofError(f"{len(x)} indices and {len(y)} values: there must be as many, and at least one")
         bits = np.array([value % PRIME for value in y], dtype=np.uint16)
@@ -90,7 +89,6 @@ class ProofPoly:
 
     @staticmethod
     def from_bytes(data: bytes) -> ProofPoly:
-        """Read a proof of any number of points."""
         if len(data) < 4 or len(data) % 2:
             raise ProofError(f"a proof has 2 bytes and 2 for each point, not {len(data)}")
         read = decode([data], np.array([len(data) // 2 - 1], dtype=np.int64))

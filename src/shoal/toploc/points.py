@@ -141,7 +141,6 @@ def host_array(flat: Activations) -> npt.NDArray[Any]:
 
 
 def _is_torch(value: object) -> bool:
-    """Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

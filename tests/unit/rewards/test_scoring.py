@@ -24,8 +24,7 @@ from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, Sc
 from shoal.rewards import DirectScorer, Job, NotStarted, Scorer, ScoringPatience, ScoringPool
 from shoal.rewards.child import _answer
 from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Work, frame_of, read_message
-from shoal.rewards.pool import PoolContext, ScoringProcess, ScoringRound
-from shoal.rewards.protocol import process_count, score_all
+from shoal.rewards.pool import PoolContext, ScoringProcess, ScoringRound, process_count, score_all
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 

@@ -23,8 +23,6 @@ class Terminal(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources, and the publisher's key."""
-
     urls: tuple[str, ...]
     key: str
 

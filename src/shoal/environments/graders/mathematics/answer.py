@@ -43,7 +43,6 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def final_answer(completion: str) -> str | None:
-    r"""The final answer of a completion; None if there is none."""
     text = after_thinking(completion)
     last = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     found = _boxed(text, last) if last >= 0 else _unboxed(text[-_TAIL:])
