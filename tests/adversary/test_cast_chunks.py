@@ -276,7 +276,7 @@ def test_chunks_damaged_on_a_relays_disk_are_fetched_again(lab: Lab, what: str) 
     eventually(lambda: is_complete(relay, "0.1"))
 
 
-def test_a_version_that_retention_removes_in_the_middle_is_said_to_be_gone(lab: Lab) -> None:
+def test_version_removed_during_a_fetch_is_reported_as_gone(lab: Lab) -> None:
     manifest = lab.publish(1)
     honest = from_folder(lab.www)
 

@@ -60,7 +60,7 @@ def test_equal_rewards_carry_no_advantage_and_others_keep_their_order(name: str)
 
 
 @given(rewards=GROUPS)
-def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: list[float]) -> None:
+def test_advantages_are_finite_and_sum_to_zero(rewards: list[float]) -> None:
     for name in sorted(ADVANTAGES):
         values = of(name, rewards)
         assert all(math.isfinite(value) for value in values)
@@ -230,7 +230,7 @@ DECOUPLED = [
 ]
 
 
-def test_decoupled_clips_around_the_steps_beginning_and_weighs_what_came_before() -> None:
+def test_decoupled_clips_against_proximal_and_weights_by_staleness() -> None:
     before, moved, advantages, losses, gradients, stopped = (list(column) for column in zip(*DECOUPLED, strict=True))
     recomputed_N = torch.tensor([logprob(w) for w in before], dtype=torch.float64)
     logprobs_N = (recomputed_N + torch.tensor([math.log(u) for u in moved])).requires_grad_()

@@ -62,7 +62,7 @@ except ImportError:
     ],
     ids=["there is none", "no namespaces", "no answer"],
 )  # fmt: skip
-def test_where_there_is_no_sandbox_it_is_refused_with_what_to_do_and_unscored(
+def test_missing_sandbox_is_refused_with_advice_and_code_is_unscored(
     script: str, setup: str, scoring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "START_S", 0.5)

@@ -169,7 +169,7 @@ DEEP: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
 @pytest.mark.parametrize(("name", "where"), [("a.jsonl", "a.jsonl line 8"), ("a.parquet", "a.parquet")])
-def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
+def test_unusable_row_is_left_out_without_changing_other_ids(
     name: str, where: str, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
@@ -371,7 +371,7 @@ def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text", [False, True])
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
-def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(
+def test_rows_outside_the_solve_rate_band_are_left_out_even_with_text_rates(
     name: str, text: bool, tmp_path: Path
 ) -> None:
     rows = described(27, solve_rate_tiny={1: None})

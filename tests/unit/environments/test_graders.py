@@ -63,7 +63,7 @@ def test_the_letter_that_an_answer_gives(text: str, letter: str) -> None:
     assert chosen_letter(text) == letter
 
 
-def test_tasks_have_letters_and_only_what_follows_the_thinking_counts() -> None:
+def test_choice_answers_are_letters_after_the_thinking() -> None:
     choice = grader("choice")
     assert choice.problem("C") == ""
     assert all("not a letter" in choice.problem(wrong) for wrong in ("", "c", "AB", "K", "Nitrogen"))
@@ -221,7 +221,7 @@ WANTED = [
 @pytest.mark.parametrize(
     ("completion", "code", "functions"), [*((*pair, []) for pair in BLOCKS), *((*pair, ["f"]) for pair in WANTED)]
 )
-def test_which_block_is_the_program_or_the_last_that_defines_the_function(
+def test_program_is_the_last_block_or_the_last_that_defines_the_function(
     completion: str, code: str, functions: list[str]
 ) -> None:
     assert program(after_thinking(completion), functions) == code

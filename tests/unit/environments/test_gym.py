@@ -91,7 +91,7 @@ def fingerprints(names):
 """
 
 
-def test_those_that_went_by_hashes_or_global_numbers_do_not_any_more() -> None:
+def test_patched_generators_do_not_depend_on_hashes_or_global_random_numbers() -> None:
     chosen = ["isomorphic_strings", "ransom_note", "polynomial_multiplication", "list_functions", "pool_matrix"]
     command = [sys.executable, "-c", f"{FINGERPRINT}print(json.dumps(fingerprints({chosen})))"]
     environ = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -132,9 +132,7 @@ class Scorer:
 @pytest.mark.parametrize(
     "error", [OSError("disk"), ImportError("numpy"), RuntimeError("defect"), MemoryError(), ValueError("no number")]
 )
-def test_a_scorer_that_fails_is_no_wrong_answer_unless_it_can_read_gold(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_failing_scorer_is_unscored_unless_it_accepts_gold(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
     own = isinstance(error, MemoryError)  # for whoever limits the memory
     monkeypatch.setattr(made, "_first", Scorer(error))

@@ -73,13 +73,13 @@ def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Helper]:
 
 
 @pytest.mark.parametrize("gold", ["stubborn", f"always {signal.SIGSEGV:d}"])
-def test_algebra_that_cannot_be_interrupted_or_crashes_is_the_formula_s_fault(dying: Helper, gold: str) -> None:
+def test_algebra_that_crashes_or_cannot_be_interrupted_exceeds_the_limits(dying: Helper, gold: str) -> None:
     assert dying.same(gold, "1") is None
     assert dying.same("2", "2") is True
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_that_others_killed_says_nothing_about_the_answer(dying: Helper, number: int) -> None:
+def test_externally_killed_worker_is_retried_then_unscored(dying: Helper, number: int) -> None:
     """As the kernel does when memory is short. A fresh helper is asked; then it is no sample, and not remembered."""
     equal = SymbolicEquality(dying)
     assert equal(f"once {number:d}", "1") is True

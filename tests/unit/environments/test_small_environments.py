@@ -275,7 +275,7 @@ def test_a_number_that_is_wrong_may_be_worth_something() -> None:
     assert environment.score(task, "17").parts == {"exact": 0.0, "number": 1.0}
 
 
-def test_dialogues_are_seen_through_what_is_put_around_an_environment() -> None:
+def test_dialogues_of_an_inner_environment_are_found() -> None:
     plain = EnvironmentSettings(name="calculator", options={"max_turns": 5})
     dressed = plain.model_copy(update={"length": LengthSettings(targets=(5,))})
     for given_settings in (plain, dressed):
@@ -292,7 +292,7 @@ def test_dialogues_are_seen_through_what_is_put_around_an_environment() -> None:
     [("tool = 'calculator'; max_turns = 5", 5), ("tool = 'calculator'", 3), ("", 0),
      ("def tool(turns): return 'rm -rf /'", 0)],
 )  # fmt: skip
-def test_a_file_of_ones_own_may_name_a_tool_and_bring_none_of_its_own(load, lines: str, turns: int) -> None:
+def test_reward_file_may_name_a_built_in_tool_only(load, lines: str, turns: int) -> None:
     made = load(f"{ONE}{TAKES}\n{lines}")
     assert has_dialogues(made) == bool(turns)
     rule = DialogueRule("calculator", turns) if turns else None

@@ -59,7 +59,7 @@ def shifted(tmp_path: Path, tasks: int, gain: int) -> tuple[Results, Results]:
     return results(tmp_path, "a", first), results(tmp_path, "b", second)
 
 
-def test_a_difference_is_told_only_where_it_is(tmp_path: Path) -> None:
+def test_difference_is_reported_only_if_there_is_one(tmp_path: Path) -> None:
     a, b = shifted(tmp_path, tasks=60, gain=2)
     found = compare(a, b)
     assert found.difference.low > 0
@@ -87,7 +87,7 @@ def test_the_interval_alone_does_not_make_a_difference(tmp_path: Path) -> None:
     assert (found.p_value, found.verdict) == (2 / 32, "none")
 
 
-def test_what_is_left_of_an_evaluation_is_not_compared_unless_forced(tmp_path: Path) -> None:
+def test_incomplete_evaluation_is_compared_only_if_forced(tmp_path: Path) -> None:
     about = ABOUT | {"plan": ABOUT["plan"] | {"samples": 1}, "chosen": {"tasks": 20}}
     whole = results(tmp_path, "a", [record(f"t{n}", 0.0) for n in range(20)], about)
     nearly = results(tmp_path, "c", [record(f"t{n}", None if n == 0 else 1.0) for n in range(20)], about)
@@ -239,13 +239,13 @@ def test_random_flips_come_to_what_counting_comes_to(monkeypatch: pytest.MonkeyP
     assert 0.01 < exact < 0.9
 
 
-def test_where_nothing_differs_the_test_rejects_as_often_as_it_says() -> None:
+def test_sign_flip_test_has_its_nominal_error_rate() -> None:
     rng = np.random.default_rng(8)
     rejected = sum(sign_flip_p(rng.choice([-0.25, 0.0, 0.25, 0.5, -0.5], 15), 0) < 0.05 for _ in range(400))
     assert rejected / 400 < 0.08
 
 
-def test_the_difference_that_could_be_told_is_told_four_times_in_five() -> None:
+def test_detectable_difference_is_found_in_four_of_five_comparisons() -> None:
     rng = np.random.default_rng(9)
     spread = rng.normal(0, 0.4, 60)
     wanted = statistics.detectable_difference(spread)
@@ -380,7 +380,7 @@ def tasks(environment: Environment, split: str, count: int) -> list[Task]:
 
 
 class TestLeaks:
-    def test_a_leak_is_found_whatever_it_is_called_and_however_it_is_spaced(self) -> None:
+    def test_leak_is_found_under_other_ids_and_spacing(self) -> None:
         environment = sort(train_size=50)
         evaluated = [Task("mine", f" {environment.tasks('train')[7].prompt}\n", ""), one_task("999=")]
         assert find_leaks(evaluated, environment) == Leaks(known=("mine",))
@@ -453,7 +453,7 @@ class TestSummary:
             "  1 task left out: too long",
         ]
 
-    def test_one_in_twenty_may_be_missing_and_rows_that_cannot_be_used_are_none_of_them(self) -> None:
+    def test_five_percent_of_samples_may_be_missing_not_counting_unusable_rows(self) -> None:
         good, lost = [record(f"t{n}", 1.0) for n in range(18)], record("b", None)
         shares = [summary_of(SamplingPlan(), given)["unscored"]["share"]
                   for given in ([*good, record("a", 1.0), lost], [*good, lost])]  # fmt: skip

@@ -177,7 +177,7 @@ def test_shares_add_up_to_one_exactly(work: list[tuple[str, int]], owned: set[st
         assert sum(Fraction(*share.fraction) for share in found.shares) == 1
 
 
-def test_the_first_vouch_stays() -> None:
+def test_second_owner_of_a_node_is_refused() -> None:
     again = entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": OWNER}))
     assert fold(again).by_node["a"].owner == OWNER
     with pytest.raises(LedgerError, match=r"row 1 \(vouch\).*an owner never changes"):

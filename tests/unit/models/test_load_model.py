@@ -91,7 +91,7 @@ def test_missing_folders_and_files(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_applied_weights_give_the_same_outputs_in_place_and_tied_ones_travel_once(tied):
+def test_applied_weights_give_equal_outputs_and_tied_weights_are_stored_once(tied):
     source, target = (build_tiny(seed, tie_word_embeddings=tied) for seed in (0, 1))
     views, ids, head = policy_views(source), torch.arange(10)[None], target.get_output_embeddings().weight
     before = head.data_ptr()
@@ -276,7 +276,7 @@ def test_published_model_passes(kind):
         check(files, entries_of(model)[1:])
 
 
-def test_weights_travel_in_what_the_model_can_hold_and_tied_ones_once():
+def test_weights_of_a_narrower_type_are_accepted_and_tied_ones_stored_once():
     loaded = load_model("tiny")
     check(loaded.files, entries_of(loaded.model, dtype="BF16"), "float32")
     check(loaded.files, entries_of(loaded.model, dtype="BF16"), "bfloat16")
@@ -329,7 +329,7 @@ def trained(model, seed: int = 1):
     return model
 
 
-def test_at_first_the_model_computes_what_it_did_and_only_adapters_get_a_gradient():
+def test_new_adapters_change_no_result_and_only_they_get_gradients():
     model = with_adapters()
     assert torch.equal(model(IDS).logits, build_tiny(0)(IDS).logits)
     model(IDS).logits.sum().backward()
@@ -378,7 +378,7 @@ def test_an_unusable_file_is_refused(data: bytes):
 
 
 @pytest.mark.parametrize("target", ["lm_head", "query", "embed_tokens"])
-def test_a_layer_that_cannot_have_one_is_named_with_those_that_can(target: str):
+def test_unknown_adapter_target_is_refused_with_the_known_ones(target: str):
     with pytest.raises(ModelError, match=rf"'{target}'.*q_proj"):
         add_adapters(build_tiny(0), AdapterShape(4, 8.0, (target,)))
 

@@ -63,7 +63,7 @@ def test_one_label_is_the_models_own_number_in_any_batches_and_order(tmp_path: P
     assert Classifier(tmp_path, "cpu").values([]) == []
 
 
-def test_several_labels_are_the_probability_of_the_last_or_of_the_one_called_positive(tmp_path: Path) -> None:
+def test_several_labels_give_the_probability_of_positive_or_of_the_last(tmp_path: Path) -> None:
     model = bert(tmp_path / "last", num_labels=3)
     bert(tmp_path / "named", num_labels=3, id2label={0: "Positive", 1: "b", 2: "c"})
     with torch.inference_mode():

@@ -84,7 +84,7 @@ def unscored(found: Any, said: str = "") -> bool:
     return isinstance(found, ScoringFailure) and said in str(found)
 
 
-def test_it_asks_as_such_servers_are_asked_and_takes_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_request_format_and_number_in_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "k-123")
     found, server = value(lambda _n, _body: said("Fine, though 3 words short.\n8"))
     assert found == 0.8
@@ -96,7 +96,7 @@ def test_it_asks_as_such_servers_are_asked_and_takes_the_last_line(monkeypatch: 
     assert "four" not in body["messages"][0]["content"]
 
 
-def test_answers_come_in_the_order_of_the_questions_a_few_at_a_time() -> None:
+def test_judge_answers_keep_their_order_with_few_requests_at_once() -> None:
     pieces = [JudgedText("p", str(n)) for n in range(30)]
 
     def reply(_number: int, body: dict[str, Any]) -> Answer:
@@ -124,7 +124,7 @@ def test_trouble_that_passes_is_waited_out(replies: list[Answer], worth: float) 
 
 
 @pytest.mark.parametrize(("status", "asked"), [(500, 5), (400, 1), (401, 1), (404, 1)])
-def test_trouble_that_stays_is_unscored_and_a_refusal_is_not_repeated(
+def test_permanent_judge_failure_is_unscored_and_a_refusal_is_not_retried(
     monkeypatch: pytest.MonkeyPatch, status: int, asked: int
 ) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "k-123")
@@ -272,7 +272,7 @@ def test_ranks_are_in_order_share_ties_and_do_not_depend_on_the_scale(numbers: l
     assert ranks(numbers[:1]) == [0.5]
 
 
-def test_the_kinds_of_judges_and_what_is_refused_before_anything_is_judged() -> None:
+def test_judge_settings_are_checked_before_judging() -> None:
     panel = panel_of([FAR, NEAR], StopToken(), "cpu")
     assert [type(seat.judge) for seat in panel.seats] == [ChatJudge, Classifier]
     assert panel.unreproducible == ("judge.far",), "nobody can compute it again"

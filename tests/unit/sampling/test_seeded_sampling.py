@@ -264,7 +264,7 @@ def test_an_honest_sequence_passes_without_any_tolerance_used(seed):
 
 
 @given(st.integers(0, 10_000))
-def test_rounding_noise_on_the_validators_side_passes_and_another_seed_is_beyond(seed):
+def test_rounding_noise_passes_and_another_seed_is_beyond(seed):
     logits, u, tokens = drawn(seed)
     noise = np.random.default_rng(seed + 1).normal(0, 1e-6, logits.shape).astype(np.float32)
     assert checked(logits + noise, u, tokens).passed

@@ -129,7 +129,7 @@ def test_a_full_disk_is_a_resource_error_and_does_not_hang(lab: Lab, monkeypatch
 
 
 @pytest.mark.parametrize(("error", "traced"), [(DiskError("the disk is full"), False), (KeyError("oops"), True)])
-def test_fetching_ahead_ends_with_a_line_or_for_a_bug_with_a_traceback(error, traced, caplog: Logs) -> None:
+def test_prefetch_ends_with_a_log_line_and_for_a_bug_with_a_traceback(error, traced, caplog: Logs) -> None:
     """It knows of a newer version and cannot fetch it."""
     failing = Mock(fetch=Mock(side_effect=error), follower=lambda: Mock(newer=lambda _wait_s: REF))
     with caplog.at_level(logging.INFO, "shoal"):

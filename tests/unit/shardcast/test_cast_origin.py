@@ -54,7 +54,7 @@ def test_what_is_published_is_a_tree_of_plain_files(lab: Lab) -> None:
     assert head.manifest_hash == manifest_hash(data)
 
 
-def test_the_same_version_again_changes_nothing_and_with_other_content_is_an_error(lab: Lab) -> None:
+def test_republishing_is_harmless_and_other_content_is_an_error(lab: Lab) -> None:
     first = lab.publish(1)
     before = stamps(lab.www)
     assert lab.publish(1) == first
@@ -103,7 +103,7 @@ def test_a_crash_at_any_step_leaves_the_version_before_served(lab: Lab, monkeypa
 
 
 @pytest.mark.parametrize("step", ["remove_manifest", "remove_chunks_except"])
-def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_offers(lab, monkeypatch: Patch, step: str):
+def test_crash_while_old_versions_are_removed_keeps_all_offered_ones(lab, monkeypatch: Patch, step: str):
     lab.publish(1, kept_versions=1)
     with monkeypatch.context() as patch:
         Power(patch, step, after=True)
@@ -117,7 +117,7 @@ def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_off
 
 @settings(max_examples=15, deadline=None)
 @given(seeds=st.lists(st.integers(0, 3), min_size=1, max_size=8), kept=st.integers(1, 3))
-def test_any_history_leaves_every_kept_version_whole_and_nothing_else(tmp_path_factory: TempPaths, seeds, kept):
+def test_any_history_leaves_exactly_the_kept_versions_complete(tmp_path_factory: TempPaths, seeds, kept):
     lab = Lab(tmp_path_factory.mktemp("origin"))
     manifests = [lab.publish(version, seed, kept_versions=kept) for version, seed in enumerate(seeds)]
     assert is_whole(lab, *manifests[-kept:])

@@ -332,7 +332,7 @@ def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(sizes: list[int],
         assert sent <= 1000.0 * (may_go_s - 100.0 + Throttle.BURST_S) + 1e-3
 
 
-def test_a_bucket_lets_a_quiet_client_receive_at_once_and_a_busy_one_wait() -> None:
+def test_throttle_allows_a_burst_and_then_delays() -> None:
     throttle = Throttle(rate_bytes_s=1000.0)
     assert throttle.take(1000, 50.0) == 0.0
     assert throttle.take(500, 50.0) == pytest.approx(0.5)

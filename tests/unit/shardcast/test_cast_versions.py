@@ -119,7 +119,7 @@ def test_what_has_no_delta_that_pays_is_an_anchor(run: Run, lab: Lab) -> None:
     assert run.step(6, incarnation=1, files={"other.json": b"{}"}).anchor
 
 
-def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(run: Run, lab: Lab, monkeypatch):
+def test_route_of_large_deltas_costs_at_most_twice_the_payload(run: Run, lab: Lab, monkeypatch):
     """Deltas of a tenth of the payload pay one by one; fifteen of them and the anchor cost more than two payloads."""
     monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
     manifests = run.steps(16, share=0.5)
@@ -162,7 +162,7 @@ def test_what_changed_is_told_tensor_by_tensor(run: Run, lab: Lab) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(data, tmp_path_factory: TempPaths):
+def test_client_ends_with_the_right_bytes_for_any_versions_and_losses(data, tmp_path_factory: TempPaths):
     """Any settings, any gaps in the numbers, any versions skipped by a client: bit for bit, or not offered."""
     with lab_in(tmp_path_factory.mktemp("versions")) as lab:
         run = Run(lab, anchor_every=data.draw(st.integers(1, 6)), kept_versions=data.draw(st.integers(1, 4)))

@@ -318,7 +318,7 @@ def test_the_limits_of_one_chunk(changes: dict[str, float], passes: bool) -> Non
     assert passes or result.chunk == 3
 
 
-def test_the_evidence_also_where_nothing_agrees_and_of_nothing_at_all() -> None:
+def test_evidence_without_agreement_and_without_chunks() -> None:
     result = check(synthetic(2, 64, exp_mismatches=64, median=3.0))
     assert (result.reason, result.chunks, result.values, result.exponent_mismatches) == ("mismatch", 2, 256, 128)
     assert (result.mantissa_mean, result.mantissa_median, result.outside_hits) == (1.0, 3.0, 1)
