@@ -61,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the environment says of a group: its rewards, and notes (rollout, note) for the owner (`Notebook`)."""
+    """What the environment says of a group: its rewards, and notes (rollout, note) for the owner (`RewardNotes`)."""
 
     rewards: tuple[RolloutReward, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()
@@ -174,7 +174,7 @@ MOST_BYTES = 16 * 1024 * 1024
 NOTES_NAME = "notes.jsonl"
 
 
-class Notebook:
+class RewardNotes:
     """Notes of the reward as lines of JSON, in the validator's folder and nowhere else: a reward function may name the
     answer in them, and contributors read verdicts. The newest `most_bytes` or so are kept, in two files."""
 

@@ -33,7 +33,7 @@ from kit.cast import (
     reply,
     says,
 )
-from kit.liar import write
+from kit.forged import write
 from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken

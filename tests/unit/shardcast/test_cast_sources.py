@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from kit.cast import Lab, ScriptedSource, reply, says
-from kit.liar import hanging_up
+from kit.forged import hanging_up
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
