@@ -189,7 +189,7 @@ def map_of(manifest: PolicyManifest, have: int, soon: int) -> Handler:
 @pytest.mark.parametrize("chunks", ["absent", "silent", "truncated", "corrupt"])
 @pytest.mark.parametrize("flags", [(1, 0), (0, 1)], ids=["has everything", "will have everything"])
 @pytest.mark.parametrize("who", ["client", "relay", "peer"])
-def test_nobody_is_held_up_by_a_map_that_lies(lab: Lab, who: str, flags: tuple[int, int], chunks: str) -> None:
+def test_wrong_map_delays_no_client(lab: Lab, who: str, flags: tuple[int, int], chunks: str) -> None:
     """Peers fetch different chunks and trade them: one that promises and never delivers must not be waited for."""
     manifest, honest = lab.publish(1), lab.honest()
     liar = lab.liar({"/have/": map_of(manifest, *flags), "/chunks/": attack(lab, chunks)})

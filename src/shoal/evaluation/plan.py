@@ -29,7 +29,7 @@ SHOWN = 5
 @dataclass(frozen=True)
 class SamplingPlan:
     """How a model is sampled. `temperature` 0 is greedy; `tasks` 0 is all of the split. `batch_rows` belongs to it
-    because rounding, and thereby rarely a token, depends on the batch."""
+    because rounding, and rarely a token, depends on the batch."""
 
     samples: int = 1
     tasks: int = 0

@@ -42,7 +42,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """`part` is the task's label in a mixture; `problem`: why it has no samples."""
+    """`part` is the task's label in a mixture; `problem`: why it was not sampled."""
 
     task: str
     index: int

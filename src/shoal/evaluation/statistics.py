@@ -22,7 +22,7 @@ EXACT_FLIPS, RANDOM_FLIPS = 20, 100_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval; `low` and `high` are NaN if there is none, for example for one task."""
+    """A number with its 95 % interval; `low` and `high` are NaN without one, for example for a single task."""
 
     value: float
     low: float = math.nan

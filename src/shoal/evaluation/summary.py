@@ -70,7 +70,7 @@ def summary_of(plan: SamplingPlan, records: Iterable[TaskRecord]) -> dict[str, A
         for name, value in (part for sample in record.samples for part in sample.parts.items()):
             parts[name].append(value)
     seed, k = plan.seed, plan.samples
-    wanted, lost = (tasks - problems[UNUSABLE]) * k, unscored.total()  # unusable rows have no samples
+    wanted, lost = (tasks - problems[UNUSABLE]) * k, unscored.total()  # unusable rows are not sampled
     average = _estimate(everything.means, seed)
     share, counts = (wanted - drawn + lost) / wanted if wanted else 1.0, {*(2**i for i in range(k.bit_length())), k}
     return {

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under softmax(logits / T), with head and softmax in float32 for all model types.
+"""Log-probabilities of tokens under softmax(logits / T), with head and softmax in float32 for all model types.
 
 The float32 head on both sides (here and in the engine) removes most of the mismatch between rollouts and training. The
 table [tokens, vocabulary] is computed in tiles, and again in the backward pass. A tile is computed by plain torch, on

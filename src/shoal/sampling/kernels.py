@@ -2,7 +2,7 @@
 
     logits [N, V] ──blocks of 4096──► per (row, block): maximum m, and of w = exp(score - m): sum w, w·s, w·s²
                   [N, V/4096], plain torch: weights of the blocks, their running sums, entropy, varentropy
-    one block per row again: the sum before a given token, or the token that a given u falls on
+    one block per row again: the sum before a token, or the token that a given u falls on
 
 Scores are logits / T. All sums are float64 (an H200 computes it at half its float32 rate; on consumer cards it is
 slower than the read, but far faster than the model). Sums of a block are trees, so errors are near 1e-15 of the total.
@@ -46,7 +46,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> tuple[Tensor, ...]:
-    """low, high, logprobs, entropy, varentropy of given tokens; `inverse_N` is 1 / temperature."""
+    """low, high, logprobs, entropy, varentropy of tokens; `inverse_N` is 1 / temperature."""
     blocks = _KernelBlocks(logits_NV, inverse_N)
     block_N = torch.div(tokens_N, BLOCK, rounding_mode="floor")
     before_N, at_N = blocks.within(block_N, tokens_N)

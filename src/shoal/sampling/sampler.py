@@ -32,7 +32,7 @@ class Draw(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of given tokens for the checks, one value per row. `low`, `high` (float64): the token's interval of
+    """Statistics of tokens for the checks, one value per row. `low`, `high` (float64): the token's interval of
     the CDF. `logprobs` (float32). `entropy` and `varentropy` (float32): mean and variance of -log p under the
     distribution that the token was drawn from."""
 
@@ -52,7 +52,7 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, temperature: float | Tensor) -
 
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | Tensor = 1.0) -> TokenStatistics:
-    """Interval, log-probability, entropy and varentropy of given tokens; `temperature` may differ by row."""
+    """Interval, log-probability, entropy and varentropy of tokens; `temperature` may differ by row."""
     inverse_N = _inverse_temperature(logits_NV, temperature)
     if kernels.usable(logits_NV):
         return TokenStatistics(*kernels.token_statistics(logits_NV.float(), tokens_N, inverse_N))

@@ -126,7 +126,7 @@ class Downloader:
             self._head = head
             return head.policy
 
-    def follower(self) -> Lookup:
+    def head_poller(self) -> Lookup:
         """A lookup for another thread, to poll for newer versions."""
         lookup = Lookup(self._scores, self.run, self._trusted_key, self._stop, self._settings.pool.timeouts)
         lookup.known = self._head
@@ -303,11 +303,11 @@ class Prefetch:
             self._thread.join(END_S)
 
     def _run(self) -> None:
-        follower = self._downloader.follower()
+        poller = self._downloader.head_poller()
         unfetched: PolicyRef | None = None  # its fetch was stopped for another one
         try:
             while not (self._closing.is_set() or self._stop.is_set()):
-                newer = follower.newer(0.0 if unfetched else WAIT_S) or unfetched
+                newer = poller.newer(0.0 if unfetched else WAIT_S) or unfetched
                 if newer is not None and not (self._closing.is_set() or self._stop.is_set()):
                     unfetched = None if self._fetch(newer) else newer
                 if newer is None or unfetched:
@@ -315,7 +315,7 @@ class Prefetch:
         except Exception:
             log.exception("prefetching has ended; versions are fetched when they are needed")
         finally:
-            follower.close()
+            poller.close()
 
     def _fetch(self, ref: PolicyRef) -> bool:
         """False if the fetch was stopped for another one."""

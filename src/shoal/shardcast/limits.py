@@ -64,7 +64,7 @@ def client_of(address: str) -> str:
 class RelaySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kept_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
+    keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
     disk_budget_gb: float | None = Field(
         default=None, gt=0, description="bytes of chunks kept on disk at most; the oldest versions go first"
     )

@@ -48,12 +48,12 @@ OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class OriginSettings(BaseModel):
-    """`kept_versions` must cover the versions that open leases may still name (max_staleness + 2)."""
+    """`keep_versions` must cover the versions that open leases may still name (max_staleness + 2)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     chunk_size_bytes: int | None = Field(default=None, gt=0, le=manifests.MAX_CHUNK_BYTES)
-    kept_versions: int = Field(default=5, ge=1, le=500)
+    keep_versions: int = Field(default=5, ge=1, le=500)
     anchor_every: int = Field(default=16, ge=1, le=60)
     delta_from_bytes: int = Field(default=128 * 1024, ge=0)
 
@@ -141,7 +141,7 @@ class Origin:
                     self._remove_old(self.known())  # remove its chunks: the disk may be full
                     raise
             if not superseded and (head is None or head.policy.place != place):
-                self._advance(manifest, self._settings.kept_versions)
+                self._advance(manifest, self._settings.keep_versions)
             return manifest
 
     def keep_newest(self, versions: int) -> None:
@@ -273,14 +273,14 @@ class Origin:
             self._read[place] = data, manifests.read_manifest(data, self._run, self._key.public_key)
         return self._read[place][1]
 
-    def _advance(self, manifest: PolicyManifest, kept_versions: int) -> None:
+    def _advance(self, manifest: PolicyManifest, count: int) -> None:
         """Make `manifest` the head, then remove versions that are no longer kept."""
         data = self._tree.read(manifest_key(manifest.policy.place))
         assert data is not None
         known = self.known()
         places = [place for place in self._tree.places() if place <= manifest.policy.place]
         anchors = {place: place not in known or known[place].anchor for place in places}
-        kept = manifests.kept_places(anchors, kept_versions)
+        kept = manifests.kept_places(anchors, count)
         head = BroadcastHead(
             run=self._run, policy=manifest.policy, manifest_hash=manifests.manifest_hash(data),
             kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),

@@ -111,7 +111,7 @@ class Arrivals:
             self._loop = loop
 
     def notify(self, *keys: str) -> None:
-        """From any thread. Nobody waits before `attach`."""
+        """From any thread. Before `attach` no request waits."""
         for key in filter(self._waiting.__contains__, keys):
             with self._lock:
                 if self._loop is not None:

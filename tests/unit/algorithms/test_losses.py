@@ -352,7 +352,7 @@ def _numbers(name: str, completions) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_reported_has_its_names_and_no_gradient(name: str) -> None:
+def test_reported_values_have_names_and_no_gradient(name: str) -> None:
     output = LOSSES[name](tokens([1.5, 3.0], [1.0, -1.0]), LossParameters())
     reported = [*output.mean.values(), *output.peak.values()]
     assert all(len(values_N) == 2 and not values_N.requires_grad for values_N in reported)

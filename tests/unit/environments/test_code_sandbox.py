@@ -141,7 +141,7 @@ def test_a_program_that_was_not_let_run_is_unscored(monkeypatch: pytest.MonkeyPa
 
 
 @needs_bubblewrap
-def test_when_the_validator_dies_nothing_goes_on() -> None:
+def test_programs_end_when_the_validator_dies() -> None:
     script = f"""
 from shoal.environments.sandbox import Limits, Sandbox
 with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:

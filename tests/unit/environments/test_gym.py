@@ -286,7 +286,7 @@ def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
         ({"generator": "acre", "level": 1}, "has no curriculum"),
     ],
 )
-def test_what_cannot_work_is_said_when_it_is_built(options: dict[str, object], sentence: str) -> None:
+def test_invalid_generator_settings_are_refused_when_built(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         gym(**options)
 

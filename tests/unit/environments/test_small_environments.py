@@ -119,9 +119,9 @@ def test_a_plain_function_and_a_list_are_enough(load):
         ("return 'good'", "returned 'good' on task .*: not a number"), ("return None", "not a number"),
         ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
         ("return {'parts': {}}", "a mapping has `value`"), ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
-        ("return {'value': None}", "its value is no number"),
-        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is no number"),
-        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is no number"),
+        ("return {'value': None}", "its value is not a number"),
+        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is not a number"),
+        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is not a number"),
         ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
         *((f"return {{'value': 1, 'parts': {{'{name}': 1.0}}}}", f"call '{name}' something else")
           for name in ("task", "length", "target", "limit", "shuffled_from", "judge.taste")),  # they decide something
@@ -221,7 +221,7 @@ def test_values(text: str, value: str) -> None:
         "1;2", "(" * 200 + "1" + ")" * 200, "-" * 250 + "1", "1+" * 200 + "1", "//", "1//2", "***",
     ],
 )  # fmt: skip
-def test_what_has_no_value(text: str) -> None:
+def test_expressions_without_value(text: str) -> None:
     with pytest.raises(NoValue):
         evaluate(text)
 

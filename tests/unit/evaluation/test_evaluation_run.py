@@ -261,7 +261,7 @@ def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path, raises: bool) 
 
 @pytest.mark.parametrize("damage", [b'[{"task":"sort/held_out/3","in', b"\x00" * 80, b"[]\n", b"{}\n"])
 @pytest.mark.parametrize("file", [COMPLETIONS, PROGRESS])
-def test_what_a_crash_left_half_written_is_done_again(tmp_path: Path, file: str, damage: bytes) -> None:
+def test_half_written_batch_is_drawn_again_after_a_crash(tmp_path: Path, file: str, damage: bytes) -> None:
     run(tmp_path / "whole")
     given, stop, out = evaluation(), StopToken(), tmp_path / "cut"
     run(out, given, Interrupting(given.chosen.environment, stop, False), stop)

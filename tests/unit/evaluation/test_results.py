@@ -139,7 +139,7 @@ def test_the_command_for_people_and_for_programs(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PAR1nonsense", b"{}"])
-def test_what_holds_no_results_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_files_without_results_are_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "x.parquet"
     if content is not None:
         path.write_bytes(content)
@@ -278,7 +278,7 @@ def test_the_rate_is_of_samples_that_could_be_scored() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0.5", "a:b", "0.5:0.1", "-0.1:1", "0:1.1", "nan:1", "0:0.5:1"])
-def test_what_is_no_band_is_refused_and_its_ends_belong_to_it(text: str) -> None:
+def test_invalid_bands_are_refused_and_bands_include_their_ends(text: str) -> None:
     with pytest.raises(ConfigError, match="give two rates from 0 to 1"):
         RateBand.parse(text)
     band = RateBand.parse("0.1:0.3")
@@ -360,7 +360,7 @@ class TestTheFile:
         assert write_rows(tmp_path / "y.parquet", pa.table({"a": []}), {}) == 0
         assert not (tmp_path / "y.parquet").exists()
 
-    def test_what_is_there_is_known(self, tmp_path: Path) -> None:
+    def test_existing_output_is_recognised(self, tmp_path: Path) -> None:
         path = tmp_path / "x.parquet"
         assert not written_before(path, {"band": "0:1"})
         write_rows(path, pa.table({"a": [1]}), {"band": "0:1"})
@@ -386,7 +386,7 @@ class TestLeaks:
         assert find_leaks(evaluated, environment) == Leaks(known=("mine",))
         assert find_leaks(tasks(environment, "held_out", 64), sort(train_size=2000)) == Leaks()
 
-    def test_what_was_in_batches_is_said_apart(self) -> None:
+    def test_leaks_in_batches_are_listed_separately(self) -> None:
         environment = sort(train_size=50)
         evaluated = tasks(environment, "train", 3)
         found = find_leaks(evaluated, environment, ["sort/train/1", "sort/train/40"])
@@ -444,7 +444,7 @@ class TestSummary:
         assert found["by"]["kind"]["code"]["tasks"] == 1
         assert {"part m", "kind code"} <= {line[2:].partition("  ")[0] for line in table_lines(found)}
 
-    def test_nothing_scored_is_no_number(self) -> None:
+    def test_summary_without_scores_has_no_figures(self) -> None:
         found = summary_of(SamplingPlan(), [record("a", None), record("b", problem="too long")])
         assert (found["avg_at_k"], found["pass_at_k"], found["unscored"]["share"]) == (None, {"1": None}, 1.0)
         assert list(table_lines(found))[1:] == [

@@ -168,7 +168,7 @@ FORGERIES: dict[str, tuple[Forge, str]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_what_the_hubs_key_alone_can_write_does_not_verify(name: str) -> None:
+def test_ledger_written_with_the_hubs_key_alone_does_not_verify(name: str) -> None:
     forge, words = FORGERIES[name]
     book = honest()
     check(book)
@@ -275,7 +275,7 @@ MUTABLE = [
 
 
 @given(st.sampled_from(MUTABLE))
-def test_any_signed_value_of_a_row_that_is_changed_and_hashed_anew_is_found(where: tuple[int, tuple[Any, ...]]) -> None:
+def test_changed_value_of_a_row_is_found_even_if_hashed_again(where: tuple[int, tuple[Any, ...]]) -> None:
     row, path = where
     with pytest.raises(LedgerError):
         check(HONEST.rewritten(row, changed(HONEST.entries[row].body, path)))

@@ -114,7 +114,7 @@ def test_applied_weights_give_equal_outputs_and_tied_weights_are_stored_once(tie
          r"model.norm.weight is torch.float64\[64\]"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_changes_nothing(change, said):
+def test_misfitting_weights_are_refused_without_changes(change, said):
     target, views = build_tiny(1), policy_views(build_tiny(0))
     before = {name: tensor.clone() for name, tensor in policy_state(target).items()}
     change(views)
@@ -225,7 +225,7 @@ def as_pickle(folder: Path) -> None:
     ],
     ids=["cut short", "a weight missing", "of another size", "a pickle", "an unknown rescaling", "other adapters"],
 )  # fmt: skip
-def test_what_would_not_be_the_model_does_not_load(copy, spoil, said):
+def test_folders_with_missing_or_wrong_weights_do_not_load(copy, spoil, said):
     spoil(copy)
     with pytest.raises(ModelError, match=said):
         load_model(copy)

@@ -102,7 +102,7 @@ def test_no_message_adds_control_tokens(system: str, prompt: str) -> None:
         PromptEncoder(model()).encode(f"{prompt}\U0010fff00\U0010fff1{system}")
 
 
-def test_what_a_template_may_use() -> None:
+def test_functions_available_to_templates() -> None:
     template = (
         "{{ strftime_now('%Y-%m-%d') }}|{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
         "{{ m | tojson }}{% break %}{% endfor %}{{ tools is none }}"

@@ -133,7 +133,7 @@ def test_a_completion_cannot_speak_as_somebody_else(tmp_path: Path, template: st
     )
 
 
-def test_what_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
+def test_long_text_loses_its_beginning(tmp_path: Path) -> None:
     bert(tmp_path, num_labels=1)
     long = "bad " * 40 + "good " * 31
     found, same = Classifier(tmp_path, "cpu").values([JudgedText("ask", long), JudgedText("bad", "good " * 31)])

@@ -241,7 +241,7 @@ def test_a_grade_is_the_one_number_of_the_last_line(text: str, worth: float) -> 
         "\u0667.", "[" * 3000, '{"a":' * 3000,
     ],
 )  # fmt: skip
-def test_what_is_no_grade_is_not_guessed_at(text: str) -> None:
+def test_answers_without_a_grade_are_unreadable(text: str) -> None:
     with pytest.raises(UnreadableAnswer):
         grade(text)
 

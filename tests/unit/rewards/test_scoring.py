@@ -186,7 +186,7 @@ def test_a_forked_copy_answers_nothing_wherever_it_could(pool: ScoringPool, tmp_
 
 
 @pytest.mark.slow
-def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_started_by_a_job_end_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         assert isinstance(one(pool, str(note), "leaves"), ScoringFailure)
@@ -220,7 +220,7 @@ def test_all_together_have_a_deadline(tmp_path: Path) -> None:
     assert "longer than 0.2 s in all: this was not begun" in str(left)
 
 
-def test_what_was_not_begun_is_asked_again_until_all_is_settled() -> None:
+def test_jobs_not_started_are_asked_again_until_all_are_scored() -> None:
     asked = []
 
     def one_at_a_time(given: Sequence[Job]) -> list[Score | ScoringFailure]:

@@ -86,7 +86,7 @@ def test_limits_of_the_recipe_hold_for_clients(lab: Lab) -> None:
 
 
 def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(lab: Lab) -> None:
-    relay, folder = mirrored(lab, kept_versions=2)
+    relay, folder = mirrored(lab, keep_versions=2)
     manifests = []
     for version in range(5):
         manifests.append(lab.publish(version, seed=version // 2))
@@ -226,11 +226,11 @@ def test_only_offered_chunks_are_mirrored_and_every_kept_version_can_be_made(lab
     for version in range(6):
         weights[version * 10] ^= 1
         views = [TensorView("w", "BF16", weights.shape, memoryview(weights.tobytes()))]
-        settings = {"kept_versions": 6, "anchor_every": 4, "delta_from_bytes": 0}
+        settings = {"keep_versions": 6, "anchor_every": 4, "delta_from_bytes": 0}
         manifests.append(lab.publish(version, tensors=views, **settings))
     assert [one.anchor for one in manifests] == [True, False, False, False, True, False]
-    newest, _ = mirrored(lab, "newest", kept_versions=1)
-    deeper, folder = mirrored(lab, "deeper", kept_versions=3)
+    newest, _ = mirrored(lab, "newest", keep_versions=1)
+    deeper, folder = mirrored(lab, "deeper", keep_versions=3)
     until("0.5", newest, deeper)
     assert (health(newest)["versions"], len(health(deeper)["versions"])) == (["0.4", "0.5"], 6)
     assert chunks_in(folder) == {chunk.hash for one in manifests for chunk in offered(one)}
@@ -252,7 +252,7 @@ def test_disk_budget_removes_the_oldest_and_complete_versions_are_logged(lab: La
     caplog.set_level("INFO")
     budget = size_of([lab.publish(version) for version in range(3)][1:])
     upstream = lab.honest().url
-    relay = lab.relay("relay", upstream, kept_versions=3, disk_budget_gb=budget / 1e9)
+    relay = lab.relay("relay", upstream, keep_versions=3, disk_budget_gb=budget / 1e9)
     for versions in (["0.1", "0.2"], ["0.2", "0.3"]):
         eventually(lambda kept=versions: is_complete(relay, kept[1]) and health(relay)["versions"] == kept)
         assert (health(relay)["ok"], health(relay)["disk_bytes"]) == (True, budget)

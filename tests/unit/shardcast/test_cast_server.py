@@ -128,7 +128,7 @@ def test_any_other_name_is_not_found(lab: Lab, target: str) -> None:
         b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(lab: Lab, request_bytes: bytes) -> None:
+def test_other_requests_are_refused_and_disconnected(lab: Lab, request_bytes: bytes) -> None:
     assert send(lab.honest().url, request_bytes).startswith(b"HTTP/1.1 400 ")
 
 
@@ -235,7 +235,7 @@ def test_connections_beyond_a_cap_are_told_to_come_back(lab: Lab, limit: str, re
         eventually(lambda: get(server.url, "/head.json")[0] == 200)
 
 
-def test_what_cannot_be_served_is_a_resource_error(lab: Lab, tmp_path: Path) -> None:
+def test_failure_to_serve_is_a_resource_error(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     port = int(lab.honest().url.rsplit(":", 1)[1])
     for folder, host, at, why in (

@@ -72,7 +72,7 @@ def test_a_dropped_source_is_not_asked_until_restored() -> None:
     assert {scores.choose() for _ in range(50)} == {A, B}
 
 
-def test_what_is_known_of_a_source_survives_a_new_list() -> None:
+def test_scores_of_remaining_sources_survive_a_new_list() -> None:
     scores = SourceScores([A])
     scores.drop(A, "lied")
     scores.set_sources([A, B])
@@ -95,7 +95,7 @@ def test_each_source_is_one_kind_and_the_nearest_counts() -> None:
 @pytest.mark.parametrize(
     "source", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/a b", "http://h?q"]
 )
-def test_what_is_not_a_url_is_refused(source: str) -> None:
+def test_invalid_source_urls_are_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="source"):
         SourceScores([source])
 

@@ -150,7 +150,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_no_honest_prover_writes_is_malformed(name: str) -> None:
+def test_bytes_that_no_honest_prover_writes_are_malformed(name: str) -> None:
     points = points_of(13, 2)
     honest = commit(points)
     result = judged(points, honest[0], BROKEN[name], tolerance=LENIENT)

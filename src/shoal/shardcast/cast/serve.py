@@ -75,7 +75,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     _publish(request, content, key, head, terminal)
     if not request.serve:
         terminal.say(
-            f"a server that runs for {request.directory} has it now; if there is none, any HTTP server will do. Then: "
+            f"a server that runs for {request.directory} has it now; without one, start any HTTP server. Then: "
             f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.own_name)}"
         )
         return
@@ -128,7 +128,7 @@ def _publish(
 ) -> None:
     """Publish as the next version, unless the newest has the same content (the server is only started again)."""
     name, started_s = _name(request, head), time.monotonic()
-    origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
+    origin = Origin(request.directory, name, key, settings=OriginSettings(keep_versions=request.keep))
     version = FIRST_VERSION
     if head is not None:  # and the next one if what was published has been damaged
         version = head.policy.version + (head.policy.place not in origin.known())
