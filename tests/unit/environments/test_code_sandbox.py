@@ -164,7 +164,7 @@ with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
 @needs_bubblewrap
 def test_a_program_that_could_not_be_confined_is_not_run_and_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter that the kernel does not take: nothing ran, so nothing is worth 0."""
-    monkeypatch.setattr(process_module, "_filter", lambda: "ff" * 8)
+    monkeypatch.setattr(process_module.seccomp, "assemble", lambda _machine: b"\xff" * 8)
     with pytest.raises(ScoringFailure, match="killed"):
         run("print(1)")
     with pytest.raises(EnvironmentSetupError, match="cannot be run safely here"):
