@@ -55,9 +55,8 @@ TESTS = {"(?:and|but|nor|of|so|such|what|who|nobody|whoever|more)": "the input a
 """How no test's name begins."""
 
 LEFT = {
-    "README.md": 6, "ARCHITECTURE.md": 26, "CHANGELOG.md": 7, "CONTRIBUTING.md": 1, "docs": 125, "results": 24,
-    "examples": 2, "scripts": 8, "adversary": 6, "cli": 11, "client": 9, "engines": 29, "hub": 53, "protocol": 15,
-    "run": 21, "runtime": 9, "trainer": 40, "validator": 34, "worker": 4, "tests": 201,
+    "README.md": 6, "ARCHITECTURE.md": 26, "adversary": 5, "cli": 9, "client": 9, "engines": 28, "hub": 44,
+    "protocol": 13, "run": 21, "runtime": 9, "trainer": 33, "validator": 33, "worker": 4, "tests": 201,
 }  # fmt: skip
 """How many each part may still have: numbers only go down, and a part that has none is not listed."""
 
@@ -94,6 +93,8 @@ def found(text: str, words: dict[str, str] = WORDS) -> list[tuple[int, str]]:
 
 def hits_in(path: Path) -> list[str]:
     text, where = path.read_text(), path.relative_to(ROOT)
+    if where.name == "CHANGELOG.md":
+        text = re.sub("`[^`]*`", "", text)  # names that are gone
     hits = found(text)
     if where.parts[0] == "src":
         hits += [(line, name) for line, name in names(text) if any_of(*NAMES).search(plain(name))]

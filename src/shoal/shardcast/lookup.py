@@ -140,8 +140,8 @@ class Lookup:
                 raise VersionNotFound(f"no source offers a head that can be trusted: {self._scores.describe()}")
 
     def newer(self, wait_s: float) -> PolicyRef | None:
-        """A version newer than all before, from one source, which may hold the request for `wait_s`. None, perhaps at
-        once, if there is none."""
+        """A version newer than all before, from one source, which may hold the request for `wait_s`. Without one
+        None, perhaps at once."""
         if (source := self._scores.choose()) is None:
             return None
         try:

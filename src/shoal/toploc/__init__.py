@@ -6,7 +6,7 @@
               ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, or passed
     package   the functions of the published package: ProofPoly, build_proofs_bytes, verify_proofs_bytes, …
 
-    plain: the arithmetic in numpy     kernels: parts of it compiled (`backend` chooses)     device: selection on GPUs
+    plain: the arithmetic in numpy     kernels: the same compiled (`backend` chooses)     device: selection on GPUs
 
 Activations are the last hidden states after the final norm, one row for each token. Prover and verifier:
 

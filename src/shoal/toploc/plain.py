@@ -1,6 +1,5 @@
-"""The numbers of a proof, and its arithmetic in numpy: the plain statement, and what runs where numba is not installed.
-`kernels` has the same three functions, compiled. All is batched: C chunks, whose points lie end to end, `counts[c]` of
-them for chunk c (P in all)."""
+"""The arithmetic of proofs in numpy. `kernels` has the same three functions compiled, for large work. All functions
+take batches: C chunks whose points lie end to end, `counts[c]` of them for chunk c."""
 
 from __future__ import annotations
 

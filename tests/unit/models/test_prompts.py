@@ -1,7 +1,5 @@
 """Prompts by chat template: the tokens that the template means, and no others, whatever the messages say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -155,7 +153,7 @@ def test_tokens_around_a_tools_answer_equal_the_templates() -> None:
     assert before == (IDS["<|user|>"],)  # the end of the model's turn is the token that it drew itself
     assert after == (IDS["<|end|>"], IDS["<|bot|>"], IDS["<think>"])
     assert PromptEncoder(model(None)).frame() == (spelt("\n"), spelt("\n"))
-    with pytest.raises(ModelError, match="cannot hold a dialogue"):
+    with pytest.raises(ModelError, match="cannot be used for dialogues"):
         PromptEncoder(model("{{ messages[-1].content }}")).frame()
     encoder = PromptEncoder(model())
     before, after = encoder.frame()
