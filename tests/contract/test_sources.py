@@ -139,7 +139,7 @@ def bucket(lab: Lab, request: Request) -> Iterator[Site]:
 @contextmanager
 def relay_server(lab: Lab, request: Request, upstream: Server) -> Iterator[Site]:
     with upstream(lab, request) as site:
-        relay = lab.relay("relay", site.url, kept_versions=KEPT)
+        relay = lab.relay("relay", site.url, keep_versions=KEPT)
         yield replace(site, url=relay.url, keeps_all=False)
         lab.stop(relay)
 
@@ -154,7 +154,7 @@ class Published(Lab):
     site: Site
 
     def publish(self, version: int, *arguments: Any, **options: Any) -> PolicyManifest:
-        manifest = super().publish(version, *arguments, kept_versions=KEPT, **options)
+        manifest = super().publish(version, *arguments, keep_versions=KEPT, **options)
         self.site.upload()
         return manifest
 
