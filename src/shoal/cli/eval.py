@@ -145,10 +145,10 @@ def sft(
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source
-    from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
+    from shoal.trainer.demonstrations.selection import FilterOptions, Interrupted, Schedule
 
-    choice = Choice(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
-    request = WarmStartRequest(out, env, choice, Course(epochs, steps, batch, seed, validation), stop)
+    choice = FilterOptions(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
+    request = WarmStartRequest(out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop)
     request.open(data, settings or ())
     with model_source(model) as found:
         try:

@@ -1,7 +1,7 @@
-"""Taking part in a run that is elsewhere, knowing only its URL: a worker, or a relay.
+"""Taking part in a run elsewhere, knowing only its URL: as a worker or a relay.
 
-choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work
-exit 2      exit 1, 4                    exit 3, else warnings                  worker/loop
+choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work exit 2 exit 1, 4
+exit 3, else warnings worker/loop
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class JoinRequest:
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """The exit code, when the run has ended or this process is stopped."""
+    """Returns the exit code when the run has ended or this process is stopped."""
     from shoal.engines import check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
@@ -61,7 +61,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     stop = begin("worker", None, is_verbose())
 
     def say_when_stopping() -> None:
-        """At once: the group that is being generated may take long to end."""
+        """At once, because the group that is being generated may take long."""
         while not stop.wait(60):
             pass
         log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
@@ -88,7 +88,7 @@ def run_standalone_relay(
     hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
     wait_s: float, settings: Mapping[str, float | None],
 ) -> None:  # fmt: skip
-    """Without `upstreams`, from the sources that the hub names; `settings` are those of `RelaySettings` that were
+    """Without `upstreams`: from the sources that the hub names. `settings`: those of `RelaySettings` that were
     given."""
     stop = begin("relay", None, is_verbose())
     with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
@@ -108,7 +108,7 @@ def run_standalone_relay(
 
 
 def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> tuple[Path, str]:
-    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint."""
+    """Meet the hub, then check this machine; the folder to work in, and the run's root fingerprint."""
     from shoal.run.doctor import examine_worker
 
     with closing(HubClient.of_a_person(urls, request.wait_s, pinned_root(urls, pinned), stop)) as client:
@@ -126,5 +126,5 @@ def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: 
 
 
 def run_home(run: str) -> Path:
-    """Where a contributor's files of one run are. The run's id was checked when its description was opened."""
+    """A contributor's folder of one run."""
     return make_home() / Path(run).name

@@ -1,4 +1,4 @@
-"""The roles of a run folder. `shoal hub --dir RUN` and the children of `shoal run` come through here: none differ."""
+"""The roles of a run folder, for `shoal hub --dir RUN` and for the children of `shoal run` alike."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
 
 
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
-    """No role reads standard input: nothing that it loads can ask the person at the terminal. A supervisor keeps the
-    log file."""
+    """Standard input is closed, so nothing that is loaded can ask a person. A supervisor keeps the log file."""
     supervised, stop = SUPERVISED in os.environ, stop_on_signals()
     follow_supervisor(stop)  # takes SUPERVISED away
     close_standard_input()

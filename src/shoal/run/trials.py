@@ -48,7 +48,7 @@ class TrialOptions:
 
     @property
     def machines(self) -> tuple[Machine, list[Machine]]:
-        """The worker, and the validators that judge it; where "auto" was asked for, what that is here."""
+        """The worker, and the validators that judge it, with "auto" resolved."""
         judges = map(Machine.parse, self.against or ("cpu/float32",))
         worker = Machine(*resolved(self.engine, self.device, self.dtype))
         return worker, [Machine(*resolved("torch", each.device, each.dtype)) for each in judges]
@@ -103,7 +103,7 @@ def _policy_of_run(
 
 
 def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple[Measurement, Path]:
-    """Measure, and write the profile, unless cheats would pass. Nothing is overwritten."""
+    """Measure, and write the profile unless cheats would pass. Nothing is overwritten."""
     if options.url is not None:
         raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
     out = options.out or Path(kind_of(options.engine, options.device, options.dtype).replace("/", "-") + ".toml")

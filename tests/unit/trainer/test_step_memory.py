@@ -25,7 +25,7 @@ from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_t
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer import memory, shards
-from shoal.trainer.checkpoint import START, Copies, hold_start, weights_digest
+from shoal.trainer.checkpoint import START, Copies, check_start_weights, weights_digest
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import cast, views_of
 from shoal.trainer.ranks import Ranks
@@ -155,10 +155,12 @@ def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
     assert same(resumed.state(), uninterrupted.state())
     rows = rows_of(broken)
     assert rows[2]["reference_kl"] > rows[0]["reference_kl"]
-    hold_start(broken / "trainer", lambda: "other", begins=False, needed=False)  # the weights come from the checkpoint
+    check_start_weights(
+        broken / "trainer", lambda: "other", begins=False, needed=False
+    )  # the weights come from the checkpoint
     (broken / "trainer" / START).unlink()
     with pytest.raises(CheckpointError, match=r"start\.json: unknown"):
-        hold_start(broken / "trainer", lambda: "first", begins=False, needed=True)
+        check_start_weights(broken / "trainer", lambda: "first", begins=False, needed=True)
 
 
 def test_the_digest_of_the_starting_weights_follows_what_they_are_and_not_where(tmp_path: Path) -> None:
@@ -302,7 +304,7 @@ def test_several_processes_spread_a_second_model_only_without_adapters(
 ) -> None:
     held = settings.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
     made: list[Any] = []
-    monkeypatch.setattr(shards, "spread", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
+    monkeypatch.setattr(shards, "shard_model", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
     found = shards._learner(None, held, {}, Ranks())  # type: ignore[arg-type]
     assert len(made) == models
     assert (found.reference is found.model) == (models == 1)

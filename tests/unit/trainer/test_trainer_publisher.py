@@ -27,7 +27,7 @@ from shoal.shardcast import origin
 from shoal.shardcast.origin import Origin
 from shoal.trainer import checkpoint
 from shoal.trainer import publisher as publisher_module
-from shoal.trainer.checkpoint import CheckpointStore, Copied
+from shoal.trainer.checkpoint import CheckpointStore, StateCopy
 from shoal.trainer.folder import AWAITED, Place, Retention, ranked
 from shoal.trainer.guards import GuardSettings
 from shoal.trainer.publisher import Publisher
@@ -38,7 +38,7 @@ Make = Callable[..., Publisher]
 
 
 def handover(version: int = 0, seed: int = 0, captured: Any = None) -> tuple[Any, ...]:
-    return version, Copied(policy_state(tiny_model(seed)), captured), [{"step": 0, "loss": 1.0}]
+    return version, StateCopy(policy_state(tiny_model(seed)), captured), [{"step": 0, "loss": 1.0}]
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def test_what_could_not_be_reported_or_saved_is_not_published(
 def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, publisher: Make) -> None:
     weight, made = torch.zeros(4), publisher()
     weights = {"weight": weight}
-    first = published(made, (0, Copied(weights, {"model.safetensors": weights}, lambda: weight.fill_(2))))
-    second = published(made, (1, Copied({"weight": torch.full((4,), 2.0)}, None)))
+    first = published(made, (0, StateCopy(weights, {"model.safetensors": weights}, lambda: weight.fill_(2))))
+    second = published(made, (1, StateCopy({"weight": torch.full((4,), 2.0)}, None)))
     assert stubs.stored_in(tmp_path / "checkpoints").tensors()["weight"].tolist() == [2.0] * 4
     assert first.policy.digest == second.policy.digest
 

@@ -27,7 +27,7 @@ from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, 
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, pack_tokens, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
-from shoal.validator.case import PROOF_BYTES_TOLD_APART, Case, Mark, SeenWork
+from shoal.validator.case import DISTINCT_PROOF_BYTES, Case, Mark, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile, Profiles, load_profiles
 
@@ -120,7 +120,7 @@ def test_nobody_becomes_a_copyist_by_a_proof_that_another_submitted_before_as_an
     second = first.model_copy(update={"unit": 6, "prompt_ids": (*first.prompt_ids, 90)})
     mine, theirs = submission(first), submission(second).rollouts[0].proofs
     one = mine.rollouts[0]
-    planted = msgspec.structs.replace(one, proofs=theirs[:PROOF_BYTES_TOLD_APART] + one.proofs[PROOF_BYTES_TOLD_APART:])
+    planted = msgspec.structs.replace(one, proofs=theirs[:DISTINCT_PROOF_BYTES] + one.proofs[DISTINCT_PROOF_BYTES:])
     verdict = judged(by, first, msgspec.structs.replace(mine, rollouts=[planted, *mine.rollouts[1:]]))
     assert (verdict.outcome, verdict.tally.accidents) == (Outcome.ACCEPTED, 1)
     assert judged(by, second).outcome is Outcome.ACCEPTED

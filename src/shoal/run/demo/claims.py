@@ -1,9 +1,8 @@
-"""What the demo claims, decided from what the run wrote and the model alone: a claim that does not hold fails it.
+"""The claims of the demo, decided from the files of the run alone; a claim that does not hold fails the demo.
 
-ledger.jsonl ──► who was paid; whose groups were trained on
-hub.db ────────► who was rejected and banned, and why: who never had work accepted is not in the ledger
-metrics.jsonl ─► the held-out score before and after
-recount ───────► the exported model's score, by somebody else's code
+ledger.jsonl ──► who was paid; whose groups were trained on hub.db ────────► who was rejected and banned, and why (nodes
+without accepted work are not in the ledger) metrics.jsonl ─► the held-out score before and after recount ───────► the
+score of the exported model, by other code
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
 
 
 def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, shut_out_at_ms: int, cast: Cast) -> Claim:
-    """Banned for what it did; or, if the run ended before it could fail twice, suspended for it."""
+    """Banned for what it did; or suspended, if the run ended before it could fail twice."""
     name, who = "the cheater", f"{cast.cheater_name} ({cast.cheat.what})"
     account = accounts.get(cast.cheater, Account())
     shut_out = "banned" if account.banned else "suspended" if account.suspended_until_ms else ""
@@ -149,7 +148,7 @@ def cheater_name(folder: RunFolder) -> str:
 
 
 def cast_of(folder: RunFolder, cheat: Cheat) -> Cast:
-    """Node ids from the workers' own key files: names are for people, keys are who they are."""
+    """Node ids from the workers' own key files, because names can be chosen."""
     ids = {path.parent.name: load_key(path).node for path in sorted(folder.path.glob("worker-*/node.key"))}
     cheater = cheater_name(folder)
     honest = {name: ids.get(name, "") for name in role_names(folder) if name.startswith("worker-")}
@@ -188,7 +187,7 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
 
 
 def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]]:
-    """The ledger, what became of every node, and when those that are banned or suspended were."""
+    """The ledger, the account of every node, and when banned or suspended nodes were."""
     with closing(FolderPlace(path)) as place:
         entries = list(place.entries())
         accounts, shut_out_at_ms = fold(entries).by_node, {}
@@ -203,7 +202,7 @@ def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]
 
 
 def signed_manifest(folder: RunFolder) -> PolicyManifest:
-    """The last version's manifest as the origin has it; the exported model is that version."""
+    """The last version's manifest at the origin; the exported model must be that version."""
     path = folder.path / "trainer" / "export" / "shoal.json"
     try:
         card: dict[str, Any] = json.loads(path.read_bytes())
@@ -219,7 +218,7 @@ def signed_manifest(folder: RunFolder) -> PolicyManifest:
 
 
 def rollouts_archived(folder: RunFolder, entries: Sequence[LedgerEntry]) -> int:
-    """Rollouts trained on: every step's file must hold the units that the ledger names, each a whole group."""
+    """The number of rollouts trained on. Every step's file must hold whole groups of the units in the ledger."""
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 

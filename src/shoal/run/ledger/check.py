@@ -1,4 +1,4 @@
-"""`shoal ledger verify`: a run's ledger, wherever it is, against every head: the hub's, those of policy manifests and
+"""`shoal ledger verify`: a run's ledger, wherever it is, against all heads: the hub's, those of policy manifests and
 receipts, the one kept from last time, --head, --witness."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_ledger(
     where: str, head: Path | None = None, wait_s: float = 3.0, needs_documents: bool = True,
     witnesses: Sequence[str] = (),
 ) -> Checked:  # fmt: skip
-    """Verify the ledger at `where` and keep its head; raises `LedgerError` with the row and what is wrong."""
+    """Verify the ledger at `where` and keep its head; `LedgerError` names the row and what is wrong."""
     if (fork := places.read_proof(Path(where))) is not None:
         raise LedgerError(fork)
     with closing(open_place(where, wait_s)) as place:
@@ -52,7 +52,7 @@ def check_place(
         others.insert(0, Pin(known.head, f"the head kept here since {when}", known.signed))
     if others and not place.complete:
         others = _within(place, checked, others, seen)
-    # The place's own last: its rows are read as of then, so an honest run that grows meanwhile is behind no other head.
+    # The place's own pins last: its rows are read as of then, so a growing run is not behind another head.
     pins = checked.of_this_run([*place.pins(checked.run, checked.root_key), *given])
     proofs = Proofs(Keys(checked.run, checked.root_key), Chain([*pins, *others]), needs_documents)
     try:
@@ -75,8 +75,8 @@ def check_place(
 
 
 def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
-    """The pins within a file, which may be older than what was seen since. Whoever asks for a witness gets its word on
-    this file, or an error."""
+    """The pins within a file, which may be older than heads seen since. A witness that was asked for must have signed a
+    row of this file."""
     last = max((entry.index for entry in place.entries()), default=-1)
     for each in seen:
         if all(pin.head.index > last for pin in each):
@@ -90,7 +90,7 @@ def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin
 
 
 def verified(place: Place, names: dict[str, str]) -> Iterator[LedgerEntry]:
-    """Each entry is checked to follow from the one before; `names` takes what nodes call themselves."""
+    """Each entry is checked to follow from the one before; `names` collects the names of nodes."""
     chain = Chain()
     for entry in place.entries():
         chain.add(entry)
@@ -112,7 +112,7 @@ class Book:
             return [who]
         by_id = [node for node in nodes if node.startswith(who)] if len(who) >= LEAST_PREFIX else []
         named = [node for node, name in self.names.items() if name == who and node in nodes]
-        if named and set(by_id) - set(named):  # whoever chose that name may want to be taken for another
+        if named and set(by_id) - set(named):  # a name may imitate an id
             raise UserError(f"{who} is the name of one node and the start of another's id: give more of the id")
         owned = [node for node, account in nodes.items() if account.owner and account.owner.startswith(who)]
         if found := named or (owned if len(who) >= LEAST_PREFIX else []):
@@ -145,7 +145,7 @@ def leave_ledger(path: Path) -> int:
 
 
 def write_ledger(place: Place, out: Path) -> int:
-    """Streamed into hidden files, which take their names when they are complete and every hash fits."""
+    """Streamed into hidden files, which are renamed when they are complete and every hash fits."""
     signed, chain = place.signed_head(), Chain()
     targets = [out] if place.missing_evidence() else [out, evidence_file(out)]
     hidden = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
@@ -171,7 +171,7 @@ def write_ledger(place: Place, out: Path) -> int:
     finally:
         for path in hidden:
             path.unlink(missing_ok=True)
-    index = None if signed is None else signed.head.document.get("index")  # of a file beside the ledger: unproven
+    index = None if signed is None else signed.head.document.get("index")
     if signed is not None and isinstance(index, int) and index <= chain.last.index:
         write_atomically(head_file(out), signed.model_dump_json(indent=2).encode() + b"\n")
     return chain.last.index + 1

@@ -1,6 +1,6 @@
 """`shoal ledger recheck`: units drawn at random are judged again, by the validator's own checks.
 
-Verdict, lease and bytes are the hub's, the policy is the origin's, if it is still kept.
+Verdict, lease and bytes come from the hub's storage, the policy from the origin, if it is still there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRIES = 64  # units drawn for each that is wanted: of a long run only the last p
 
 
 def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Iterator[str]:
-    """A line for each unit, and a last one that sums up; raises `LedgerError` if any verdict was another."""
+    """A line for each unit, and a summary; `LedgerError` if any verdict was different."""
     folder, reason = RunFolder.open(path), ""
     states: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
     with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
@@ -90,7 +90,7 @@ def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShel
 def _machinery(
     folder: RunFolder, config: ValidatorConfig, cache: Path, stop: StopToken
 ) -> Iterator[tuple[Judge, EngineShelf]]:
-    """A validator's judge, and policies from the run's origin, which is served here meanwhile."""
+    """A validator's judge, and policies from the run's origin, which is served meanwhile."""
     settings, environment = config.settings, config.environment
     ended, urls = StopToken(), queue.Queue[str]()
     server = threading.Thread(target=run_origin, args=(folder.path / "origin", "127.0.0.1", 0, ended, urls.put))

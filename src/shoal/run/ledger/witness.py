@@ -1,9 +1,9 @@
-"""`shoal ledger witness`: somebody who watches that a ledger only grows, and signs for it with a key of their own.
+"""`shoal ledger witness`: checks that a ledger only grows, and signs its head with a key of its own.
 
     hub ── rows since last time ─► chain ─► state (durable) ─► signed head ─► witness/KEY.json, in one folder or several
                                      └ they do not follow: exit 5, with the proof if there is one
 
-Relays or any web server may serve the folders: readers give the witness's key themselves (`verify --witness KEY`).
+Relays or any web server may serve the folders. Readers give the witness's key themselves (`verify --witness KEY`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Witness:
         return witnessed
 
     def _grown(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument) -> protocol.LedgerEntry:
-        """The last row, if everything since last time follows from what was there then."""
+        """The last row, if all rows since last time follow from the last one seen."""
         head, before = protocol.LedgerHead.model_validate(signed.document), None if seen is None else seen.last
         try:
             if before is not None and head.index < before.index:
@@ -128,8 +128,8 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
 
 
 def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
-    """What a witness, `KEY` or `KEY@URL`, signed about this run, at the sources and in what --head has `given`; at
-    least one."""
+    """What a witness, `KEY` or `KEY@URL`, signed about this run, at the sources and in the given --head; at least
+    one."""
     key, _, url = witness.partition("@")
     if not re.fullmatch("[0-9a-f]{64}", key):
         raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
