@@ -59,7 +59,6 @@ class Cheat:
         return profile
 
     def fetch(self, fetch: Fetch, /) -> Fetch:
-        """How policies are fetched."""
         return fetch
 
     def engine(self, engine: Engine, _context: CheatContext, /) -> Engine:
@@ -71,7 +70,6 @@ class Cheat:
         return progress
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        """What is submitted for a finished group."""
         return submission
 
 

@@ -155,7 +155,6 @@ class Steering(EngineWrapper):
 
 
 def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
-    """The cheat that knows this tolerance."""
     return cheating(
         "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
         {"sampling.seed", "sampling.drift"}, engine=lambda engine, _context: Steering(engine, tolerance),

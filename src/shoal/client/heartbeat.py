@@ -51,7 +51,6 @@ class Activity:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """The hub can then report who waits for what."""
         self._waiting = what, self._clock.monotonic_s()
         try:
             yield

@@ -176,7 +176,6 @@ class HubClient:
         return self._from_hub(signed, wire.Lease)
 
     def submissions(self, digests: Sequence[str]) -> list[bytes]:
-        """The submitted bytes, checked against their digests."""
         limits, names = SUBMISSION_BODIES_LIMITS, tuple(("name", digest) for digest in digests)
         call = Call("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
         bodies = unpack(self._ask(call), wire.SubmissionBodies, limits).bodies

@@ -239,7 +239,6 @@ class Transport:
                 attempt += pause > 0
 
     def run(self) -> TrustedRun:
-        """The run, fetched at the first call."""
         if self.known.trusted is None:
             with self.known.fetching:
                 if self.known.trusted is None:

@@ -62,7 +62,6 @@ class TrustedRun:
 
     @property
     def trainer_key(self) -> str:
-        """The key that signs policies; there must be exactly one."""
         keys = self.keys["trainer"]
         if len(keys) != 1:
             raise ProtocolError(f"run {self.run} has {len(keys)} trainer keys; its owner has to certify exactly one")

@@ -99,7 +99,6 @@ class Planning:
 
     @property
     def tokens(self) -> float:
-        """Trained tokens of one step."""
         run = self.recipe.run
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 

@@ -205,7 +205,6 @@ class RunFolder:
 
 
 def _free_port(host: str, wanted: Sequence[int], taken: Sequence[int]) -> int:
-    """The first free port; 0 stands for any."""
     why = "all are in use"
     for port in wanted:
         try:

@@ -126,5 +126,4 @@ def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: 
 
 
 def run_home(run: str) -> Path:
-    """A contributor's folder of one run."""
     return make_home() / Path(run).name

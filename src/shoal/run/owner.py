@@ -53,7 +53,6 @@ def describe(key: protocol.SigningKey) -> list[str]:
 
 
 def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
-    """The sealed key as text; with `out`, a message about the file."""
     from shoal.protocol.sealing import seal
 
     key = protocol.load_key(key_path(where))

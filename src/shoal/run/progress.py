@@ -288,7 +288,6 @@ class StatusPoller:
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
     def take(self) -> RunStatus | None:
-        """The newest answer, unless it was taken before."""
         with self._lock:
             newest, self._newest = self._newest, None
         return newest

@@ -27,8 +27,6 @@ BUDGET = "bytes of chunks kept on disk at most; the oldest versions go first"
 
 
 class ModelSettings(BaseModel):
-    """Where training starts."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
     path: str = Field("tiny", description="a built-in name, or a Hugging Face folder (from the recipe's folder)")
 
@@ -44,8 +42,6 @@ class WorkerSection(WorkerSettings):
 
 
 class RelaySection(BaseModel):
-    """How relays mirror and serve."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
     keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")

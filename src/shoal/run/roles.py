@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 
 def role_names(folder: RunFolder) -> list[str]:
-    """In the order in which they are started."""
     relays, validators, workers = (
         [f"{role}-{index}" for index in range(getattr(folder.recipe, role).count)]
         for role in ("relay", "validator", "worker")

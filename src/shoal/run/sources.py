@@ -105,7 +105,6 @@ class TaskSource:
 
 
 def scorable(source: TaskSource) -> Environment:
-    """The environment, if this machine can score its tasks."""
     environment = build(source.settings)
     require_scoring(environment)
     return environment

@@ -123,7 +123,6 @@ def _apply(tables: Tables, override: str) -> Keys:
 
 
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
-    """The message for a validation error."""
     keys, given = tuple(str(part) for part in problem["loc"]), problem["input"]
     unknown = problem["type"] == "extra_forbidden"  # an override may have more parts than the key
     blamed = (

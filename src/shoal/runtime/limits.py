@@ -27,7 +27,6 @@ class MachineLimits:
 
     @classmethod
     def of_options(cls, memory: str | None, disk: str | None, bandwidth: str | None) -> MachineLimits:
-        """From `--max-memory`, `--max-disk` and `--max-bandwidth`."""
         return cls(
             None if memory is None else parse_size(memory, "--max-memory"),
             None if disk is None else parse_size(disk, "--max-disk"),
@@ -73,7 +72,6 @@ def parse_rate(text: str, option: str) -> float:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The disk usage of the files in a folder."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 

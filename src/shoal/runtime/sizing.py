@@ -84,7 +84,6 @@ class RunSize:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and two moments in float32."""
         return 12 * self.parameters
 
 

@@ -39,7 +39,6 @@ class Flag:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self, reason: str = "") -> None:
-        """The first reason counts."""
         self.reason = self.reason if self._is_set else reason
         self._is_set = True
         self._wake.put(None)

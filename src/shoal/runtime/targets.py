@@ -97,14 +97,12 @@ def netloc(host: str, port: int) -> str:
 
 
 def as_number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None if a host is a name."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0])
     return None
 
 
 def is_own(host: str) -> bool:
-    """Whether a host is this machine, by name or number."""
     number = as_number(host)
     return host.lower() == "localhost" if number is None else number.is_loopback
 

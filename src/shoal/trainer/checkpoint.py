@@ -149,7 +149,6 @@ class CheckpointStore:
         hidden, target = self.folder / f"{HIDDEN}{progress.name}", self.folder / progress.name
 
         def put(file: tuple[str, Mapping[str, Tensor]]) -> tuple[str, str]:
-            """Write one large file; returns its name and hash."""
             save_tensors(hidden / file[0], file[1])
             return file[0], _file_hash(hidden / file[0])
 
@@ -185,7 +184,6 @@ class CheckpointStore:
             shutil.rmtree(self.folder / "{}.{}".format(*place))
 
     def prune_finished(self, scores: Mapping[int, float]) -> None:
-        """Of a finished run, keep the newest and the best."""
         self._retention = Retention(self._retention.keep, self._retention.keep_best)
         self.prune(scores)
 
@@ -234,11 +232,9 @@ class CheckpointStore:
         return sorted(((int(match[1]), int(match[2])) for match in found if match), reverse=True)
 
     def sound(self) -> list[Place]:
-        """The same without damaged ones."""
         return [place for place in self.places() if place not in self._damaged]
 
     def _sweep(self) -> None:
-        """Remove what a crash left half-written."""
         for entry in self.folder.glob(f"{HIDDEN}*"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
@@ -336,7 +332,6 @@ class Copies:
         self._reserving: threading.Thread | None = None
 
     def take(self, learner: Learner, with_training: bool) -> StateCopy:
-        """Copy the current state; training may continue at once."""
         if self._stream is None:
             stream = self._stream = self._new_stream(learner.device)
             learner.optimizer.register_step_pre_hook(lambda *_: stream.before_update())

@@ -82,12 +82,10 @@ def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:
 
 
 def _newest_incarnations(places: Sequence[Place]) -> list[Place]:
-    """The newest incarnation of every version, newest first."""
     return sorted(dict(sorted(places)).items(), reverse=True)
 
 
 def scores_of(metrics: MetricsLog) -> dict[int, float]:
-    """The held-out scores by version."""
     return {int(row["step"]): row["held_out"] for row in metrics.rows() if "held_out" in row}
 
 
@@ -101,7 +99,6 @@ def refuse_foreign(destination: Path) -> None:
 
 
 def written_files(folder: Path) -> tuple[str, ...]:
-    """The files that an export lists; none if it lists none."""
     listed = _facts(folder).get("files")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return tuple(name for name in names if name not in ("", ".", "..") and Path(name).name == name)

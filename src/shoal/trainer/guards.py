@@ -248,8 +248,6 @@ class Alarm(NamedTuple):
 
 
 class GuardReport(NamedTuple):
-    """The alarms of a step, and numbers for its row."""
-
     alarms: tuple[Alarm, ...]
     numbers: Mapping[str, float]
 

@@ -134,7 +134,6 @@ class Learner:
         return {f"{name}/{slot}": value for name, values in slots.items() for slot, value in values.items()}
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Replace the state of the optimizer."""
         trained = self.trained()
         self.optimizer.state.clear()
         for name, value in moments.items():

@@ -83,8 +83,6 @@ class TrainingParts:
 
 
 class TrainingRun:
-    """`version` counts the completed steps."""
-
     def __init__(self, parts: TrainingParts, stop: StopToken) -> None:
         self._parts, self._stop, self._info = parts, stop, parts.hub.run_info()
         settings = self._settings = parts.learner.settings
@@ -104,7 +102,6 @@ class TrainingRun:
         self._held_out = HeldOut(settings.evaluate_every, parts.hub.evaluations, parts.clock, stop)
 
     def _is_measured(self, version: int) -> bool:
-        """Whether validators score this version on held-out tasks."""
         every = self._settings.evaluate_every
         return every > 0 and (version % every == 0 or version == self._info.steps)
 

@@ -79,12 +79,10 @@ class Plan:
 
     @property
     def others(self) -> int:
-        """Bytes of the other processes, which hold no copies."""
         return sum(size for name, size in self.device.items() if name not in COPIES)
 
     @property
     def certain(self) -> int:
-        """Without estimated parts."""
         estimated = ("activations", "head", "copying", "holes", "torch itself")
         return sum(size for name, size in self.device.items() if name not in estimated)
 

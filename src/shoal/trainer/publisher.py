@@ -99,7 +99,6 @@ class Publisher:
             raise DeadlineExceeded(details) from error
 
     def close(self) -> None:
-        """End the thread after its current work; a failure is logged."""
         self._pool.shutdown(wait=True)
         if self._current is not None and (failure := self._current.exception()) is not None:
             log.info("the last publication did not complete: %s", failure)

@@ -71,15 +71,12 @@ class Ranks:
     sharded = False
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all processes."""
         return values
 
     def peak(self, values: Tensor) -> Tensor:
-        """The largest value over all processes."""
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true in any process."""
         return flag
 
     def run(self, model: Any, call: Callable[[], T]) -> T:  # noqa: ARG002
@@ -87,7 +84,6 @@ class Ranks:
         return call()
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of a gradient that may be sharded."""
         return self.whole(torch.nn.utils.get_total_norm(gradients))
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -160,12 +156,10 @@ class RankGroup(Ranks):
         self._store.set(f"message-{self._messages}", OVER)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Every process gets rank 0's values, in place."""
         if tensor.numel():
             dist.broadcast(tensor, src=0)
 
     def use(self, kind: str) -> None:
-        """Compute on the CPU, or on the GPU of this process ("cuda")."""
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if kind != "cuda":
             return
@@ -177,7 +171,6 @@ class RankGroup(Ranks):
         torch.cuda.set_device(self.device)
 
     def leave(self) -> None:
-        """Leave the group; the others do the same."""
         dist.destroy_process_group()
 
 
@@ -252,7 +245,6 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopToken) -> dict[in
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stop the processes that still run."""
     for rank in ranks:
         rank.terminate()
     until_s = time.monotonic() + SHUT_DOWN_S

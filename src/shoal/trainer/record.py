@@ -63,7 +63,6 @@ class Stopwatch:
             self._laps[name] += self._clock.monotonic_s() - began_s
 
     def row(self) -> dict[str, float]:
-        """The times since the last row."""
         now_s = self._clock.monotonic_s()
         step_s, self._began_s = now_s - self._began_s, now_s
         laps = {**dict.fromkeys(ALWAYS, 0.0), **self._laps}
@@ -93,8 +92,6 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run. No method raises."""
-
     def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
         self._trackers = dict(trackers or {})
 
@@ -273,12 +270,10 @@ class RunRecord:
             self._trackers.amend(step, numbers)
 
     def warn(self, judged: GuardReport) -> None:
-        """Alarms go to the hub with the report of their step."""
         if news := judged.news():
             self._alarms.setdefault(judged.alarms[0].step, {}).update(news)
 
     def take(self) -> list[Row]:
-        """The rows that were not reported yet; the caller reports them."""
         rows, self._unreported = self._unreported, []
         return rows
 
@@ -293,7 +288,6 @@ class RunRecord:
 
 
 def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
-    """The newest value of every number measured up to a version."""
     latest: dict[str, float] = {}
     for row in metrics.rows():
         if row["step"] <= version:

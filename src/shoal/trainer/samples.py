@@ -50,7 +50,6 @@ class Sample:
 
     @property
     def trained(self) -> int:
-        """The number of tokens that carry loss."""
         return int(self.drawn.sum())
 
     @property
@@ -77,7 +76,6 @@ class Prepared:
 
 
 def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
-    """Samples with advantages, by group, in the order given."""
     kept, unrecorded = [], 0
     for group in groups:
         rewards = [rollout.reward for rollout in group.rollouts]

@@ -152,7 +152,6 @@ HARMLESS = ("tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoint
 
 
 def is_changeable(key: str) -> bool:
-    """Whether a run may resume with another value of `trainer.KEY`."""
     return key in HARMLESS or key in ROUNDING or key.split(".")[0] == "guards"
 
 

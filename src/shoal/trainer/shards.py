@@ -65,7 +65,6 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
 
 
 def _send(ranks: Ranks, command: Begin | Train | Copy | Restore) -> None:
-    """Rank 0: tell the other ranks what to do next."""
     if ranks.world > 1:
         ranks.send(msgspec.msgpack.encode(command))
 
@@ -115,7 +114,6 @@ def run_rank(stop: StopToken) -> None:
 
 
 def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
-    """Do what rank 0 commands until it ends."""
     if (message := ranks.receive(stop, COLLECTIVE_S)) is None:
         return
     begin = msgspec.msgpack.decode(message, type=Begin)

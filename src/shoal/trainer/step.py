@@ -159,8 +159,6 @@ DUMMY = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.floa
 
 @dataclass(frozen=True)
 class Update:
-    """What all optimizer steps of one training step share."""
-
     learner: Learner
     work: StepWork
     interrupted: Callable[[], bool]
@@ -181,7 +179,6 @@ class Update:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """By the current policy, without gradient."""
         self._stop_if_told()
         return self._score(self.learner.model, self._to_tensors(batch)).logprobs
 
@@ -205,7 +202,6 @@ class Update:
         return self.learner.ranks.run(model, lambda: score(model, laid, self.work.temperature))
 
     def _accumulate(self, batch: MicroBatch, tally: UpdateSums, recomputed_N: Tensor | None, *, first: bool) -> None:
-        """Forward and backward pass of one micro-batch."""
         learner, laid, reference_N = self.learner, self._to_tensors(batch), None
         if learner.reference is not None:
             begun = without_adapters(learner.model) if learner.reference is learner.model else nullcontext()

@@ -331,7 +331,6 @@ def limits_from(bands: Bands, key: str) -> Profile:
 
 
 def _rounded(profile: Profile) -> Profile:
-    """Three digits, rounded up."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Mapping):

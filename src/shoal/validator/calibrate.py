@@ -148,7 +148,6 @@ class Measurement:
 
     @property
     def variants(self) -> dict[tuple[str, str], Bands]:
-        """The bands of each kernel or batch size, by validator."""
         return {(name, at): Bands.of(cases) for at, each in self.seen.items() for name, cases in each.items()}
 
 
@@ -249,8 +248,6 @@ def _tokens(cases: Sequence[Case]) -> int:
 
 @dataclass(frozen=True)
 class Cheating:
-    """How work deviates from what was asked for."""
-
     weights: Quantization | None = None
     temperature: float = 1.0
 
@@ -389,12 +386,10 @@ def prompts_of(files: Mapping[str, bytes], environment: Environment, tokens: int
 
 
 def openings(tokenizer: TextTokenizer) -> Prompts:
-    """Prompts for any model."""
     return [tuple(tokenizer.encode(text)) for text in OPENINGS]
 
 
 def replayed(engine: Engine, cases: Sequence[Case]) -> list[Case]:
-    """The same cases as this validator's engine sees them."""
     found: list[Case] = []
     for start in range(0, len(cases), BATCH_GROUPS):
         part = cases[start : start + BATCH_GROUPS]
@@ -424,7 +419,6 @@ def failed_checks(cases: Sequence[Case], profile: Profile) -> list[str]:
 def catches_of(
     cheat: str, validator: str, cases: Sequence[Case], profile: Profile, sizes: Sequence[int]
 ) -> Iterator[Catch]:
-    """How much of it is caught, by the number of tokens."""
     for size in sizes:
         blocks = blocks_of(cases, size, size if cheat in IN_NATS and size == BAR[cheat] else 0)
         answers = [caught(block, lengths, profile) for block, lengths in blocks]

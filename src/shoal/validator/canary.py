@@ -40,8 +40,6 @@ ONE = b"\x3f\x80"  # the bits of 1.0
 
 @dataclass(frozen=True)
 class Original:
-    """An accepted submission and its case, without replay."""
-
     job: AuditJob
     case: Case
 
@@ -180,8 +178,6 @@ ROW_TOKENS = 1024  # of the completions that are said to fit
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing that was tried, and how it went."""
-
     name: str
     ok: bool
     text: str
@@ -201,7 +197,6 @@ class SelfTest:
     """Of the worker; a validator's is torch's."""
 
     def run(self) -> Iterator[Trial]:
-        """Each trial as it ends."""
         worker = self._engine(self.worker, self.engine)
         if worker.kind not in self.profiles:
             known = ", ".join(sorted(self.profiles))

@@ -176,7 +176,6 @@ class Case:
 
     @cached_property
     def claimed(self) -> Floats:
-        """The submitted log-probabilities."""
         return np.frombuffer(b"".join(rollout.logprobs for rollout in self.rollouts), dtype="<f4").astype(np.float64)
 
     @cached_property
@@ -250,7 +249,6 @@ class Case:
 
     @cached_property
     def chunks(self) -> list[int]:
-        """The number of proofs of each rollout."""
         return [-(-length // self.lease.proof.rows) for length in self.lengths]
 
     @cached_property
@@ -264,7 +262,6 @@ class Case:
 
     @cached_property
     def chunk_of(self) -> Ints:
-        """Which proof each token belongs to."""
         within: Ints = np.arange(len(self.tokens)) - np.repeat(self.starts, self.lengths)
         firsts: Ints = np.cumsum(self.chunks) - np.array(self.chunks)
         return np.repeat(firsts, self.lengths) + within // self.lease.proof.rows
@@ -319,7 +316,6 @@ class Case:
 
 @lru_cache(maxsize=4096)
 def _proof_ends(length: int, hidden_size: int, topk: int, rows: int) -> tuple[int, ...]:
-    """Where each proof of a rollout of so many tokens ends."""
     sizes = (proof_size(chunk_topk(r, hidden_size, topk, rows)) for r in chunk_rows(length, rows))
     return tuple(accumulate(sizes))
 
@@ -438,7 +434,6 @@ def part_of(replay: Replay, tokens: slice | Ints, chunks: slice | Ints) -> Repla
 
 
 def joined(comparisons: Sequence[Comparisons]) -> Comparisons:
-    """Those of all chunks, end to end."""
     names = [each.name for each in fields(Comparisons) if each.name != "malformed"]
     columns = {name: np.concatenate([getattr(each, name) for each in comparisons]) for name in names}
     return Comparisons(**columns, malformed=[sentence for each in comparisons for sentence in each.malformed])

@@ -87,7 +87,6 @@ def envelope(case: Case) -> Finding:
 
 
 def lease(case: Case) -> Finding:
-    """It is for the run, node, lease and unit that the hub signed."""
     names = ("run", "node", "lease", "unit")
     wrong = ",".join(name for name in names if getattr(case.claim, name) != getattr(case.lease, name))
     if wrong:
@@ -108,7 +107,6 @@ def policy(case: Case) -> Finding:
 
 
 def prompt(case: Case) -> Finding:
-    """The prompt's token ids are the lease's."""
     if case.claim.prompt != pack_tokens(case.lease.prompt_ids):
         return failed("prompt.mismatch", "the prompt is not the one that the lease gave")
     return passed("prompt", tokens=len(case.lease.prompt_ids))
@@ -431,7 +429,6 @@ SHOWN_AFTER_PREFILL: Sequence[Check] = (proofs, sampling, accident)
 
 
 def run_checks(checks: Sequence[Check], case: Case) -> list[Finding]:
-    """The findings up to and including the first failure."""
     findings: list[Finding] = []
     for check in checks:
         findings.append(check(case))

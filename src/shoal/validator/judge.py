@@ -104,7 +104,6 @@ class SecondEngines:
             return None
 
     def drop(self) -> None:
-        """Release its memory."""
         if self._shelf is not None:
             self._shelf = None
             release_memory()
@@ -112,8 +111,6 @@ class SecondEngines:
 
 @dataclass
 class _OpenAudit:
-    """An audit that no check has failed so far."""
-
     job: AuditJob
     case: Case
     findings: list[Finding]
@@ -185,7 +182,6 @@ class Judge:
         return [verdict for verdict in reported if verdict is not None]
 
     def _open(self, job: AuditJob, loaded: LoadedPolicy) -> _OpenAudit | Verdict:
-        """The checks before the prefill; a verdict if they decide."""
         lease, engine, now_ms = job.lease, loaded.engine, self.clock.now_ms()
         problem = self._environment_problem(lease)
         if problem:

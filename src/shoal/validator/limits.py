@@ -56,8 +56,6 @@ class UnpublishedLimits:
 
 
 class Calibrator:
-    """Keeps limits in force for the number formats of this machine."""
-
     def __init__(self, client: HubClient, shelf: EngineShelf, judge: Judge, kind: str, clock: Clock) -> None:
         self._client, self._shelf, self._judge, self._kind, self._clock = client, shelf, judge, kind, clock
         self._known: dict[str, Calibration] = {}
@@ -75,7 +73,6 @@ class Calibrator:
 
     @property
     def has_measured(self) -> bool:
-        """Whether this machine has measured something since its start."""
         return bool(self._tested)
 
     def limits(self, digest: str) -> Profiles | None:
@@ -132,7 +129,6 @@ class Calibrator:
 
     @property
     def _formats(self) -> tuple[str, ...]:
-        """The number formats of this machine's device."""
         return ENGINES["torch"].formats(self.machine.partition("/")[0])
 
     def _computes(self, kind: str) -> bool:
@@ -283,12 +279,10 @@ def seen_by(kind: MeasuredKind) -> tuple[str, ...]:
 
 
 def profiles_of(made: Calibration) -> Profiles:
-    """The limits in a calibration, by kind."""
     return {kind: Profile.model_validate(each.limits) for kind, each in made.kinds.items()}
 
 
 def _problems(tested: Iterable[Measurement]) -> dict[str, str]:
-    """Why limits must not be used, by kind."""
     return {each.profile.key: "; ".join(each.problems)[:SENTENCE] for each in tested if each.problems}
 
 

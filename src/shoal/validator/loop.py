@@ -136,8 +136,6 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
 
 
 class Validator:
-    """The loop itself; see the module's picture."""
-
     def __init__(
         self, client: HubClient, shelf: EngineShelf, judge: Judge, settings: ValidatorSettings, stop: StopToken,
         clock: Clock = SystemClock(), kind: str = "", calibrator: Calibrator | None = None,
@@ -164,7 +162,6 @@ class Validator:
         self._evaluator = SliceEvaluator(client, shelf, judge.environment, judge.scorer, self.activity, stop, clock)
 
     def run(self) -> None:
-        """Claim, judge, report; until finished or stopped."""
         log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
         with self._heartbeat:
             try:
@@ -198,7 +195,6 @@ class Validator:
         self._evaluator.measure(reply.evaluation)
 
     def _calibrate(self, reply: AuditReply) -> None:
-        """Measure limits if they are missing."""
         if self._calibrator is None:
             return
         job = self._calibrator.due(reply, self._preloader.newest, self._preloader.is_ready)

@@ -218,7 +218,6 @@ def load_profiles(paths: Iterable[Path] = ()) -> Profiles:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in one TOML file."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROFILE_BYTES + 1)

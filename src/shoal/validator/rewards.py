@@ -52,8 +52,6 @@ def sampled_tokens(rollout: Rollout, eos_token_id: int | None) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one lease."""
-
     lease: Lease
     rollouts: Sequence[Rollout]
 

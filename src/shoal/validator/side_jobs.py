@@ -214,7 +214,6 @@ class Preloader:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is a policy to load ahead."""
         wanted = self.newest is not None and self.newest != self._loaded
         return wanted and (self.keeps_others or not self.is_ready)
 

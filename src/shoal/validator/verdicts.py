@@ -95,8 +95,6 @@ POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and a number format."""
-
     device: str = "cpu"
     dtype: str = "float32"
 
@@ -113,8 +111,6 @@ class Machine:
 
 @dataclass(frozen=True)
 class LeaseTemplate:
-    """What all leases of a series have in common."""
-
     label: str
     group_size: int
     sampling: SamplingParameters

@@ -64,7 +64,6 @@ class Demonstration:
 
     @property
     def completion(self) -> str:
-        """The last answer."""
         return self.messages[-1][1] if self.messages else self.text
 
     @property

@@ -85,7 +85,6 @@ def each_by(reason: Callable[[Demonstration], str]) -> Filter:
 
 
 def plain_filters(options: FilterOptions, max_tokens: float) -> dict[str, Filter]:
-    """Filters that need no environment and no model."""
     first: dict[bytes, int] = {}
     patterns = [(wanted, re.compile(FORMS.get(wanted, wanted))) for wanted in options.require]
 
@@ -299,7 +298,6 @@ USED = HARMLESS | {
 
 
 def refuse_unused(override: str) -> None:
-    """Refuse an override that would change nothing."""
     table, key, *_ = [*override.partition("=")[0].strip().split("."), ""]
     if table != "trainer" or key in TrainerSettings.model_fields.keys() - USED:
         used = ", ".join(sorted(USED))

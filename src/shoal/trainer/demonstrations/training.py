@@ -98,7 +98,6 @@ class SftRun:
         self._watch.rows = self._record.resume(self.version)
 
     def _advance(self) -> str:
-        """One step; returns a note about it."""
         step, every = self.version, self._settings.evaluate_every
         measured = self._validated() if every and step % every == 0 else {}
         began_s = self.clock.monotonic_s()
@@ -137,14 +136,12 @@ class SftRun:
         judged.refuse(self._store.folder, [version for version, _ in self._store.places()])
 
     def _validated(self) -> dict[str, float]:
-        """The loss on demonstrations that are never trained on."""
         return {VALIDATION: self._loss(self.validation)} if len(self.validation) else {}
 
     def _loss(self, numbers: Indices) -> float:
         return mean_loss(self.learner, [self.corpus.sample(int(each)) for each in numbers], self.stop.is_set)
 
     def _save(self) -> None:
-        """Save a checkpoint of this version, unless there is one."""
         if self._saved != self.version:
             self._store.save(self.learner, Progress(self.name, self.version), self.files)
             self._saved = self.version
