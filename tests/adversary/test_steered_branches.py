@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kit.door import Caller, Hub, ok, running_hub
+from kit.served_hub import Caller, Hub, ok, running_hub
 from shoal import protocol
 from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest
@@ -161,14 +161,14 @@ def honest() -> Node:
     return node_of(ready(Rounding()), looking(1), looked=0.5)
 
 
-def test_every_group_of_it_passes_where_nobody_looks_at_branches(honest: Node) -> None:
+def test_steered_groups_pass_when_no_branch_is_checked(honest: Node) -> None:
     """And its rewards are much better than honest ones of the same leases: this is what is sold."""
     unseen = node_of(steering(), None, groups=16)
     assert {(verdict.outcome, verdict.reason) for verdict in unseen.verdicts} == {(protocol.Outcome.ACCEPTED, "")}
     assert unseen.rewards > honest.rewards + 0.2
 
 
-def test_it_is_struck_once_the_seeds_branches_are_looked_at(steered: Node) -> None:
+def test_steering_is_struck_when_branches_are_checked(steered: Node) -> None:
     strike = steered.verdicts[-1] if steered.first_strike is None else steered.verdicts[steered.first_strike - 1]
     assert (strike.outcome, strike.reason) == (protocol.Outcome.REJECTED, "sampling.steered")
     assert strike.severity is protocol.Severity.STATISTICAL
@@ -176,13 +176,13 @@ def test_it_is_struck_once_the_seeds_branches_are_looked_at(steered: Node) -> No
     assert sum(value > 0 for value in differences) > 0.8 * len(differences)
 
 
-def test_honest_work_under_the_same_looks_shows_nothing(honest: Node) -> None:
+def test_honest_work_passes_the_check_of_branches(honest: Node) -> None:
     assert {verdict.outcome for verdict in honest.verdicts} == {protocol.Outcome.ACCEPTED}
     assert honest.gains.differing > 30
     assert honest.gains.value < 100
 
 
-def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
+def test_evidence_of_fresh_keys_is_added_up(steered: Node) -> None:
     """A key for every group: none has evidence enough of its own, all together do, and then nobody new is trusted."""
     suspicion, alone = Suspicion(), list[float]()
     honest = {"outcome": protocol.Outcome.ACCEPTED, "reason": "", "severity": None}  # of keys that nobody knows yet
@@ -224,7 +224,7 @@ def handed_over(worker: Caller, validator: Caller, seen: Iterator[Branches]) -> 
     return audit
 
 
-def test_the_hub_suspends_it_by_evidence_that_it_kept(steered: Node, tmp_path: Path) -> None:
+def test_hub_suspends_a_steering_node_by_its_evidence(steered: Node, tmp_path: Path) -> None:
     seen = cycle(verdict.branches for verdict in steered.verdicts)
     with wide_hub(tmp_path) as hub:
         worker, validator = hub.worker("steered"), hub.trusted("validator-0", "validator")
@@ -242,7 +242,7 @@ def node_view(hub: Hub) -> protocol.NodeView:
     return next(node for node in hub.status().nodes if node.name == "steered")
 
 
-def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(steered: Node, tmp_path: Path) -> None:
+def test_hub_distrusts_newcomers_when_keys_change_every_four_groups(steered: Node, tmp_path: Path) -> None:
     seen = cycle(verdict.branches for verdict in steered.verdicts)
     with wide_hub(tmp_path) as hub:
         validator, audit, keys = hub.trusted("validator-0", "validator"), None, 0

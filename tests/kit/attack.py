@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
 from kit import eventually
+from kit.roles import Sections, prepared, whole_ledger
 from kit.trial import farthest
 from shoal import protocol
 from shoal.client import ClientOptions, HubClient
@@ -29,9 +30,6 @@ from shoal.engines import GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import HubRefused, ShutOut
 from shoal.hub.state import nodes
-from shoal.ledger import verify
-from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
 from shoal.validator.case import BODY_LIMITS
@@ -48,7 +46,7 @@ AT_ONCE = 6
 HONEST = "worker-0"
 NEEDED = ("hub", "origin", "trainer", "validator-0")
 WORKING = ("trainer", "validator-0", HONEST)
-RECIPE: dict[str, dict[str, Any]] = {
+RECIPE: Sections = {
     "run": {"steps": 10_000, "groups_per_step": 8, "group_size": 8, "max_staleness": 2, "max_new_tokens": 10},
     "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 2, "evaluate_every": 0},
     "hub": {"port": 0, "newcomer_share": 0.5},
@@ -148,9 +146,7 @@ class Attacked:
     """The run under attack."""
 
     def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
-        recipe = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {*RECIPE, *changes}}
-        self.folder = RunFolder.prepare(folder, Recipe.model_validate(recipe))
-        self.url = self.folder.assign_endpoints().hub
+        self.folder = prepared(folder, RECIPE, **changes)
         self.stop, self.enough = StopToken(), StopToken()
         self.watch = Watch()
         self.attacks: list[Attack] = []
@@ -246,8 +242,8 @@ class Attacked:
     def client(self, key: protocol.SigningKey | None = None) -> HubClient:
         """Of anybody, if no key is given."""
         key = key or protocol.SigningKey.generate()
-        pinned = protocol.fingerprint(self.folder.root_key)
-        return HubClient(self.url, key, self.stop, pinned, options=ClientOptions(patience_s=DEADLINE_S))
+        url, pinned = self.folder.endpoints.hub, protocol.fingerprint(self.folder.root_key)
+        return HubClient(url, key, self.stop, pinned, options=ClientOptions(patience_s=DEADLINE_S))
 
     def nodes(self) -> dict[str, protocol.NodeView]:
         with closing(self.client()) as anyone:
@@ -261,11 +257,7 @@ class Attacked:
     def ledger(self) -> list[protocol.LedgerEntry]:
         """The whole ledger, verified."""
         with closing(self.client()) as anyone:
-            entries = list[protocol.LedgerEntry]()
-            while page := anyone.ledger(after=len(entries) - 1).entries:
-                entries += page
-            verify(entries, None)
-        return entries
+            return whole_ledger(anyone)
 
     def trained(self) -> list[protocol.BatchGroup]:
         """Every group of every batch so far."""
@@ -275,9 +267,6 @@ class Attacked:
                 batch = trainer.batch(step, 0).batch
                 groups += batch.groups if batch is not None else ()
         return groups
-
-
-# ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,6 @@ def processes_of(folder: Path) -> dict[int, str]:
     return found
 
 
-# ── what a run leaves on disk ────────────────────────────────────────────────────────────────────────────────────
-
-
 def rows(folder: Path, query: str) -> list[tuple[Any, ...]]:
     """What the hub's database says, read while the hub may be running."""
     with closing(sqlite3.connect(f"file:{folder / 'hub' / 'hub.db'}?mode=ro", uri=True, timeout=10)) as database:

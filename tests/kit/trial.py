@@ -93,7 +93,7 @@ class Trial:
         return None
 
 
-class Court:
+class Harness:
     """A model, its tasks and a judge; units have the tasks and seeds that a hub would give them."""
 
     def __init__(

@@ -1,7 +1,8 @@
 """A cheat is the honest worker with one part replaced. Hub and validator know nothing of this package.
 
-profile ─► lease ─► fetch ──► shelf ──► engine ──► chunks shown ──► group ──► submission ──► outbox │ │ │ │ │ loose
-stale best-of, int8 show-random forged proofs, copies the loop is unchanged
+profile ─► lease ─► fetch ──► shelf ──► engine ──► chunks shown ──► group ──► submission ──► outbox
+  │                   │                   │             │                         │
+loose               stale         best-of, int8    show-random         forged proofs, copies    the loop is unchanged
 
 `RewardOracle` says how much reward a completion earns, for cheats that choose the best of several.
 """

@@ -37,7 +37,7 @@ def always_the_first(fetch: Fetch) -> Fetch:
         if not first:
             first.append(fetch(ref, deadline_s))
         manifest = first[0].manifest.model_copy(update={"policy": ref})
-        return dataclasses.replace(first[0], manifest=manifest, made=None)
+        return dataclasses.replace(first[0], manifest=manifest, applied=None)
 
     return pretend
 

@@ -39,6 +39,8 @@ URLS = "The join URL http://host:port/#…, or several."
 SANDBOX = "Work without network, home and other processes in sight (needs bubblewrap)."
 MEMORY = "Most memory for the model, e.g. 8GB. (default: 80 % of the free)"
 DISK = "Most disk for weights, e.g. 40GB. (default: 80 % of the free)"
+GPUS = "One worker on each of these GPUs, e.g. 0,2. (default: all)"
+WORKERS = "So many workers on the processor."
 BANDWIDTH = "Fastest download, e.g. 20Mbit/s. (default: no limit)"
 
 
@@ -225,8 +227,10 @@ def join(
     max_memory: Annotated[str | None, Option(metavar="SIZE", help=MEMORY)] = None,
     max_disk: Annotated[str | None, Option(metavar="SIZE", help=DISK)] = None,
     max_bandwidth: Annotated[str | None, Option(metavar="RATE", help=BANDWIDTH)] = None,
+    gpu: Annotated[str | None, Option(metavar="LIST", help=GPUS)] = None,
+    workers: Annotated[int | None, Option(min=1, max=1024, help=WORKERS)] = None,
 ) -> int:
-    """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
+    """Contribute this machine, with all its GPUs, to a run: shoal join http://host:8470/#0123…"""
     if cheat is not None:
         from shoal.adversary import find_cheat
 
@@ -237,8 +241,8 @@ def join(
             join_it = f"leave --dir out to join that run (--folder {directory} would keep keys and weights there)"
             remedy = f"{join_it}, or the URL to be a worker of the run in that folder"
             raise UserError(f"{urls[0]} and --dir name two ways to work: {remedy}")
-        if sandbox or limits != MachineLimits():
-            wide = "--sandbox, --max-memory, --max-disk and --max-bandwidth"
+        if sandbox or limits != MachineLimits() or gpu is not None or workers is not None:
+            wide = "--sandbox, --gpu, --workers, --max-memory, --max-disk and --max-bandwidth"
             raise UserError(f"{wide} go with a join URL, not with --dir")
         _role(f"worker-{index}", directory, cheat)
         return 0
@@ -247,7 +251,7 @@ def join(
     if not urls:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
     given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
-    return run_joined_worker(JoinRequest(*given))
+    return run_joined_worker(JoinRequest(*given, gpu, workers))
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:

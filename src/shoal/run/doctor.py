@@ -69,12 +69,12 @@ def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
 
 def _torch() -> Finding:
     """From the package's metadata, because importing torch takes seconds."""
-    version = _torch_version() or "0.0 (not installed; a relay or a hub does without)"
+    version = torch_version() or "0.0 (not installed; a relay or a hub does without)"
     numbers = tuple(int(part) for part in version.split()[0].split("+")[0].split(".")[:2])
     return _judged("torch", numbers >= LEAST_TORCH, version, "install torch 2.11 or newer (see README)")
 
 
-def _torch_version() -> str | None:
+def torch_version() -> str | None:
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -86,12 +86,16 @@ def _memory() -> Finding:
     return _judged("memory", total >= LEAST_MEMORY_BYTES, f"{total / GIB:.1f} GiB", "torch and a tiny model need 2 GiB")
 
 
+def gpu_files() -> list[str]:
+    return [name for name in GPU_FILES if (DEVICES / name).exists()]
+
+
 def _device() -> Finding:
     """By the files of drivers in /dev, because torch would take seconds."""
-    gpus = [name for name in GPU_FILES if (DEVICES / name).exists()]
+    gpus = gpu_files()
     if not gpus:
         return Finding("device", True, "cpu (no GPU, or no driver for it)")
-    can_use = "+cpu" not in (_torch_version() or "+cpu")
+    can_use = "+cpu" not in (torch_version() or "+cpu")
     remedy = "the installed torch has no CUDA: install one that has"
     return _judged("device", can_use, f"a GPU ({', '.join(gpus)})", remedy)
 
@@ -131,7 +135,7 @@ def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterato
                 yield _clock(client)
     if met is not None:
         yield _weights(met)
-        if _torch_version() is not None:
+        if torch_version() is not None:
             yield _compute(met.info, engine, device, dtype)
 
 

@@ -1,7 +1,7 @@
 """All roles of a run on this machine, supervised, until the trainer is done: `shoal run` and `shoal demo`.
 
-run folder ─► endpoints ─► hub, origin, relays, trainer, validators, workers: restarted when they die trainer exits 0 ─►
-success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
+run folder ─► endpoints ─► hub, origin, relays, trainer, validators, workers: restarted when they die
+trainer exits 0 ─► success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
 """
 
 from __future__ import annotations

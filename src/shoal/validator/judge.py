@@ -48,7 +48,7 @@ from shoal.protocol import Lease, PolicyRef, SignedDocument, pack_logprobs, subm
 from shoal.protocol.lease import format_of
 from shoal.protocol.submission import pack_spans
 from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, Severity, Tally, Verdict
-from shoal.rewards import DirectScorer, NotBegun, Scorer
+from shoal.rewards import DirectScorer, NotStarted, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator import checks
@@ -307,7 +307,7 @@ class Judge:
         again, now_ms = duplicate(case), self.clock.now_ms()  # of another group in this batch
         if not again.passed:
             return job.rejected([*findings, again], now_ms, tally)
-        if isinstance(scored, NotBegun):
+        if isinstance(scored, NotStarted):
             return None
         if isinstance(scored, ScoringFailure):
             log.warning("unit %d could not be scored: %s", case.lease.unit, scored)

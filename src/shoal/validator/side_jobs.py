@@ -36,7 +36,7 @@ from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, 
 from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
-from shoal.rewards.protocol import settled
+from shoal.rewards.protocol import score_all
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.case import ENGINE_ERRORS, Case, Replay, passed, replay_all
@@ -123,7 +123,7 @@ class SliceEvaluator:
             return self._report(part, problem=f"the validator's engine failed: {error}")
         texts = texts_of(loaded.files).decode_many(answers)
         jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
-        results = settled((self.scorer or DirectScorer(self.environment)).scores, jobs)
+        results = score_all((self.scorer or DirectScorer(self.environment)).scores, jobs)
         failures = [result for result in results if isinstance(result, ScoringFailure)]
         if failures:
             log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])

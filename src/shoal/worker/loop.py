@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from shoal.adversary import Cheat, CheatContext, find_cheat
 from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
@@ -92,7 +93,10 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
         fetch, closed, chosen = RefreshingDownloader(client, downloader), set[str](), config.settings.dtype == "auto"
         while True:
             shelf = _shelf(fit, conduct, fetch, run.environment)
-            worker = Worker(client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace)
+            worker = Worker(
+                client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace,
+                folder=config.folder,
+            )  # fmt: skip
             try:
                 worker.run()
                 break
@@ -160,8 +164,10 @@ class Worker:
     def __init__(
         self, client: HubClient, shelf: EngineShelf, outbox: Outbox, settings: WorkerSettings, stop: StopToken,
         clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Intervals = Intervals(),
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`chosen`: the number format was chosen, so that another may be chosen before the first lease."""
+        """`chosen`: the number format was chosen, so that another may be chosen before the first lease. `folder`: where
+        its `Standing` is left."""
         self._client, self._shelf, self._outbox, self._settings = client, shelf, outbox, settings
         self._stop, self._clock, self._conduct, self._pace = stop, clock, conduct, pace
         run = client.run_info()
@@ -175,7 +181,7 @@ class Worker:
         self._kind = DEFAULT_PROFILE  # of the engine that has the loaded policy
         self._outdated = True  # nothing is given out under the loaded policy
         self._is_over = self.finished = False  # as the hub says; and with nothing left to do here
-        self._earnings, self.activity = Earnings(client), Activity(clock)
+        self._earnings, self.activity = Earnings(client, folder), Activity(clock)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
         self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
         self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._hear)
@@ -207,7 +213,7 @@ class Worker:
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """In the heartbeat's thread."""
-        self._earnings.hear(reply)
+        self._earnings.hear(reply, int(self.activity.heartbeat().counters.get("tokens", 0)))
         self._hear_of_policy(reply)
         self._showing.hear(reply)
         self._deadlines_ms.update((lease, ms) for lease, ms in reply.deadlines.items() if lease in self._hand)

@@ -190,9 +190,6 @@ def test_a_certificate_that_is_not_this_processs_is_refused(folder: RunFolder) -
         folder.certificate("trainer")
 
 
-# ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_addresses_are_written_down_and_kept_for_the_next_start(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"no endpoints\.json"):
         _ = folder.endpoints

@@ -17,8 +17,8 @@ from shoal.environments import Environment, EnvironmentSettings, Score, budget_o
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
-from shoal.rewards import DirectScorer, Job, NotBegun
-from shoal.rewards.panel import Panel, Piece, Seated
+from shoal.rewards import DirectScorer, Job, NotStarted
+from shoal.rewards.panel import JudgedText, JudgeSeat, Panel
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
 from shoal.validator.rewards import Group, RewardNotes, Scored, Scoring, sampled_tokens
@@ -53,13 +53,13 @@ class Opinion:
     """A judge that says how long an answer is, and fails on those that contain `poison`."""
 
     poison: str = "\ue000"
-    asked: list[Piece] = field(default_factory=list)
+    asked: list[JudgedText] = field(default_factory=list)
     open: bool = True
 
     def prepare(self) -> None:
         """Ready."""
 
-    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+    def values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]:
         self.asked += pieces
         said = [piece.completion for piece in pieces]
         return [ScoringFailure("no opinion") if self.poison in each else float(len(each)) for each in said]
@@ -68,10 +68,10 @@ class Opinion:
         self.open = False
 
 
-def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes: object) -> Seated:
+def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes: object) -> JudgeSeat:
     where = {"path": Path("rm")} if kind == "classifier" else {"url": "http://judge.test/v1", "model": "m"}
     given = {"label": label, **where, **changes}
-    return Seated(JudgeSettings(**given), judge)  # type: ignore[arg-type]
+    return JudgeSeat(JudgeSettings(**given), judge)  # type: ignore[arg-type]
 
 
 def test_the_length_counts_what_was_drawn_without_the_end_token_and_without_what_was_given() -> None:
@@ -245,7 +245,7 @@ class Slow(DirectScorer):
     def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
         self.calls.append(len(jobs))
         done = super().scores(jobs)
-        return [*done[: self.most], *(NotBegun("no time") for _job in done[self.most :])]
+        return [*done[: self.most], *(NotStarted("no time") for _job in done[self.most :])]
 
 
 @pytest.mark.parametrize(("most", "units", "calls"), [(15, [1], [36]), (5, [1], [36, 7, 2]), (24, [1, 2], [36])])

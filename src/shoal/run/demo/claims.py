@@ -1,8 +1,9 @@
 """The claims of the demo, decided from the files of the run alone; a claim that does not hold fails the demo.
 
-ledger.jsonl ──► who was paid; whose groups were trained on hub.db ────────► who was rejected and banned, and why (nodes
-without accepted work are not in the ledger) metrics.jsonl ─► the held-out score before and after recount ───────► the
-score of the exported model, by other code
+ledger.jsonl ──► who was paid; whose groups were trained on
+hub.db ────────► who was rejected and banned, and why (nodes without accepted work are not in the ledger)
+metrics.jsonl ─► the held-out score before and after
+recount ───────► the score of the exported model, by other code
 """
 
 from __future__ import annotations

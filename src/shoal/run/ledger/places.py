@@ -2,11 +2,11 @@
 
 URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests of the sources
 folder  the hub's database, running or not; heads: those in the manifests in origin/
-file    one entry per line; beside it `FILE.evidence` (signed documents behind the rows, one line for each row that has
-        some) and `FILE.head` (the hub's signed head, with the root key's certificate for the hub's key)
+file    one entry per line; beside it `FILE.evidence` (signed documents behind the rows, one line for each row that
+        has some) and `FILE.head` (the hub's signed head, with the root key's certificate for the hub's key)
 
-~/.shoal/heads/RUN.json written after every successful verification: it reveals a rewritten ledger
-~/.shoal/forks/RUN-INDEX.json the proof of a fork, which anybody can check without the hub
+~/.shoal/heads/RUN.json         written after every successful verification: it reveals a rewritten ledger
+~/.shoal/forks/RUN-INDEX.json   the proof of a fork, which anybody can check without the hub
 """
 
 from __future__ import annotations
