@@ -56,10 +56,10 @@ TESTS = {"(?:and|but|nor|of|so|such|what|who|nobody|whoever|more)": "the input a
 
 LEFT = {
     "README.md": 6, "ARCHITECTURE.md": 26, "CHANGELOG.md": 7, "CONTRIBUTING.md": 1, "docs": 125, "results": 24,
-    "examples": 2, "scripts": 8, "adversary": 6, "cli": 11, "client": 9, "engines": 29, "environments": 36,
-    "evaluation": 4, "hub": 53, "ledger": 6, "models": 10, "protocol": 15, "rewards": 16, "run": 21, "runtime": 9,
-    "sampling": 6, "shardcast": 31, "simulator": 21, "toploc": 4, "trainer": 40, "validator": 34, "worker": 4,
-    "tests": 317,
+    "examples": 2, "scripts": 8, "cli": 11, "engines": 29, "environments": 36,
+    "evaluation": 4, "hub": 53, "ledger": 6, "models": 10, "protocol": 1, "rewards": 16,
+    "sampling": 6, "shardcast": 31, "simulator": 21, "toploc": 4, "worker": 4,
+    "tests": 157,
 }  # fmt: skip
 """How many each part may still have: numbers only go down, and a part that has none is not listed."""
 

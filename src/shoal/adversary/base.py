@@ -156,7 +156,7 @@ def with_honest_proofs(
     ]
     answers = iter(engine.prefill(asked, proof))
 
-    def told(completion: Completion) -> Completion:
+    def with_proof(completion: Completion) -> Completion:
         answer = next(answers)
         proofs = b"".join(commit(answer.points)) if answer.points is not None else b""
         logprobs = np.array(answer.logprobs)
@@ -164,7 +164,7 @@ def with_honest_proofs(
             logprobs[start : start + length] = 0.0
         return replace(completion, logprobs=logprobs, proofs=proofs)
 
-    return [[told(each) for each in group] for group in groups]
+    return [[with_proof(each) for each in group] for group in groups]
 
 
 _listing = threading.Lock()

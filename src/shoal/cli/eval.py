@@ -9,7 +9,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 
 ENV = f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"
 SET = "Rate, clip, memory, …, or environment.KEY; repeatable."
@@ -157,4 +157,4 @@ def sft(
             raise Exit(request.train(found))
         except Interrupted:
             echo("stopped before training; to continue, give the same command again", err=True)
-            raise Exit(TOLD_TO_STOP_CODE) from None
+            raise Exit(STOPPED_CODE) from None

@@ -15,7 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken, stop_on_signals
 from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def demo(
         spec, notes = process_spec(folder.path, cheater, chosen.name), {cheater: f"cheats: {chosen.what}"}
         launched = launch(folder, patience_min * 60, stop, display, (spec,), notes)
     ending, place = launched.ending, shlex.quote(str(path))
-    if ending.exit_code == TOLD_TO_STOP_CODE:
+    if ending.exit_code == STOPPED_CODE:
         echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
         echo(f"to resume without the cheater: {shoal_command()} run --dir {place}")
     elif ending.exit_code != 0:
@@ -157,7 +157,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
         console.print(line if console.is_terminal else one_line, highlight=False, soft_wrap=not console.is_terminal)
     if stop.is_set():
         console.print("stopped before everything was checked")
-        return TOLD_TO_STOP_CODE
+        return STOPPED_CODE
     results = {"elapsed_s": round(elapsed_s, 1), "claims": found}
     write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
     following = NEXT.format(path=folder.path, shoal=shoal_command(), python=shoal_command("python"))
@@ -270,4 +270,4 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
 
         run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
     if supervised and stop.is_set():  # so that the supervisor does not take it for done
-        raise Exit(TOLD_TO_STOP_CODE)
+        raise Exit(STOPPED_CODE)

@@ -35,7 +35,7 @@ from shoal.run.sources import ModelSource, TaskSource, scorable, task_source
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import write_atomically
 from shoal.runtime.lock import FolderLock
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, StopToken
 from shoal.runtime.text import shoal_command
 from shoal.trainer.demonstrations import selection
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
@@ -142,7 +142,7 @@ class WarmStartRequest:
                 finished = self._warm_start(model, about, corpus).run(report)
             if not finished:
                 echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
-                return TOLD_TO_STOP_CODE
+                return STOPPED_CODE
             for folder in (work / "checkpoints", *(() if self.settings.tracking else (work,))):
                 shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
         echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")

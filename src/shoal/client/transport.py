@@ -60,12 +60,12 @@ SHUT_OUT_CODES = ("node.banned", "node.suspended")
 @dataclass(frozen=True)
 class ClientOptions:
     """How long a call is retried, how long one attempt may take, and the pauses between attempts. A hub that does not
-    answer for `tell_after_s` is mentioned in the log. `retries_pages`: whether an HTML page is retried."""
+    answer for `warn_after_s` is mentioned in the log. `retries_pages`: whether an HTML page is retried."""
 
     patience_s: float = 60.0
     connect_timeout_s: float = 10.0
     answer_timeout_s: float = 20.0
-    tell_after_s: float = 3.0
+    warn_after_s: float = 3.0
     retries_pages: bool = True
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -73,7 +73,7 @@ class ClientOptions:
     def of_a_person(cls, wait_s: float) -> ClientOptions:
         """For a person at the terminal: errors are reported once, at the end."""
         connect_s, answer_s = max(1.0, min(10.0, wait_s)), max(5.0, min(10.0, wait_s))
-        return cls(wait_s, connect_s, answer_s, tell_after_s=math.inf, retries_pages=False)
+        return cls(wait_s, connect_s, answer_s, warn_after_s=math.inf, retries_pages=False)
 
     def with_patience(self, patience_s: float, hubs: int) -> ClientOptions:
         """Another patience; with several hubs, one that hangs does not use it up."""
@@ -202,7 +202,7 @@ class Transport:
 
     def send(self, call: Call) -> bytes:
         """The body of a hub's answer; or `HubRefused`, `HubUnreachable`, `DeadlineExceeded` (told to stop)."""
-        began, attempt, told = self.clock.monotonic_s(), 0, False
+        began, attempt, warned = self.clock.monotonic_s(), 0, False
         must_meet = call.run is not None or self.known.pinned is not None
         while True:
             hub = self.hubs.present
@@ -211,7 +211,7 @@ class Transport:
                     self._meet(hub)
                 content = self._meet(hub) if call is RUN else self._exchange(call, hub)[0]
                 hub.answered()
-                if told:
+                if warned:
                     log.info("the hub at %s answers again, after %.0f s", hub.url, self.clock.monotonic_s() - began)
                 return content
             except _Retry as failure:
@@ -231,9 +231,9 @@ class Transport:
                     raise HubUnreachable(
                         f"no usable answer from {who} for {tried_s:.0f} s: {failure}; {advice}"
                     ) from failure
-                if not told and tried_s >= self.options.tell_after_s:
+                if not warned and tried_s >= self.options.warn_after_s:
                     log.warning("the hub at %s does not answer %s (%s); trying again", hub.url, call.path, failure)
-                    told = True
+                    warned = True
                 if self.stop.wait(pause):
                     raise DeadlineExceeded(f"stopped ({self.stop.reason}) while calling the hub: {failure}") from None
                 attempt += pause > 0

@@ -165,5 +165,5 @@ def _load() -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        what = "is not a table of hub addresses and fingerprints; remove it to trust hubs anew"
+        what = "is not a table of hub addresses and fingerprints; remove it to trust hubs again"
         raise ConfigError(f"{_path()} {what}") from error

@@ -30,7 +30,7 @@ class BatchGroup(Message):
 class Batch(Message):
     """The groups of step `step` in order of unit; it never changes. `groups`: those whose rewards differ;
     `dropped_groups`: how many were dropped for equal rewards since the previous batch. `sampled_reward`: the mean over
-    the rollouts of both, None if there are none."""
+    the rollouts of both, None without rollouts."""
 
     step: int
     groups: tuple[BatchGroup, ...]

@@ -125,7 +125,7 @@ def load_or_create_key(path: Path) -> SigningKey:
 
 
 def store_key(path: Path, key: SigningKey) -> None:
-    """Write a key if there is none yet: an overwritten key would be lost with its credit."""
+    """Write a key if there is no key yet: an overwritten key would be lost with its credit."""
     if path.exists() or not _write_key(path, key):
         raise KeyFileError(f"there is a key at {path} already: move it away, or choose another file")
 

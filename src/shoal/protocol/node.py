@@ -7,7 +7,7 @@ Both sides must speak the same `PROTOCOL_VERSION`: a hub learns a node's from it
     root key ─────────────────────────signs──► AdminAction        these, and whom the run trusts
 
 Every order is in the ledger and made once: its `id` is random, the hub remembers those of the last minutes, and refuses
-older ones by their date. So whoever sees one on its way can only deliver it.
+older ones by their date. So an intercepted one can only be delivered.
 """
 
 from __future__ import annotations

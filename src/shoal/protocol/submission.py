@@ -141,7 +141,7 @@ def unpack_spans(data: bytes, tokens: int) -> Spans:
     for start, length in spans:
         if length == 0 or start <= end or start + length >= tokens:
             raise ProtocolError(
-                f"{length} tokens from token {start} on cannot have been given: they are none, touch what was given "
+                f"{length} tokens from token {start} on cannot be tool tokens: they are empty, touch those "
                 f"before, or begin or end the {tokens} tokens"
             )
         end = start + length

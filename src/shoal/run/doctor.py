@@ -36,7 +36,7 @@ TIMEOUT_S = 5.0
 MAX_SOURCES = 16
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")  # of the drivers of NVIDIA, of a Windows host, of AMD
-OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, tell_after_s=inf)
+OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, warn_after_s=inf)
 
 
 @dataclass(frozen=True)

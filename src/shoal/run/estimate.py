@@ -334,7 +334,9 @@ def settled(recipe: Recipe) -> tuple[Recipe, str]:
     if not derived:
         return recipe, ""
     if not model.parameters:
-        what = f"not known yet, since they follow from the size of the model, and there is none at {recipe.model.path}"
+        what = (
+            f"not known yet, since they follow from the size of the model, and there is no model at {recipe.model.path}"
+        )
         how = "\n# for a model of so many weights: shoal plan RECIPE --parameters NUMBER --memory GIB"
         return recipe, f"# {what}:\n#   {', '.join(derived)}{how}\n"
     size = f"{model.parameters / 1e6:,.1f} M weights, at most {model.payload_bytes / 1e6:,.1f} MB a version"

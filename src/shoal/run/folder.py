@@ -188,7 +188,7 @@ class RunFolder:
         try:
             before = self.endpoints
             earlier = [port_of(url) for url in (before.hub, before.origin, *before.relays)]
-        except ConfigError:  # none, or damaged: they are chosen anew
+        except ConfigError:  # missing or damaged: they are chosen again
             earlier = []
         for index in range(2 + self.recipe.relay.count):
             wanted = [hub.port] if index == 0 and hub.port else [*earlier[index : index + 1], 0, 0, 0]
@@ -248,7 +248,7 @@ def find_run(where: str | None) -> str:
     runs = [path.parent for path in Path("runs").glob("*/recipe.toml")] if Path("runs").is_dir() else []
     if len(runs) == 1:
         return str(runs[0])
-    found = f"runs/ has {len(runs)}" if runs else "there is none in runs/"
+    found = f"runs/ has {len(runs)}" if runs else "runs/ has no run"
     raise UserError(f"which run? give its folder or its hub's address ({found})")
 
 

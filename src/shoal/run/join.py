@@ -23,7 +23,7 @@ from shoal.run.roles import begin
 from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def run_joined_worker(request: JoinRequest) -> int:
             from shoal.run.sandbox import run_in_sandbox
 
             code = run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
-            return TOLD_TO_STOP_CODE if code == 0 and supervised and stop.is_set() else code
+            return STOPPED_CODE if code == 0 and supervised and stop.is_set() else code
         config = WorkerConfig(
             folder=folder, settings=settings, engine=request.engine, hub_url=urls[0],
             root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
@@ -93,7 +93,7 @@ def run_joined_worker(request: JoinRequest) -> int:
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
         )  # fmt: skip
         run_worker(config, stop)
-    return TOLD_TO_STOP_CODE if supervised and stop.is_set() else 0
+    return STOPPED_CODE if supervised and stop.is_set() else 0
 
 
 def _places(request: JoinRequest) -> list[fleet.Place]:
@@ -119,7 +119,7 @@ def run_standalone_relay(
     from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
     folder, bounds = folder or run_home(trusted.run) / "relay", RelaySettings.model_validate(settings)
-    if bounds.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
+    if bounds.disk_budget_gb is None:  # else a run could fill the disk
         bounds = bounds.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
     config = RelayConfig(
         folder=folder, upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort), run=trusted.run,
@@ -137,7 +137,7 @@ def arrive(
     from shoal.run.doctor import examine_worker
 
     with closing(HubClient.of_a_person(urls, request.wait_s, pinned_root(urls, pinned), stop)) as client:
-        trusted = client.trusted_run()  # whoever is no hub of the run is told before anything is written here
+        trusted = client.trusted_run()  # fails before anything is written here
         remember_root(client.url, trusted.root_fingerprint)
         folder = request.folder or run_home(trusted.run) / "worker"
         findings = examine_worker(client, folder) if request.check else []

@@ -237,7 +237,7 @@ def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
     folder = RunFolder.open(path)
     roles: dict[str, protocol.Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":
-        why = "it signs every published policy, and whoever follows the run believes that one key"
+        why = "it signs every published policy, and all nodes trust that one key"
         raise UserError(f"the trainer's key cannot be rotated: {why}; begin a new run from the exported model instead")
     if name not in roles:
         raise UserError(f"this run has no {name!r}; it has {', '.join(roles)}")

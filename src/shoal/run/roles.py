@@ -156,7 +156,7 @@ def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = 
     config = WorkerConfig(
         folder=folder.path / name, settings=recipe.worker, engine=recipe.worker.engine, name=name, cheat=cheat,
         hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
-        limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # whoever runs the trainer runs this, too
+        limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # of the same owner as the trainer
     )  # fmt: skip
     run_worker(config, stop)
 

@@ -102,7 +102,7 @@ def _policy_of_run(
         return dict(payload.files), tensors, trusted.info.proof, trusted.info.profiles
 
 
-def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple[Measurement, Path]:
+def run_calibration(options: TrialOptions, report: Callable[[str], None]) -> tuple[Measurement, Path]:
     """Measure, and write the profile unless cheats would pass. Nothing is overwritten."""
     if options.url is not None:
         raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
@@ -123,7 +123,7 @@ def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple
     for name, machine in ((options.engine, worker), *(("torch", each) for each in validators)):
         engines.append(build(name, files, machine.device, machine.dtype))
         engines[-1].load_policy(None, tensors)
-    measured = measure(engines[0], dict(zip(map(str, validators), engines[1:], strict=True)), plan, tell, BLOCKS)
+    measured = measure(engines[0], dict(zip(map(str, validators), engines[1:], strict=True)), plan, report, BLOCKS)
     if not measured.problems:
         write_atomically(out, to_toml(measured.profile).encode())
     return measured, out

@@ -2,7 +2,7 @@
 
     sandbox (no network)                                 │ outside
     connect(host, port) ─► /run/shoal/HASH ──────────────┼─► Forwarder ─► that host and port, at the address that was
-                            none there: refused          │                resolved and checked when the socket was made
+                            no socket there: refused     │                resolved and checked when the socket was made
 
 The forwarder does not read what it carries: TLS and signatures inside prove who is at the other end.
 """

@@ -43,7 +43,7 @@ class MetricsLog:
         return row
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> dict[str, float] | None:
-        """Add later numbers to the row of a step; the row, or None if there is none or it has them already."""
+        """Add later numbers to the row of a step; the row, or None if it is missing or has them already."""
         rows = self.rows()
         row = next((row for row in rows if row["step"] == step and not metrics.items() <= row.items()), None)
         if row is not None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 SUPERVISED = "SHOAL_SUPERVISED"
-TOLD_TO_STOP_CODE = 130  # of a supervised process that a signal has ended: it is not done, whoever sent it
+STOPPED_CODE = 130  # a supervised process that was ended by a signal: it is not done
 ROLES = ("hub", "trainer", "validator", "relay", "join")
 
 
@@ -24,7 +24,7 @@ def end_at_start(words: Sequence[str]) -> bool:
     """Called before slow imports: a signal ends the process at once, without a traceback, with the exit code that a
     later stop would give. True for a role, which installs its own handlers later."""
     is_role = next((word for word in words if not word.startswith("-")), "") in ROLES
-    code = 0 if is_role and SUPERVISED not in os.environ else TOLD_TO_STOP_CODE
+    code = 0 if is_role and SUPERVISED not in os.environ else STOPPED_CODE
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(code))
     return is_role

@@ -29,7 +29,7 @@ from typing import Literal
 
 from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.files import is_full, resource_error, write_atomically
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Supervisor:
 def describe_exit(code: int) -> str:
     """An exit status in words: `was killed by SIGKILL`, `ended with exit code 1`."""
     if code >= 0:
-        return "was told to stop by somebody" if code == TOLD_TO_STOP_CODE else f"ended with exit code {code}"
+        return "was told to stop by somebody" if code == STOPPED_CODE else f"ended with exit code {code}"
     known = -code in set(signal.Signals)
     return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 

@@ -60,7 +60,7 @@ class Proxy:
         return [f"Proxy-Authorization: {self.authorization}"] if self.authorization else []
 
     def connect(self, timeout_s: float, tunnel_to: str = "") -> socket.socket:
-        """A connection to the proxy, or through it to `tunnel_to` (host:port); `OSError` if there is none."""
+        """A connection to the proxy, or through it to `tunnel_to` (host:port); `OSError` without an answer."""
         connection = socket.create_connection((self.host, self.port), timeout=timeout_s)
         try:
             if self.secure:
@@ -256,7 +256,7 @@ def nearness_of_hub(url: str, peer: str | None) -> Nearness:
 
 
 def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
-    """The addresses of a host that may be used; `OSError` if there are none."""
+    """The addresses of a host that may be used; `OSError` without one."""
     try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:

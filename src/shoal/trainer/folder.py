@@ -105,7 +105,7 @@ def written_files(folder: Path) -> tuple[str, ...]:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """The content of the mark of an export; empty if there is none."""
+    """The content of the mark of an export; empty without one."""
     try:
         facts: dict[str, Any] = json.loads((folder / MARK).read_bytes())
         types = [type(facts["progress"][name]) for name in ("run", "version", "incarnation")]

@@ -171,7 +171,7 @@ class Update:
         learner, tally = self.learner, UpdateSums()
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):
-            self._stop_if_told()
+            self._check_stop()
             self._accumulate(batch, tally, recomputed[number] if recomputed else None, first=first)
         gradients = [weight.grad for weight in learner.trained().values() if weight.grad is not None]
         self._finish(tally.reduced(learner.ranks), learner.ranks.norm(gradients))
@@ -179,19 +179,19 @@ class Update:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        self._stop_if_told()
+        self._check_stop()
         return self._score(self.learner.model, self._to_tensors(batch)).logprobs
 
     @torch.no_grad()
     def measure_mismatch(self, batch: MicroBatch, tally: UpdateSums) -> None:
         """Measure how far the current policy is from the recorded log-probabilities."""
-        self._stop_if_told()
+        self._check_stop()
         laid = self._to_tensors(batch)
         difference_N = self._score(self.learner.model, laid).logprobs - laid.behaviour_N
         values = {"mismatch": difference_N.abs(), "mismatch_kl": divergence(difference_N)}
         tally.add({TOKENS: torch.ones_like(difference_N), **values}, {}, counted=bool(batch.samples))
 
-    def _stop_if_told(self) -> None:
+    def _check_stop(self) -> None:
         if self.learner.ranks.any(self.interrupted()):
             raise Stopped
 

@@ -152,18 +152,22 @@ class Measurement:
 
 
 def measure(
-    worker: Engine, validators: Mapping[str, Engine], plan: Plan, tell: Progress = log.debug, sizes: Sequence[int] = ()
+    worker: Engine,
+    validators: Mapping[str, Engine],
+    plan: Plan,
+    report: Progress = log.debug,
+    sizes: Sequence[int] = (),
 ) -> Measurement:
     """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of theirs; its weights change
     while it draws, and are restored. Blocks of `sizes` tokens are tried too."""
     began = time.monotonic()
-    subject = Subject(worker, plan, tell)
+    subject = Subject(worker, plan, report)
     honest = subject.honest()
     cheats = {name: subject.cheating(name, cheat) for name, cheat in CHEATS.items()}
     seen: dict[str, dict[str, list[Case]]] = {}
     caught: dict[tuple[str, str], list[Case]] = {}
     for machine, engine in validators.items():
-        tell(f"{worker.kind}: everything seen by {machine}")
+        report(f"{worker.kind}: everything seen by {machine}")
         series = {**honest, **cheats}
         replays = iter(replayed(engine, [case for cases in series.values() for case in cases]))
         found = {name: list(itertools.islice(replays, len(cases))) for name, cases in series.items()}
@@ -263,8 +267,8 @@ MAIN = "main"
 class Subject:
     """The worker that is measured: an engine with the policy loaded, which draws honest groups and others."""
 
-    def __init__(self, worker: Engine, plan: Plan, tell: Progress) -> None:
-        self._worker, self._plan, self._tell = worker, plan, tell
+    def __init__(self, worker: Engine, plan: Plan, report: Progress) -> None:
+        self._worker, self._plan, self._report = worker, plan, report
         self._token_row_s = 0.0
         self._is_gpu = worker.kind.split("/")[1] == "cuda"
         lengths = [len(prompt) for prompt in plan.prompts]
@@ -320,7 +324,7 @@ class Subject:
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
         shape, profile, cases = (worker.vocabulary_size, worker.hidden_size), Profile(key=worker.kind), list[Case]()
         for start in range(0, len(leases), BATCH_GROUPS):
-            self._tell(f"{worker.kind}: {label}, {start * size} of {rows} sequences")
+            self._report(f"{worker.kind}: {label}, {start * size} of {rows} sequences")
             part = leases[start : start + BATCH_GROUPS]
             requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, drawn) for lease in part]
             for lease, group in zip(part, worker.generate(requests, plan.proof), strict=True):

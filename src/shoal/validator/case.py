@@ -187,7 +187,7 @@ class Case:
     @cached_property
     def drawn(self) -> npt.NDArray[np.bool_]:
         """Which tokens the model drew. Of tool tokens only proofs are judged."""
-        pairs = zip(self.rollouts, self.lengths, strict=True)  # shown ones may end with given tokens
+        pairs = zip(self.rollouts, self.lengths, strict=True)  # shown ones may end with tool tokens
         return np.concatenate([drawn_mask(r.given, n + 1)[:n] if r.given else np.ones(n, np.bool_) for r, n in pairs])
 
     @cached_property
@@ -321,7 +321,7 @@ def _proof_ends(length: int, hidden_size: int, topk: int, rows: int) -> tuple[in
 
 
 def read_body(body: bytes) -> tuple[Submission | None, str]:
-    """The submission of a body, decoded within the limits, or why it is none."""
+    """The submission of a body, decoded within the limits, or why it cannot be read."""
     try:
         return unpack(body, Submission, BODY_LIMITS), ""
     except CodecError as error:

@@ -242,7 +242,7 @@ def duplicate(case: Case) -> Finding:
 
 
 PROOF_FAILURES = {
-    "malformed": "the proofs are none that a computation gives under",
+    "malformed": "no computation gives these proofs under",
     "forged": "the proofs were made without computing anything under",
     "mismatch": "the proofs are of other activations than those of",
     "drift": "the activations are a little off everywhere (other weights, or another number format?) from those of",

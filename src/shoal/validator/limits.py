@@ -269,7 +269,7 @@ class Calibrator:
         self._next_probe_s = began_s + (self._clock.monotonic_s() - began_s) / PROBE_SHARE
         if moved:
             was = in_force.policy.label
-            log.info("honest work of %s has moved since policy %s: measured anew", ", ".join(moved), was)
+            log.info("honest work of %s has moved since policy %s: measured again", ", ".join(moved), was)
             self._measure(policy, sorted(moved, key=format_of), in_force, digest)
 
 

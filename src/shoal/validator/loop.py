@@ -287,7 +287,7 @@ class Validator:
             pairs = zip(audits, bodies, strict=True)
             return [AuditJob(audit, self._client.open_lease(audit.lease), body) for audit, body in pairs]
         except (HubRefused, ProtocolError) as error:
-            if len(audits) > 1:  # one by one, so that one that cannot be had does not hold up the others
+            if len(audits) > 1:  # one by one, so that a missing one does not block the others
                 return [job for audit in audits for job in self._fetched([audit])]
             log.error("submission %s cannot be audited: %s", audits[0].submission[:16], error)
             return []

@@ -138,7 +138,7 @@ def test_a_witness_of_one_run_does_not_accuse_another(folder: RunFolder, tmp_pat
     assert f"this folder watches run {folder.run_id}" in capsys.readouterr().err
 
 
-def test_what_a_witness_signed_about_another_run_says_nothing(folder: RunFolder, tmp_path: Path) -> None:
+def test_witness_of_another_run_is_ignored(folder: RunFolder, tmp_path: Path) -> None:
     """One key may watch several runs: a source could have one ledger called rewritten by its word on another."""
     witness = SigningKey.generate()
     other = WitnessedHead(run="other-000000000000", index=1, hash="ab" * 32, at_ms=1)
@@ -297,7 +297,7 @@ def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(fo
     assert (place.notes, second.exists()) == ([], True)
 
 
-def test_what_a_witness_signed_is_served_and_read_by_its_address(folder: RunFolder, tmp_path: Path) -> None:
+def test_witnessed_head_is_served_and_read_by_its_address(folder: RunFolder, tmp_path: Path) -> None:
     where, origin = tmp_path / "w", folder.path / "origin"
     assert look(folder, where, origin) == 0
     with served(origin) as source:

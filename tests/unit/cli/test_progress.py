@@ -244,7 +244,7 @@ def test_the_watchdog_is_told_everything() -> None:
     assert "hub (pid 4711) has not answered for 60 s" in ending.message
 
 
-def test_who_was_suspended_blames_nobody() -> None:
+def test_suspended_process_blames_no_other() -> None:
     """Ctrl-Z and fg, or a laptop that slept: the others may have gone on all the while."""
     clock, source = ManualClock(), Answers()
     reporter = Reporter(source, RecordingDisplay(), Watchdog(60), clock=clock)
@@ -343,7 +343,7 @@ def test_symptom_and_cause_are_both_named(
         ({}, ""),
     ],
 )  # fmt: skip
-def test_what_the_supervisor_knows(changes: dict[str, Any], words: str) -> None:
+def test_supervisor_states_appear_as_reasons(changes: dict[str, Any], words: str) -> None:
     assert troubles(None, [HUB, process("w", **changes)], 0.0).get("w", "") == words
 
 

@@ -134,7 +134,7 @@ def test_two_processes_look_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), [("divergence", "mismatch"), ("mismatch_kl", "mismatch_kl")])
-def test_what_a_step_begins_with_is_refused_for_all_its_updates(tmp_path: Path, name: str, number: str) -> None:
+def test_guard_of_the_starting_policy_refuses_every_update(tmp_path: Path, name: str, number: str) -> None:
     watch = GuardMonitor(GuardSettings.model_validate({name: {"action": "skip"}}))
     watch.begin(0)
     healthy = {"loss": 0.1, "grad_norm": 1.0}

@@ -116,7 +116,7 @@ def test_entropy_that_falls_and_rises_again_is_noticed() -> None:
         (lambda after: (2.0, 1.0, 1.6)[after // 20] + 0.1 * (-1) ** after, 60),
     ],
 )  # fmt: skip
-def test_entropy_that_only_wavers_or_only_rises_is_none_of_it(shape: Callable[[int], float], count: int) -> None:
+def test_entropy_that_wavers_or_only_rises_is_no_rise_again(shape: Callable[[int], float], count: int) -> None:
     assert alarms(bent("entropy", shape, count, 0 if shape(0) > 1.5 else 30)) == {}
 
 
@@ -208,7 +208,7 @@ def test_one_from_before_the_lookback_is_always_kept_and_few_are(newest: int, ke
     assert [bool(each) for each in found] == [True, False, False, True], "for a guard that stops on a trend"
 
 
-def test_an_update_that_is_no_number_stops_or_is_skipped_a_few_times_in_a_row() -> None:
+def test_nan_update_stops_or_is_skipped_a_few_times_in_a_row() -> None:
     broken, whole = {"loss": math.nan, "grad_norm": math.inf}, {"loss": 0.1, "grad_norm": 1.0}
     watch = GuardMonitor(DEFAULT)
     watch.begin(0)

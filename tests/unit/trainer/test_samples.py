@@ -82,7 +82,7 @@ def test_a_group_that_the_advantage_makes_nothing_of_does_not_dilute_the_step() 
         ([{"task": 1.0, "length": -0.1}, {"task": 1.0, "length": -0.3}], (0.9, 0.7), True),  # never comes here
     ],
 )
-def test_of_what_the_hub_keeps_all_groups_with_different_rewards_are_trained_on(parts, values, dropped: bool) -> None:
+def test_all_groups_with_different_rewards_are_trained_on(parts, values, dropped: bool) -> None:
     """Also where only a judge makes the difference: its rule for task rewards is not applied a second time."""
     rewards = [RolloutReward(value=value, parts=part) for value, part in zip(values, parts, strict=True)]
     assert has_equal_rewards(rewards) == dropped

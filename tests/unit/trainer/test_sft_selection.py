@@ -161,7 +161,7 @@ def after(role: str) -> dict[str, Any]:
         pytest.param([after("user"), after("assistant")], [], id="who says it"),
     ],
 )
-def test_what_tells_demonstrations_apart(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
+def test_digest_of_demonstrations(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
     assert sorted(chosen(tmp_path, rows, files=chat_files())[1].left_out) == left_out
 
 
@@ -218,7 +218,7 @@ def learnt(sequence: Tokens) -> list[int]:
     return sequence.ids[sequence.trained].tolist()
 
 
-def test_every_turn_of_a_conversation_is_learnt_in_one_sequence_but_those_that_are_given() -> None:
+def test_every_answer_of_a_conversation_is_trained_on_in_one_sequence() -> None:
     said = ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d!")
     (found,), (last,) = encode(*said), encode(*said, given=4)
     first = [SYS, *spelt("S"), END, USER, *spelt("a"), END, BOT]
@@ -268,7 +268,7 @@ def test_words_that_look_like_control_tokens_are_spelt_out() -> None:
 
 
 @pytest.mark.parametrize("template", [None, CHAT])
-def test_bare_text_is_learnt_whole_but_for_its_first_token(template: str | None) -> None:
+def test_bare_text_is_trained_on_except_its_first_token(template: str | None) -> None:
     encoder = Encoder(chat_files(template), PromptSettings(), "text")
     (found,) = encoder.encode(Demonstration(0, text="hey<|end|>"))
     assert found.ids.tolist() == [*spelt("hey<|end|>"), END]

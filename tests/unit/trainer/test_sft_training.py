@@ -49,7 +49,7 @@ def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int,
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_order_is_the_seeds_and_the_epochs_and_steps_end_it_or_let_it_go_on() -> None:
+def test_order_follows_seed_and_epoch_and_steps_set_the_end() -> None:
     schedule = Schedule(epochs=2, batch=4, validation=0)
     first, again, other, short, longer = (
         table(replace(schedule, **change), range(8))[0] for change in ({}, {}, {"seed": 1}, {"steps": 1}, {"steps": 5})
@@ -155,7 +155,7 @@ class Stopping(StopToken):
 
 
 @pytest.mark.parametrize("looks", [0, 2, 4, None])
-def test_stopped_or_killed_it_goes_on_bit_for_bit(tmp_path: Path, corpus: Corpus, looks: int | None) -> None:
+def test_stopped_or_killed_warm_start_resumes_bit_for_bit(tmp_path: Path, corpus: Corpus, looks: int | None) -> None:
     whole = warm(tmp_path, corpus, "whole")
     assert whole.run()
     if looks is None:  # killed: the checkpoint is of version 2; the row of step 2 is written, and its weights are lost
@@ -233,7 +233,7 @@ def test_an_only_step_that_destroys_the_model_is_no_success(
     assert diverges(tmp_path, again) == message, "and so it is when it is started again"
 
 
-def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_it(
+def test_destructive_last_step_leaves_the_earlier_checkpoint(
     tmp_path: Path, corpus: Corpus, monkeypatch: Patch
 ) -> None:
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=3)
@@ -243,7 +243,7 @@ def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_
     assert rows(tmp_path)[2]["alarm_divergence"] > 3
 
 
-def test_what_an_earlier_step_destroyed_is_seen_as_well(tmp_path: Path, corpus: Corpus, monkeypatch: Patch) -> None:
+def test_damage_of_an_earlier_step_is_found_at_the_end(tmp_path: Path, corpus: Corpus, monkeypatch: Patch) -> None:
     """The last step did no harm: only the model that it began with tells."""
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-6), steps=3)
     ruin_at(run, monkeypatch, 0, 10.0)

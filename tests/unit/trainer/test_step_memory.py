@@ -43,7 +43,7 @@ def first_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tens
     return gradients(made, StepWork(0, groups, temperature=1.0, max_staleness=99))[0][0]
 
 
-def test_what_is_published_in_bfloat16_is_what_the_trainer_computes_with(groups) -> None:
+def test_published_bfloat16_weights_equal_those_computed_with(groups) -> None:
     made = learner(ROUNDED.model_copy(update={"learning_rate": 1e-5}))
     for step in range(3):
         train(made, groups, step)
@@ -72,7 +72,7 @@ def test_gradients_are_summed_in_float32_over_micro_batches(groups) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_learner_that_is_loaded_goes_on_bit_for_bit(groups, tied: bool) -> None:
+def test_loaded_learner_continues_bit_for_bit(groups, tied: bool) -> None:
     made, resumed = (learner(ROUNDED, seed, tie_word_embeddings=tied) for seed in (0, 3))
     train(made, groups)
     resumed.load_state({name: value.clone() for name, value in made.state().items()})
@@ -264,7 +264,7 @@ def test_only_adapters_change_and_only_they_travel(finished) -> None:
 
 
 @torch.no_grad()
-def test_whoever_has_the_policy_computes_what_the_trainer_does_and_an_export_is_an_ordinary_model(finished) -> None:
+def test_published_adapters_and_export_compute_what_the_trainer_does(finished) -> None:
     folder, made = finished
     ids, engine = torch.arange(5, 25)[None], TorchEngine(with_adapters()[1])
     engine.load_policy(None, {view.name: view for view in views_of(made.state(), "float32")})

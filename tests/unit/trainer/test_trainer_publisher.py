@@ -84,7 +84,7 @@ def test_a_version_is_written_with_the_ledgers_head_then_announced(
     assert (tmp_path / "origin" / "manifests" / "0.0.json").is_file()
 
 
-def test_what_is_replayed_is_reported_and_not_published(hub: FakeHub, publisher: Make) -> None:
+def test_replayed_versions_are_reported_and_not_published(hub: FakeHub, publisher: Make) -> None:
     made = publisher()
     made.submit(*handover(1), publish=False)
     assert made.wait() is None
@@ -93,7 +93,7 @@ def test_what_is_replayed_is_reported_and_not_published(hub: FakeHub, publisher:
 
 
 @pytest.mark.parametrize("failing", ["report", "save"])
-def test_what_could_not_be_reported_or_saved_is_not_published(
+def test_version_that_was_not_reported_or_saved_is_not_published(
     hub: FakeHub, publisher: Make, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_file: object) -> None:
@@ -119,9 +119,7 @@ def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, publisher: Make
     assert first.policy.digest == second.policy.digest
 
 
-def test_training_goes_on_while_a_version_is_on_its_way_and_one_that_hangs_ends_in_a_deadline(
-    hub: FakeHub, publisher: Make
-) -> None:
+def test_training_continues_while_publishing_and_a_hanging_version_times_out(hub: FakeHub, publisher: Make) -> None:
     reached, go = threading.Event(), threading.Event()
     hub.before["announce"] = lambda _version: reached.set() or go.wait(20)
     made = publisher(deadline_s=0.05)
@@ -165,7 +163,7 @@ def test_another_digest_for_a_published_version_begins_an_incarnation(
         pytest.param(None, PolicyMismatch, id="never published before: a second trainer is at work"),
     ],
 )
-def test_what_no_new_incarnation_mends_is_an_error(
+def test_conflict_that_no_incarnation_resolves_is_an_error(
     hub: FakeHub, publisher: Make, refusal: HubRefused | None, error: type[Exception]
 ) -> None:
     if refusal is None:
@@ -228,7 +226,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", POINTS)
-def test_killed_at_every_point_while_training_goes_on(
+def test_killed_at_every_point_during_training(
     tmp_path: Path, whole: tuple[dict[str, torch.Tensor], FakeHub], die_at: list[str], name: str
 ) -> None:
     hub = FakeHub(STEPS, max_staleness=1)

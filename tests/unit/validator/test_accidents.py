@@ -250,7 +250,7 @@ def test_log_probabilities_that_lean_by_rollout_up_and_down_fail() -> None:
         assert outcome(saying(case, lambda values, n: values + 0.05 * (-1) ** n)) != ""
 
 
-def test_what_leans_less_is_found_by_the_record() -> None:
+def test_small_bias_is_found_by_the_record() -> None:
     record, passed = Tally(), 0
     for case in groups(100, 40):
         lie = replace(saying(case, lambda values, n: values + 0.02 * (-1) ** n), record=record)

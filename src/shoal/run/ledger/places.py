@@ -384,7 +384,7 @@ def load_kept(run: str) -> KeptHead | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        remedy = "restore it, or remove it to begin anew"
+        remedy = "restore it, or remove it to begin again"
         raise ConfigError(f"cannot read the kept head {path}: {error}; {remedy}") from error
 
 
@@ -445,7 +445,7 @@ def save_proof(
     keys: Keys, certificates: tuple[protocol.SignedDocument, ...], first: protocol.SignedDocument,
     second: protocol.SignedDocument, entries: list[protocol.LedgerEntry],
 ) -> Path:  # fmt: skip
-    """Write the proof; `LedgerError` if it is none. `entries`: the rows of the second statement's ledger."""
+    """Write the proof; `LedgerError` if it proves nothing. `entries`: the rows of the second statement's ledger."""
     last = second.document.get("index")
     between = tuple(entry for entry in entries if isinstance(last, int) and entry.index <= last)
     proof = ForkProof(

@@ -123,7 +123,7 @@ class Demonstrations:
         self.rows, self.where = self._table.rows, self._table.where
 
     def read(self) -> Iterator[Demonstration | UnusableTask]:
-        """Every row in order: a demonstration, or the reason why it is none."""
+        """Every row in order: a demonstration, or why it cannot be used."""
         scanned = (row for batch in self._table.scan(self._columns) for row in rows_of(batch))
         for number, row in enumerate(scanned):
             try:
