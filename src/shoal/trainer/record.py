@@ -252,7 +252,7 @@ class RunRecord:
         version; those of earlier steps go into their rows."""
         left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
         if left_out:
-            log.warning("step %d: no finite number, so not in its row: %s", step, ", ".join(left_out))
+            log.warning("step %d: NaN or infinite, so not in its row: %s", step, ", ".join(left_out))
         shown = {name: value for name, value in metrics.items() if name not in left_out}
         own = {"held_out": measured[step]} if step in measured else {}
         for earlier in sorted(measured.keys() - {step}):

@@ -122,8 +122,8 @@ def shape(case: Case) -> Finding:
         tokens, logprobs = len(each.tokens) // 4, len(each.logprobs) // 4
         if len(each.tokens) % 4 or len(each.logprobs) != len(each.tokens) or not 0 < tokens <= limit:
             message = (
-                f"rollout {index} has {tokens} tokens and {logprobs} log-probabilities; it must have as many of one as "
-                f"of the other, from 1 to {limit}"
+                f"rollout {index} has {tokens} tokens and {logprobs} log-probabilities; there must be equally many, "
+                f"from 1 to {limit}"
             )
             return failed("shape.tokens", message, rollout=index, tokens=tokens, logprobs=logprobs)
     at = int(np.argmax(case.tokens))
@@ -178,13 +178,13 @@ def dialogue(case: Case) -> Finding:
         if wrong or reading.problem == "other words":
             at = reading.at if reading.problem == "other words" else wrong[0][0]
             if at in {start for start, _ in claimed}:
-                message = f"rollout {index} says that tokens from token {at} on were given: the tool does not say them"
+                message = f"rollout {index} marks tokens from token {at} on as tool tokens: the tool does not say them"
                 return failed("dialogue.forged", message, rollout=index, token=at)
-            message = f"rollout {index} does not have, as given, what the tool says at token {at}"
+            message = f"rollout {index} lacks the tool tokens that the tool says at token {at}"
             return failed("dialogue.missing", message, rollout=index, token=at)
     if case.claimed[~case.drawn].any():
         index, token = case.place(int(np.argmax(~case.drawn & (case.claimed != 0))))
-        message = f"rollout {index} has a log-probability at token {token}, which was given: it must be 0"
+        message = f"rollout {index} has a log-probability at token {token}, which is a tool token: it must be 0"
         return failed("dialogue.logprobs", message, rollout=index, token=token)
     return passed("dialogue", given=len(case.tokens) - case.generated)
 
@@ -396,7 +396,7 @@ def reward_steering(case: Case, audit: Audit, branches: Branches) -> Finding:
     if audit.distrusted and case.replay is not None and by_tolerance(case).any():
         message = (
             f"some tokens pass only by the tolerance, and the work of {audit.distrusted} shows that such tokens are "
-            "chosen for their reward: until it does no more, groups with such tokens are given out again"
+            "chosen for their reward: groups with such tokens are issued again until that ends"
         )
         return unsure("sampling.distrusted", message, **evidence)
     return passed("branches", **evidence)
