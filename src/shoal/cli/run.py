@@ -53,7 +53,7 @@ def run(
     patience_min: options.PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
-    from shoal.run.estimate import settled
+    from shoal.run.estimate import with_derived_settings
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
     from shoal.runtime.config import dump_config
@@ -65,7 +65,7 @@ def run(
     if dry_run:
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved)
-        shown, derived = settled(resolved)
+        shown, derived = with_derived_settings(resolved)
         return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
@@ -115,7 +115,7 @@ def demo(
 
     from shoal.adversary import find_cheat
     from shoal.cli.view import choose_display
-    from shoal.run.demo.claims import cheater_name, demo_recipe, make_room
+    from shoal.run.demo.claims import cheater_name, demo_recipe, replace_earlier_demo
     from shoal.run.folder import RunFolder
     from shoal.run.launch import launch, process_spec
     from shoal.run.preflight import check_ingredients
@@ -123,7 +123,7 @@ def demo(
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
     path = directory.absolute()
-    make_room(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
+    replace_earlier_demo(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
     folder = RunFolder.prepare(path, recipe)
     stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
     cheater = cheater_name(folder)
@@ -144,12 +144,12 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     from rich.markup import escape
     from rich.table import Table
 
-    from shoal.run.demo.claims import cast_of, check
+    from shoal.run.demo.claims import check, participants_of
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
     found = []
-    for claim in check(folder, cast_of(folder, cheat), stop):
+    for claim in check(folder, participants_of(folder, cheat), stop):
         found.append(asdict(claim))
         sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
         line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
@@ -256,10 +256,10 @@ def join(
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:
     """A rank of the trainer beyond the first needs no run folder: on another machine there may be none."""
-    from shoal.run.roles import begin
+    from shoal.run.roles import start_role
 
     supervised = SUPERVISED in os.environ
-    stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
+    stop = start_role(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
     if name.startswith("trainer-rank-"):
         from shoal.trainer.shards import run_rank
 

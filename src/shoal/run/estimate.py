@@ -322,7 +322,7 @@ def announced_size(recipe: Recipe) -> ModelSize:
     return model_size(model_folder(recipe.model.path), trainer.publish_dtype, *adapters) if is_here else ModelSize()
 
 
-def settled(recipe: Recipe) -> tuple[Recipe, str]:
+def with_derived_settings(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe as `--dry-run` shows it, and TOML comments about its derived settings, which stay open while the model
     is unknown."""
     model, changes, derived = announced_size(recipe), {}, list[str]()

@@ -230,7 +230,7 @@ def _stored_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
+def hub_address(where: str, wait_s: float) -> tuple[str, float, str | None]:
     """The hub's address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)

@@ -18,8 +18,8 @@ from shoal.client import HubClient
 from shoal.client.trust import parse_join_urls, pinned_root, remember_root
 from shoal.errors import ResourceError, UserError
 from shoal.run import fleet
-from shoal.run.folder import hub_of
-from shoal.run.roles import begin
+from shoal.run.folder import hub_address
+from shoal.run.roles import start_role
 from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
@@ -63,7 +63,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
     places = _places(request)
-    supervised, stop = SUPERVISED in os.environ, begin("worker", None, is_verbose())
+    supervised, stop = SUPERVISED in os.environ, start_role("worker", None, is_verbose())
 
     def say_when_stopping() -> None:
         """At once, because the group that is being generated may take long."""
@@ -74,7 +74,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     if SANDBOX not in os.environ:  # else the process around the sandbox says it
         threading.Thread(target=say_when_stopping, name="stopping", daemon=True).start()
     with ending_quietly(stop):
-        folder, root_fingerprint, profiles = arrive(urls, pinned, request, stop)
+        folder, root_fingerprint, profiles = meet_hub(urls, pinned, request, stop)
         on_gpus = f"{ENGINES[request.engine].profile}/cuda/"
         if places and places[0].gpu is not None and not any(kind.startswith(on_gpus) for kind in profiles):
             log.warning("the run takes no work of GPUs: one worker computes on the processor (--workers: more)")
@@ -112,8 +112,8 @@ def run_standalone_relay(
 ) -> None:  # fmt: skip
     """Without `upstreams`: from the sources that the hub names. `settings`: those of `RelaySettings` that were
     given."""
-    stop = begin("relay", None, is_verbose())
-    with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
+    stop = start_role("relay", None, is_verbose())
+    with closing(HubClient.of_a_person(*hub_address(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()
         remember_root(client.url, trusted.root_fingerprint)
     from shoal.shardcast import RelayConfig, RelaySettings, run_relay
@@ -129,7 +129,7 @@ def run_standalone_relay(
     run_relay(config, stop, lambda _url: None)
 
 
-def arrive(
+def meet_hub(
     urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken
 ) -> tuple[Path, str, tuple[str, ...]]:
     """Meet the hub, then check this machine; the folder to work in, the run's root fingerprint, and the kinds of

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
-from shoal.run.folder import ADMIN, RunFolder, hub_of
+from shoal.run.folder import ADMIN, RunFolder, hub_address
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.text import shoal_command
@@ -172,7 +172,7 @@ class Order:
 
 
 def _client(run: str) -> HubClient:
-    return HubClient.of_a_person(*hub_of(run, WAIT_S))
+    return HubClient.of_a_person(*hub_address(run, WAIT_S))
 
 
 def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:

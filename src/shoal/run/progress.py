@@ -1,10 +1,10 @@
 """How a run goes: its `History`, the status in words, who waits for whom, and an end if nothing happens.
 
-    hub /status ──every second──► Reporter ─► History ─► Scene ─► Display
+    hub /status ──every second──► Reporter ─► History ─► RunView ─► Display
                                       └─────► Watchdog: ends a run without progress, and says why
 
-Reasons for no progress (`blame`): the hub knows who waits for whom; the supervisor's processes, nodes without a
-heartbeat, a silent hub, orders of the owner and ledger entries that are not appended show the cause.
+Reasons for no progress (`standstill_reasons`): the hub knows who waits for whom. Causes are seen in processes of the
+supervisor, nodes without a heartbeat, a silent hub, orders of the owner, and ledger entries that are not appended.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Scene:
+class RunView:
     """`status` is the hub's last answer, `notes` are remarks on workers."""
 
     status: RunStatus | None
@@ -111,7 +111,7 @@ class Display(Protocol):
 
     # fmt: off
     def say(self, text: str) -> None: ...
-    def show(self, scene: Scene) -> None: ...
+    def show(self, scene: RunView) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
     # fmt: on
@@ -212,21 +212,21 @@ class Watchdog:
             return None
         if (still_s := now_s - self._since_s) < self.patience_s:
             return None
-        return Ending(1, f"no progress for {duration(still_s)}: {blame(status, processes, silent_s)}")
+        return Ending(1, f"no progress for {duration(still_s)}: {standstill_reasons(status, processes, silent_s)}")
 
     def begin_again(self, now_s: float) -> None:
         self._since_s = now_s
 
 
-def blame(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
-    found = list(troubles(status, processes, silent_s).values())
+def standstill_reasons(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
+    found = list(process_problems(status, processes, silent_s).values())
     if status is None or silent_s >= SILENT_S:
         return "; ".join(found or ["the hub does not answer (see logs/hub.log)"])
     message = [*(sentence for _, sentence in notices(status)), waits_line(status), *found]
     return "; ".join(line for line in message if line) or "and nobody says that they wait for anything"
 
 
-def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
+def process_problems(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
     """What is wrong with the processes of this machine: name → sentence."""
     heard_s = min((process.since_s for process in processes if process.name == "hub"), default=0.0)
     found = {}
@@ -354,4 +354,4 @@ class Reporter:
             self.history.add(status, self.elapsed_s)
 
     def _show(self, processes: Sequence[ProcessView]) -> None:
-        self.display.show(Scene(self.status, processes, self.history, self.elapsed_s, self.notes))
+        self.display.show(RunView(self.status, processes, self.history, self.elapsed_s, self.notes))

@@ -49,7 +49,7 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
     return [*command, "--dir", str(path), *options]
 
 
-def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
+def start_role(name: str, folder: Path | None, verbose: bool) -> StopToken:
     """Standard input is closed, so nothing that is loaded can ask a person. A supervisor keeps the log file."""
     supervised, stop = SUPERVISED in os.environ, stop_on_signals()
     follow_supervisor(stop)  # takes SUPERVISED away

@@ -23,7 +23,7 @@ from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.hub import HubConfig
 from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
-from shoal.run.estimate import settled
+from shoal.run.estimate import with_derived_settings
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe, load_recipe
 from shoal.run.roles import run_role
@@ -134,7 +134,7 @@ def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path:
     ran = shoal("run", str(TINY), "--dry-run", "--set", "worker.count=5", "--set", "run.steps=7")
     assert ran.returncode == 0
     shown = parse_config(ran.stdout, Recipe, "shown")
-    assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))[0]
+    assert shown == with_derived_settings(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))[0]
     assert (shown.hub.lease_s, shown.trainer.checkpoint_every) == (60, 1)
     ran = shoal("run", str(TINY), "--dry-run", "--set", "hub.database=postgresql://shoal:s3cret@db.example/run")
     assert "postgresql://shoal:***@db.example/run" in ran.stdout

@@ -227,8 +227,8 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
 BEGIN = """
 import logging, sys
 from pathlib import Path
-from shoal.run.roles import begin
-begin("hub", Path(sys.argv[1]), False)
+from shoal.run.roles import start_role
+start_role("hub", Path(sys.argv[1]), False)
 logging.getLogger("shoal").info("hello")
 """
 

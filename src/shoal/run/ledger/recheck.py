@@ -22,7 +22,7 @@ from shoal.protocol import Lease, LedgerEntry, PolicyRef, Verdict
 from shoal.rewards import ScoringPool
 from shoal.rewards.panel import panel_of
 from shoal.run.folder import RunFolder
-from shoal.run.ledger.places import FolderPlace
+from shoal.run.ledger.sources import FolderLedger
 from shoal.run.roles import validator_config
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, run_origin
@@ -39,9 +39,9 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
     """A line for each unit, and a summary; `LedgerError` if any verdict was different."""
     folder, reason = RunFolder.open(path), ""
     states: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
-    with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
+    with closing(FolderLedger(path)) as source, tempfile.TemporaryDirectory() as cache:
         rows: dict[str, LedgerEntry] = {}  # accepted units, one row of each submission
-        for entry in place.entries():
+        for entry in source.entries():
             if entry.kind in ("credit", "pending"):
                 rows.setdefault(str(entry.body["submission"]), entry)
         if not rows:
@@ -50,11 +50,11 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
 
             def limits(digest: str) -> Profiles | None:  # of the calibration that the lease names
-                return None if (made := place.calibration(digest)) is None else profiles_of(made)
+                return None if (made := source.calibration(digest)) is None else profiles_of(made)
 
             judge = replace(judge, calibrations=limits)
             for entry in drawn:
-                found = _one(place, entry, judge, shelf)
+                found = _one(source, entry, judge, shelf)
                 states[found.state] += 1
                 if found.state == "unknown":
                     reason = f"; of unit {entry.body['unit']} {found.sentence}"
@@ -70,11 +70,11 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         raise UserError("nothing could be rechecked, so nothing is shown: see above why")
 
 
-def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:
-    if (evidence := place.evidence([entry]).get(entry.index)) is None or evidence.verdict is None:
+def _one(source: FolderLedger, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:
+    if (evidence := source.evidence([entry]).get(entry.index)) is None or evidence.verdict is None:
         return Rechecked("different", "there is no verdict behind it")
     try:
-        lease, body = place.kept(str(entry.body["submission"]))
+        lease, body = source.kept(str(entry.body["submission"]))
     except (OSError, ShoalError) as error:
         return Rechecked("unknown", f"its bytes are not kept: {error}")
     policy: PolicyRef = Lease.model_validate(lease.document, extra="ignore").policy

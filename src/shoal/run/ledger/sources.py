@@ -30,7 +30,7 @@ from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
 from shoal.ledger.evidence import Rows
-from shoal.run.folder import RunFolder, hub_of
+from shoal.run.folder import RunFolder, hub_address
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.files import ensure_folder, home, make_home, write_atomically
@@ -47,7 +47,7 @@ START = b'{\n  "run"'
 MANIFEST = "the manifest of policy "
 
 
-class Place(Rows):
+class LedgerSource(Rows):
     """A ledger somewhere. `notes` say what could not be fetched. It may grow: its rows are read as of the last call of
     `pins`. `complete`: its last row is the last of all; not known of a file."""
 
@@ -81,20 +81,20 @@ class Place(Rows):
     def close(self) -> None: ...
 
 
-def open_place(where: str, wait_s: float = 3.0) -> Place:
+def open_ledger(where: str, wait_s: float = 3.0) -> LedgerSource:
     if "://" in where:
-        return HubPlace(where, wait_s)
+        return HubLedger(where, wait_s)
     path = Path(where)
     if path.is_dir():
-        return FolderPlace(path)
+        return FolderLedger(path)
     if path.is_file():
-        return FilePlace(path)
+        return FileLedger(path)
     raise UserError(f"{where} is no hub's address, no run's folder and no exported ledger")
 
 
-class HubPlace(Place):
+class HubLedger(LedgerSource):
     def __init__(self, where: str, wait_s: float) -> None:
-        self._client = HubClient.of_a_person(*hub_of(where, wait_s))
+        self._client = HubClient.of_a_person(*hub_address(where, wait_s))
         self._run = self._client.trusted_run()
         super().__init__(self._client.url, self._run.info.root_key)
         self._head = self._client.signed_ledger_head()
@@ -194,7 +194,7 @@ def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
     ]
 
 
-class FolderPlace(Place):
+class FolderLedger(LedgerSource):
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder.open(path)
         super().__init__(str(path), self._folder.root_key)
@@ -274,7 +274,7 @@ class FolderPlace(Place):
         self._storage.close()
 
 
-class FilePlace(Place):
+class FileLedger(LedgerSource):
     complete = False
 
     def __init__(self, path: Path) -> None:
@@ -428,7 +428,7 @@ def _pin(data: bytes, source: str) -> Pin | None:
     return None
 
 
-def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
+def proven_fork(place: LedgerSource, keys: Keys, error: LedgerForked) -> str:
     """Write the proof of a fork, if it can be proven; the addition to the error message."""
     if (head := place.signed_head()) is None or not isinstance(error.statement, protocol.SignedDocument):
         return ""
