@@ -185,7 +185,7 @@ def test_uniforms_are_checked_for_drawn_tokens_only() -> None:
     assert (found.reason, found.result.evidence["far_outside"]) == ("sampling.seed", 1)
     assert found.severity is protocol.Severity.STATISTICAL, "it takes several to be certain"
     assert (found.result.evidence["tokens"], found.result.evidence["outside"]) == (odd.generated, 1)
-    assert np.flatnonzero(coarse.odd.seeds).tolist() == [coarse.chunk_of[at]]
+    assert np.flatnonzero(coarse.outliers.seeds).tolist() == [coarse.chunk_of[at]]
 
 
 def test_limits_are_measured_on_drawn_tokens_only() -> None:

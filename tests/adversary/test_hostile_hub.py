@@ -26,7 +26,7 @@ from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol.submission import ProgressReply
 from shoal.run import progress as reporter
-from shoal.run.ledger.places import download
+from shoal.run.ledger.sources import download
 from shoal.run.progress import fetch_status
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
