@@ -21,7 +21,7 @@ SRC = Path(__file__).parent.parent / "src"
 LAYERS = [
     {"cli"},
     {"run"},
-    {"dashboard"},
+    {"dashboard", "simulator"},
     {"trainer", "worker", "validator", "hub"},
     {"evaluation", "adversary"},
     {"engines", "client", "rewards"},

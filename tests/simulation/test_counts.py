@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kit.simulator import Scenario, Simulation, WorkerKind
 from shoal.hub.state.commands import AddPolicy, AddVerdict, Save
 from shoal.hub.state.rows import InHand, LeaseState, Progress, UnitRow
 from shoal.hub.storage import SqliteStorage, StaleRow
 from shoal.protocol import NodeState, PolicyRef
+from shoal.simulator import Scenario, Simulation, WorkerKind
 
 CREWS = (
     WorkerKind(6, group_s=12, lives_s=90, network="10.0.0.0/24"),

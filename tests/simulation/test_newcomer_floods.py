@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from kit.simulator import Scenario, Simulation, WorkerKind
-from kit.simulator.simulation import TOKENS, Generating, SimulatedWorker
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import LeaseRelease, ProofParameters
+from shoal.simulator import Scenario, Simulation, WorkerKind
+from shoal.simulator.simulation import TOKENS, Generating, SimulatedWorker
 
 HOME, ADDRESS, FLOOD = "192.0.2.0/24", "192.0.2.7", "198.51.100.0/24"
 THREE = (FLOOD, "203.0.113.0/24", "2001:db8:1::/48")
