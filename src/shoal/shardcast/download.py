@@ -290,10 +290,14 @@ END_S = 5.0
 
 
 class Prefetch:
-    """A thread that keeps the newest version on this disk, as a context manager."""
+    """A thread that keeps the newest version on this disk, as a context manager. `on_newer` hears of it, in the thread,
+    before it is fetched."""
 
-    def __init__(self, downloader: Downloader, stop: StopToken) -> None:
-        self._downloader, self._stop, self._closing = downloader, stop, threading.Event()
+    def __init__(
+        self, downloader: Downloader, stop: StopToken, on_newer: Callable[[PolicyRef], None] = lambda _ref: None
+    ) -> None:
+        self._downloader, self._stop, self._on_newer = downloader, stop, on_newer
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -311,7 +315,10 @@ class Prefetch:
         unfetched: PolicyRef | None = None  # it gave way to somebody who may have given up since
         try:
             while not (self._closing.is_set() or self._stop.is_set()):
-                newer = follower.newer(0.0 if unfetched else WAIT_S) or unfetched
+                found = follower.newer(0.0 if unfetched else WAIT_S)
+                if found is not None:
+                    self._on_newer(found)
+                newer = found or unfetched
                 if newer is not None and not (self._closing.is_set() or self._stop.is_set()):
                     unfetched = None if self._fetch(newer) else newer
                 if newer is None or unfetched:
