@@ -390,8 +390,8 @@ class Worker:
             self._give_back_broken(broken, len(groups), loaded)
 
     def _note(self, policy: PolicyRef, lease: str, tokens: int) -> None:
-        """While groups are generated: how far one is. It ends what the hub would refuse by now, and what takes long when
-        the worker is told to stop."""
+        """While groups are generated: how far one is. It ends what the hub would refuse by now, and what takes long
+        when the worker is told to stop."""
         self.activity.generated(lease, tokens)
         if self._is_too_old(policy, self._newest or policy):
             raise Interrupted(f"policy {policy.label} is too old to be trained on")
