@@ -16,7 +16,7 @@ from test_loop_scripted import DEADLINE_S, PACE, URL, Run
 from kit import Patch, eventually
 from kit.hub import submission_body, verdict_on
 from shoal import protocol
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines.registry import ENGINES
 from shoal.engines.torch import TorchEngine
 from shoal.hub import HubConfig, RunSettings
@@ -25,7 +25,7 @@ from shoal.models.state import policy_views
 from shoal.shardcast import Content
 from shoal.worker import WorkerConfig, loop, run_worker
 
-SELDOM = Pace(PACE.poll_s, heartbeat_s=15.0, patience_s=DEADLINE_S)
+SELDOM = Intervals(PACE.poll_s, heartbeat_s=15.0, patience_s=DEADLINE_S)
 ROWS, LONG = 4, 20_000
 SOON_S = 5.0  # a third of a heartbeat
 NEVER_DRAWN = 5_000

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.client import HubClient, split_join_url
-from shoal.client.trust import known_root
+from shoal.client.trust import pinned_root
 from shoal.engines import Engine, GenerationRequest, PrefillRequest, build, choose
 from shoal.engines.protocol import BoundedEngine, Groups
 from shoal.engines.registry import resolved
@@ -233,7 +233,7 @@ def run_bench(options: TrialOptions, stop: StopToken, report: Report) -> Benchma
 
 def status_of(url: str, stop: StopToken) -> RunStatus:
     base, pinned = split_join_url(url)
-    with closing(HubClient.of_a_person(base, HUB_PATIENCE_S, known_root([base], pinned), stop)) as hub:
+    with closing(HubClient.of_a_person(base, HUB_PATIENCE_S, pinned_root([base], pinned), stop)) as hub:
         return hub.status()
 
 

@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, TrustedRun
-from shoal.client.trust import known_root, one_run
+from shoal.client.trust import parse_join_urls, pinned_root
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
 from shoal.protocol import MAX_SKEW_MS, RunInfo, SigningKey
 from shoal.runtime.clock import SystemClock
@@ -118,8 +118,8 @@ def _writable(folder: Path) -> Finding:
 def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[Finding]:
     """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
     try:
-        bases, given = one_run(urls)
-        pinned, proxy = known_root(bases, given), proxy_of(bases[0])
+        bases, given = parse_join_urls(urls)
+        pinned, proxy = pinned_root(bases, given), proxy_of(bases[0])
         yield Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
     except UserError as error:
         yield Finding("hub", False, str(error), error.exit_code)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.client import HubClient
-from shoal.client.trust import known_root, one_run, remember_root
+from shoal.client.trust import parse_join_urls, pinned_root, remember_root
 from shoal.errors import ResourceError, UserError
 from shoal.run import fleet
 from shoal.run.folder import hub_of
@@ -56,7 +56,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 
-    urls, pinned = one_run(request.urls)
+    urls, pinned = parse_join_urls(request.urls)
     if request.owner is not None and request.vouch is not None:
         raise UserError("--owner and --vouch say the same thing: give one of them")
     check_engine(request.engine, request.device, request.dtype)
@@ -136,7 +136,7 @@ def arrive(
     workers that it takes."""
     from shoal.run.doctor import examine_worker
 
-    with closing(HubClient.of_a_person(urls, request.wait_s, known_root(urls, pinned), stop)) as client:
+    with closing(HubClient.of_a_person(urls, request.wait_s, pinned_root(urls, pinned), stop)) as client:
         trusted = client.trusted_run()  # whoever is no hub of the run is told before anything is written here
         remember_root(client.url, trusted.root_fingerprint)
         folder = request.folder or run_home(trusted.run) / "worker"

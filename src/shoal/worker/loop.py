@@ -7,8 +7,8 @@
      └─ finished chunks, on probation (`showing`)
 
 Back-pressure: the worker leases only when it is about to generate, as much as fits the time of a lease by its measured
-speed, and generates only while the outbox has room. A hub that is away is waited for (`Pace.patience_s`); finished work
-survives on disk; leases in hand are given back on the way out.
+speed, and generates only while the outbox has room. The worker waits for a hub that is away (`Intervals.patience_s`).
+Finished work survives on disk; unfinished leases are released when the worker stops.
 
 Weights come before leases, so that the time of a lease is for generating only. A newer policy is fetched for
 `FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one. Where it makes useless
@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from shoal.adversary import Cheat, Loot, find_cheat
-from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
-from shoal.client.weights import Following, downloader_of
+from shoal.adversary import Cheat, CheatContext, find_cheat
+from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
+from shoal.client.weights import RefreshingDownloader, downloader_of
 from shoal.engines import Engine, build, check_policy, kind_of, warm_up
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.memory import keep_to_share
@@ -100,7 +100,7 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
             worker.hear_published(policy)
 
     with closing(weights) as downloader, Prefetch(downloader, stop, hear_published):
-        fetch, closed, chosen = Following(client, downloader), set[str](), config.settings.dtype == "auto"
+        fetch, closed, chosen = RefreshingDownloader(client, downloader), set[str](), config.settings.dtype == "auto"
         while True:
             shelf = _shelf(fit, conduct, fetch, run.environment)
             worker = Worker(
@@ -157,7 +157,7 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
         return engine
 
     return EngineShelf(
-        conduct.fetch(fetch), lambda files: conduct.engine(make(files), Loot(files, environment, make)),
+        conduct.fetch(fetch), lambda files: conduct.engine(make(files), CheatContext(files, environment, make)),
         LOADED_POLICIES,
         check=lambda files, entries: check_policy(config.engine, files, entries, device, dtype, config.limits.memory()),
     )  # fmt: skip
@@ -174,7 +174,7 @@ class Held:
 class Worker:
     def __init__(
         self, client: HubClient, shelf: EngineShelf, outbox: Outbox, settings: WorkerSettings, stop: StopToken,
-        clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Pace = Pace(),
+        clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Intervals = Intervals(),
         folder: Path | None = None,
     ) -> None:  # fmt: skip
         """`chosen`: the number format was chosen, so that another may be chosen before the first lease. `folder`: where

@@ -83,9 +83,6 @@ def test_help_shows_defaults_that_are_said_in_words(capsys: Capture, monkeypatch
     assert not [path.name for path in sources if "[default:" in path.read_text()]
 
 
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("command", [["join", NOWHERE], ["status", NOWHERE], ["relay", "--run-info", NOWHERE]])
 def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
     message = one_line(shoal(*command, "--wait", "0"), 4)
@@ -131,9 +128,6 @@ def _failing(error: Exception) -> Callable[..., None]:
         raise error
 
     return fail
-
-
-# ── what works ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path: Path) -> None:
