@@ -346,7 +346,7 @@ class Worker:
         return [held for held in self._hand.values() if held.lease.policy == policy]
 
     def _load(self, policy: PolicyRef, patience_s: float, loud: bool = True) -> LoadedPolicy | None:
-        """The engine with this policy; None if it cannot be had so soon, which is no news unless `loud`."""
+        """The engine with this policy; None if it does not arrive so soon, which is logged if `loud`."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
                 return self._shelf.get(policy, max(patience_s, 0.0))

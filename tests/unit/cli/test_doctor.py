@@ -178,7 +178,7 @@ def test_choices_of_the_doctor_that_exclude_each_other_are_refused(
     assert message in told(capsys, 2, "doctor", *options).err
 
 
-def test_what_transformers_cannot_compute_is_said() -> None:
+def test_model_unknown_to_transformers_is_reported() -> None:
     numbers = {"generate": 100.0, "worker": 90.0, "prefill": 300.0, "transformers": None}
     found = bench.Benchmark("vllm/cpu/float32", 5, 4, 3, 2, 1, **numbers, verified_tokens_per_hour=9, run=None)  # type: ignore[arg-type]
     shown = "\n".join(found.lines())

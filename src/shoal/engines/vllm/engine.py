@@ -279,7 +279,7 @@ class VllmEngine:
 def _tell(
     request: GenerationRequest, group: Sequence[DrawnRow], proved: Sequence[DrawnRow], proof: ProofParameters | None
 ) -> None:
-    """Whoever asked for it hears after each step how far a group is, and may end the call; and of its chunks."""
+    """The caller hears after each step how far a group is, and of its chunks; it may end the call."""
     if request.on_tokens is not None:
         tokens = sum(len(row.line.tokens) for row in group)
         if tokens:
