@@ -3,10 +3,12 @@ before the next regular heartbeat, the next token of each row is the last, and t
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,13 @@ DRAWN: list[tuple[float, int]] = []  # when, and how many tokens of the group th
 
 class Spied(TorchEngine):
     def generate(self, requests: Any, proof: Any = None) -> Any:
-        def heard(tell: Any) -> Any:
-            return lambda tokens: (DRAWN.append((time.monotonic(), tokens)), tell(tokens))
+        tokens = itertools.count(ROWS, ROWS)
 
-        return super().generate([replace(each, on_tokens=heard(each.on_tokens)) for each in requests], proof)
+        def counted(check: Any) -> None:
+            DRAWN.append((time.monotonic(), next(tokens)))
+            check()
+
+        return super().generate([replace(each, check=partial(counted, each.check)) for each in requests], proof)
 
 
 class LongRun(Run):

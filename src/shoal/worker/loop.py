@@ -366,7 +366,8 @@ class Worker:
         self._at_work = loaded.ref
         try:
             with self.activity.busy(f"generating {count_of(len(leases), 'group')} by policy {loaded.ref.label}"):
-                groups = generate(loaded, leases, partial(self._note, loaded.ref), self._showing.of)
+                check = partial(self._check, loaded.ref)
+                groups = generate(loaded, leases, self.activity.generated, self._showing.of, check)
         except Interrupted as why:
             self._release([lease.lease for lease in leases], str(why))
             return
@@ -389,10 +390,9 @@ class Worker:
         if broken:
             self._give_back_broken(broken, len(groups), loaded)
 
-    def _note(self, policy: PolicyRef, lease: str, tokens: int) -> None:
-        """While groups are generated: how far one is. It ends what the hub would refuse by now, and what takes long
-        when the worker is told to stop."""
-        self.activity.generated(lease, tokens)
+    def _check(self, policy: PolicyRef) -> None:
+        """While groups are generated: ends what the hub would refuse by now, and what takes long when the worker is
+        told to stop."""
         if self._is_too_old(policy, self._newest or policy):
             raise Interrupted(f"policy {policy.label} is too old to be trained on")
         if self._stop.is_set():

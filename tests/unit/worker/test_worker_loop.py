@@ -388,12 +388,12 @@ def test_a_stopping_worker_generates_for_a_few_seconds_more(tmp_path: Path) -> N
     bench, clock = Bench(tmp_path), ManualClock()
     bench.worker._clock = clock
     bench.stop.set("SIGTERM")
-    bench.worker._note(policy(), "lease-1", 1)
+    bench.worker._check(policy())
     clock.advance(loop.STOP_GENERATION_S - 0.1)
-    bench.worker._note(policy(), "lease-1", 2)
+    bench.worker._check(policy())
     clock.advance(0.1)
     with pytest.raises(loop.Interrupted, match="SIGTERM"):
-        bench.worker._note(policy(), "lease-1", 3)
+        bench.worker._check(policy())
 
 
 def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_path: Path) -> None:
