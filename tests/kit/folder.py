@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import numpy as np
 
-from kit.asgi import AsgiTransport
+from kit.asgi import AppTransport
 from kit.hub import submission_body, verdict_on
 from shoal.client import HubClient
 from shoal.environments import build
 from shoal.hub import HubConfig
-from shoal.hub.http.app import create_app
+from shoal.hub.http.app import App
 from shoal.ledger import Accounts, fold, verify
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.protocol import AuditRequest, Lease, LeaseRequest, LedgerEntry, PolicyAnnouncement, Receipt, sign_document
@@ -55,7 +55,7 @@ class Play:
         exists = (self.path / "recipe.toml").exists()
         self.folder = RunFolder.open(self.path) if exists else RunFolder.prepare(self.path, small_recipe(**self.hub))
         self.endpoints = self.folder.endpoints if exists else self.folder.assign_endpoints()
-        self._transport = AsgiTransport(create_app(self._config()))
+        self._transport = AppTransport(App(self._config()))
         self._http = httpx.Client(transport=self._transport)
         names = ("trainer", "validator-0")
         self.trainer, self.validator = (self._client(self.folder.key(name)) for name in names)

@@ -10,8 +10,8 @@ import logging
 import threading
 
 from shoal import ledger
+from shoal.hub.buckets import Buckets
 from shoal.hub.changes import Topic
-from shoal.hub.limits import Buckets
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.measuring import Evaluating
 from shoal.hub.state import audits, credits, leases, nodes
@@ -85,6 +85,9 @@ class Upkeep:
         if now_ms - self._ticked_ms > ASLEEP_MS:
             self._context.was_away(self._ticked_ms, now_ms)
         self._ticked_ms = now_ms
+        self._context.storage.flush()
+        self._context.storage.arrivals.forget_nonces(now_ms - MAX_SKEW_MS)
+        self._context.look()
         if not leads:
             return
         failures: list[Exception] = []

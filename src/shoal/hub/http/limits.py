@@ -1,4 +1,4 @@
-"""How much one caller may ask for: buckets by key and by address, and the bytes that are being received.
+"""How much one caller may ask for: who an address is, and the bytes that are being received.
 
 An IPv4 address is one client, an IPv6 /64 network another (`client_of`). This machine's processes have no address here.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import threading
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,36 +20,6 @@ SHARE_OF_ONE = 4  # one caller may have a quarter of all that may be received at
 
 def too_much(code: str, sentence: str, wait_s: float) -> Refusal:
     return Refusal(429, code, sentence, retry_after_s=max(1, math.ceil(wait_s)))
-
-
-class Buckets:
-    """A bucket for each caller that fills at a rate; a rate of 0 is no limit. Threads may share it. Beyond `remembered`
-    callers, whoever was here longest ago is forgotten: many addresses cost no more memory.
-
-    >>> buckets = Buckets(rate_s=1.0, burst_s=2.0)
-    >>> [buckets.take("alice", now_s=0.0) for _ in range(3)]
-    [0.0, 0.0, 1.0]
-    """
-
-    def __init__(self, rate_s: float, burst_s: float = 10.0, remembered: int = 4096) -> None:
-        self._rate_s, self._full, self._remembered = rate_s, max(1.0, rate_s * burst_s), remembered
-        self._buckets: dict[str, tuple[float, float]] = {}  # level, and when it was that
-        self._lock = threading.Lock()
-
-    def take(self, who: str, now_s: float, only_look: bool = False) -> float:
-        """Take one, if there is one; else for how long to wait. `only_look` takes and remembers nothing."""
-        if self._rate_s <= 0:
-            return 0.0
-        with self._lock:
-            level, at_s = self._buckets.get(who, (self._full, now_s))
-            level = min(self._full, level + max(0.0, now_s - at_s) * self._rate_s)
-            wait_s = max(0.0, 1.0 - level) / self._rate_s
-            if not only_look:
-                self._buckets.pop(who, None)
-                self._buckets[who] = (level if wait_s else level - 1.0, now_s)
-                if len(self._buckets) > self._remembered:
-                    del self._buckets[next(iter(self._buckets))]
-            return wait_s
 
 
 class Addresses:
@@ -72,7 +41,19 @@ class Addresses:
         client = client_of(address)
         return "" if address in OWN_ADDRESSES or client in OWN_ADDRESSES else client
 
+    def forwarded(self, peer: str, hops: str) -> str:
+        """The address that the trusted proxy `peer` speaks for: the last of its X-Forwarded-For that is no trusted
+        proxy. What comes before that may be made up.
+
+        >>> Addresses(["10.0.0.0/8"]).forwarded("10.0.0.1", "198.51.100.1, 203.0.113.5, 10.0.0.2")
+        '203.0.113.5'
+        """
+        named = [hop.strip() for hop in hops.split(",") if hop.strip()] if hops and self.is_proxy(peer) else []
+        return next((hop for hop in reversed(named) if not self.is_proxy(hop)), named[0] if named else peer)
+
     def is_proxy(self, address: str) -> bool:
+        if not self._proxies:
+            return False
         try:
             parsed = ipaddress.ip_address(address.partition("%")[0])
         except ValueError:

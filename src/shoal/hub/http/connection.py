@@ -1,0 +1,298 @@
+"""One connection of the hub's: bytes in, requests out, answers back; h11 parses and frames, asyncio carries.
+
+    accepted ─► of its address too many, or of all: 429 or 503, closed
+       │
+       ▼
+    head ──(10 s, 16 KiB)──► request ──► answer ──(read at a floor)──► idle ──(75 s)──► closed
+
+A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and number of bytes.
+(Slow bodies are `auth`'s, which knows the sender.) Of a body that nobody asked for, and of what follows a request, no
+more is read than one piece before there is an answer. `OpenConnections` looks at all of their times now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from functools import lru_cache
+from secrets import token_hex
+from typing import cast
+from urllib.parse import unquote
+
+import h11
+
+from shoal.hub.http.limits import Addresses
+
+HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75.0
+READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
+LOOK_S = 0.25
+UNREAD_BYTES = 64 * 1024  # of a body that is not asked for yet
+AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
+
+
+@dataclass
+class Reply:
+    status: int
+    body: bytes = b""
+    media: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class HubRequest:
+    """A request: its head, its body as it comes, and what becomes known of its sender."""
+
+    def __init__(self, method: str, target: str, headers: Mapping[str, str], peer: str, body: bytes | None = None):
+        self.method, self.target, self.headers, self.peer = method, target, headers, peer
+        path, _, self.query = target.partition("?")
+        self.path = unquote(path)
+        self.number = token_hex(8)
+        self.route = "other"
+        self.client = ""  # the address as limits count it; empty: nobody's
+        self.node = ""  # only once it is proven
+        self.code = ""  # of the refusal, if it is one
+        self.waited_s = 0.0  # in a long poll, for something to happen
+        self.sender, self.body_bytes = "", 0  # who the bytes in memory are counted under
+        self.is_complete, self.is_gone = body is not None, False
+        self.want: Callable[[], None] = lambda: None  # lets the connection read on
+        self._parts = [body] if body else []
+        self._came: asyncio.Future[None] | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        return sum(map(len, self._parts))
+
+    def feed(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._tell()
+
+    def end(self, is_complete: bool) -> None:
+        self.is_complete, self.is_gone = self.is_complete or is_complete, self.is_gone or not is_complete
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
+
+    async def read(self) -> bytes:
+        """What came since the last call; nothing at the end. Raises `ConnectionError` if the rest will not come."""
+        while not self._parts and not self.is_complete:
+            if self.is_gone:
+                raise ConnectionError("the connection was closed")
+            self._came = asyncio.get_running_loop().create_future()
+            self.want()
+            await self._came
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
+
+
+@dataclass
+class OpenConnections:
+    """All open connections of one server, what they share, and what each may have."""
+
+    answer: Callable[[HubRequest], Awaitable[Reply]]
+    refused: Callable[[str], None]
+    addresses: Addresses
+    per_address: float
+    in_all: float
+    open: set[HubConnection] = field(default_factory=set)
+    by_client: Counter[str] = field(default_factory=Counter)
+    stopping: bool = False
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(LOOK_S, HEAD_S / 4, READ_CHECK_S / 4))
+            now_s = time.monotonic()
+            for each in list(self.open):
+                each.check(now_s)
+
+    async def drain(self, within_s: float) -> None:
+        """Answer what is in flight, and close."""
+        self.stopping, end_s = True, time.monotonic() + within_s
+        while self.open:
+            for each in list(self.open):
+                each.stop(now=time.monotonic() >= end_s)
+            await asyncio.sleep(0.02)
+
+
+class HubConnection(asyncio.Protocol):
+    """A trusted proxy and this machine itself have no limit to their number."""
+
+    def __init__(self, connections: OpenConnections) -> None:
+        self._all = connections
+        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._client: str | None = None  # whom it is counted under; None: not admitted
+        self._request: HubRequest | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._waits, self._since_s = "head", time.monotonic()  # for what: head, answer, rest (of a body), idle
+        self._unread: tuple[int, float] | None = None  # bytes of answers not taken yet, and when that was looked at
+        self._is_full = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer, shared = transport.get_extra_info("peername"), self._all
+        self._peer = peer[0] if isinstance(peer, tuple) else ""
+        client = "" if shared.addresses.is_proxy(self._peer) else shared.addresses.client(self._peer)
+        if len(shared.open) >= shared.in_all:
+            self._refuse(503, "hub.busy", "the hub has as many connections as it can hold")
+        elif client and shared.by_client[client] >= shared.per_address:
+            self._refuse(429, "rate.connections", "your address has as many connections as it may have: close some")
+        else:
+            self._client = client
+            shared.by_client[client] += 1
+            shared.open.add(self)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        if self._client is not None:
+            self._all.open.discard(self)
+            self._all.by_client -= Counter([self._client])  # nothing is kept of a client without connections
+        if self._request is not None:
+            self._request.end(is_complete=False)
+
+    def data_received(self, data: bytes) -> None:
+        if self._client is None or self._transport.is_closing():
+            return
+        if self._waits == "idle":
+            self._now_waits("head")
+        self._parser.receive_data(data)
+        self._read_on()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._next()
+
+    def _now_waits(self, what: str) -> None:
+        self._waits, self._since_s = what, time.monotonic()
+
+    def _read_on(self) -> None:
+        """Take what has been received apart, as far as the request that is being answered allows."""
+        try:
+            while self._take(self._parser.next_event()):
+                pass
+        except h11.RemoteProtocolError as error:
+            if self._waits == "answer":
+                self._cut()
+            else:
+                self._refuse(error.error_status_hint, "http.malformed", "this is no HTTP/1.1 request")
+
+    def _take(self, event: object) -> bool:
+        """Whether more may be taken now."""
+        request = self._request
+        if isinstance(event, h11.Request):
+            self._begin(event)
+        elif isinstance(event, h11.Data):
+            if request is not None:
+                request.feed(bytes(event.data))
+                if request.unread_bytes > UNREAD_BYTES:
+                    self._transport.pause_reading()
+                    return False
+        elif isinstance(event, h11.EndOfMessage):
+            if request is not None:
+                request.end(is_complete=True)
+            elif self._waits == "rest":
+                self._next()
+                return False
+        else:
+            if event is h11.PAUSED:
+                self._transport.pause_reading()
+            return False
+        return True
+
+    def _begin(self, event: h11.Request) -> None:
+        headers: dict[str, str] = {}
+        for raw_name, raw_value in event.headers:
+            name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        request = HubRequest(event.method.decode("ascii"), event.target.decode("latin-1"), headers, self._peer)
+        request.want, self._request = self._want, request
+        self._now_waits("answer")
+        self._task = asyncio.get_running_loop().create_task(self._serve(request))
+
+    def _want(self) -> None:
+        if self._parser.they_are_waiting_for_100_continue:
+            self._transport.write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        self._transport.resume_reading()
+        self._read_on()
+
+    async def _serve(self, request: HubRequest) -> None:
+        reply = await self._all.answer(request)
+        self._request = None
+        if self._transport.is_closing():
+            return
+        headers = [("date", _date(int(time.time()))), ("content-length", str(len(reply.body))), *reply.headers.items()]
+        if reply.body:
+            headers.append(("content-type", reply.media))
+        if self._all.stopping:
+            headers.append(("connection", "close"))
+        send = self._parser.send
+        try:
+            head = send(h11.Response(status_code=reply.status, headers=headers)) or b""
+            data = b"" if request.method == "HEAD" else send(h11.Data(data=reply.body)) or b""
+            self._transport.write(head + data + (send(h11.EndOfMessage()) or b""))
+        except h11.LocalProtocolError:  # what the client sent meanwhile has broken the connection
+            self._cut()
+        else:
+            self._now_waits("rest")
+            self._next()
+
+    def _next(self) -> None:
+        """Go on with the next request, once the last is answered, its body is here, and its answer on its way."""
+        if self._waits != "rest" or self._is_full or self._transport.is_closing():
+            return
+        if self._parser.our_state is h11.MUST_CLOSE:
+            self._transport.close()
+            return
+        self._transport.resume_reading()
+        if self._parser.their_state is h11.DONE:
+            self._parser.start_next_cycle()
+            self._now_waits("head" if self._parser.trailing_data[0] else "idle")
+        self._read_on()
+
+    def check(self, now_s: float) -> None:
+        """Cut it if it has had its time."""
+        left_bytes, waited_s, is_stuck = self._transport.get_write_buffer_size(), now_s - self._since_s, False
+        if not left_bytes:
+            self._unread = None
+        elif self._unread is None or now_s - self._unread[1] >= READ_CHECK_S:
+            before_bytes = math.inf if self._unread is None else self._unread[0]
+            is_stuck = before_bytes - left_bytes < READ_FLOOR_BYTES_S * READ_CHECK_S
+            self._unread = left_bytes, now_s
+        if is_stuck or (self._waits in ("head", "rest") and waited_s >= HEAD_S and not left_bytes):
+            self._cut()
+        elif self._waits == "idle" and waited_s >= IDLE_S:
+            self._transport.close()
+
+    def stop(self, now: bool) -> None:
+        if now:
+            self._cut()
+        elif self._waits != "answer":
+            self._transport.close()
+
+    def _refuse(self, status: int, code: str, sentence: str) -> None:
+        """Before there is a request that could be answered."""
+        self._all.refused(code)
+        body = f'{{"code":"{code}","message":"{sentence}"}}'
+        head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._transport.write(f"{head}retry-after: 2\r\nconnection: close\r\n\r\n{body}".encode())
+        self._transport.close()
+
+    def _cut(self) -> None:
+        """End it now. Without lingering: the system would keep what nobody reads for minutes, megabytes of it."""
+        connected = self._transport.get_extra_info("socket")
+        if connected is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+        self._transport.abort()
+
+
+@lru_cache(maxsize=1)
+def _date(now_s: int) -> str:
+    return formatdate(now_s, usegmt=True)
