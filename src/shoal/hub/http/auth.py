@@ -44,29 +44,38 @@ TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as l
 async def read_body(edge: Edge, request: HubRequest, max_bytes: int, who: str = "") -> bytes:
     """The whole body, if it has at most `max_bytes`; never more than that is in memory. It counts as held until the
     request is answered, under its address, or else under `who`."""
-    too_big = Refusal(413, "body.too_big", f"the body is larger than the {max_bytes} bytes that are allowed here")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise too_big
+        raise _too_big(max_bytes)
     request.sender = request.client or who
     body, began_s = bytearray(), asyncio.get_running_loop().time()
+
+    def taken(part: bytes) -> None:
+        body.extend(part)
+        if len(body) > max_bytes:
+            raise _too_big(max_bytes)
+        request.body_bytes = len(body)
+        edge.intake.add(request.sender, len(part), len(body))
+
+    if request.is_complete:
+        taken(await request.read())
+        return bytes(body)
     try:
-        async with asyncio.timeout_at(None if request.is_complete else began_s + BODY_PAUSE_S) as deadline:
+        async with asyncio.timeout_at(began_s + BODY_PAUSE_S) as deadline:
             while part := await request.read():
-                body += part
-                if len(body) > max_bytes:
-                    raise too_big
-                request.body_bytes = len(body)
-                edge.intake.add(request.sender, len(part), len(body))
-                if not request.is_complete:
-                    allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
-                    deadline.reschedule(began_s + allowed_s)
+                taken(part)
+                allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
+                deadline.reschedule(began_s + allowed_s)
     except TimeoutError as error:
         sentence = f"the body came slower than {BODY_FLOOR_BYTES_S // 1024} KiB/s, or took {BODY_DEADLINE_S:.0f} s"
         raise Refusal(503, "body.slow", f"{sentence}: try again") from error
     except ConnectionError as error:
         raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
     return bytes(body)
+
+
+def _too_big(max_bytes: int) -> Refusal:
+    return Refusal(413, "body.too_big", f"the body is larger than the {max_bytes} bytes that are allowed here")
 
 
 def parse_json(body: bytes, kind: type[M]) -> M:

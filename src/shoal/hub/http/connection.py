@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
+from http import HTTPStatus
 from secrets import token_hex
 from typing import cast
 from urllib.parse import unquote
@@ -34,6 +35,7 @@ HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75.0
 READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
 LOOK_S = 0.25
 UNREAD_BYTES = 64 * 1024  # of a body that is not asked for yet
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 
 
@@ -126,7 +128,7 @@ class HubConnection(asyncio.Protocol):
 
     def __init__(self, connections: OpenConnections) -> None:
         self._all = connections
-        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._begin_parsing()
         self._client: str | None = None  # whom it is counted under; None: not admitted
         self._request: HubRequest | None = None
         self._task: asyncio.Task[None] | None = None
@@ -218,8 +220,9 @@ class HubConnection(asyncio.Protocol):
         self._task = asyncio.get_running_loop().create_task(self._serve(request))
 
     def _want(self) -> None:
-        if self._parser.they_are_waiting_for_100_continue:
-            self._transport.write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        if self._parser.they_are_waiting_for_100_continue and not self._is_continued:
+            self._is_continued = True
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._transport.resume_reading()
         self._read_on()
 
@@ -228,34 +231,39 @@ class HubConnection(asyncio.Protocol):
         self._request = None
         if self._transport.is_closing():
             return
-        headers = [("date", _date(int(time.time()))), ("content-length", str(len(reply.body))), *reply.headers.items()]
-        if reply.body:
-            headers.append(("content-type", reply.media))
-        if self._all.stopping:
-            headers.append(("connection", "close"))
-        send = self._parser.send
-        try:
-            head = send(h11.Response(status_code=reply.status, headers=headers)) or b""
-            data = b"" if request.method == "HEAD" else send(h11.Data(data=reply.body)) or b""
-            self._transport.write(head + data + (send(h11.EndOfMessage()) or b""))
-        except h11.LocalProtocolError:  # what the client sent meanwhile has broken the connection
-            self._cut()
-        else:
-            self._now_waits("rest")
-            self._next()
+        lines = [f"HTTP/1.1 {reply.status} {_PHRASES.get(reply.status, '')}", f"date: {_date(int(time.time()))}"]
+        lines += [f"{name}: {value}" for name, value in reply.headers.items()]
+        if reply.status != HTTPStatus.NO_CONTENT:
+            lines += [f"content-type: {reply.media}", f"content-length: {len(reply.body)}"]
+        if self._all.stopping or self._parser.their_state is h11.MUST_CLOSE:
+            self._is_last = True
+            lines.append("connection: close")
+        body = b"" if request.method == "HEAD" else reply.body
+        self._transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        self._now_waits("rest")
+        self._next()
 
     def _next(self) -> None:
         """Go on with the next request, once the last is answered, its body is here, and its answer on its way."""
         if self._waits != "rest" or self._is_full or self._transport.is_closing():
             return
-        if self._parser.our_state is h11.MUST_CLOSE:
+        if self._is_last or self._parser.their_state is h11.MUST_CLOSE:
             self._transport.close()
             return
         self._transport.resume_reading()
         if self._parser.their_state is h11.DONE:
-            self._parser.start_next_cycle()
-            self._now_waits("head" if self._parser.trailing_data[0] else "idle")
+            ahead, _ = self._parser.trailing_data
+            self._begin_parsing()
+            self._now_waits("head" if ahead else "idle")
+            if not ahead:
+                return
+            self._parser.receive_data(ahead)
         self._read_on()
+
+    def _begin_parsing(self) -> None:
+        """h11 parses each request anew; answers, whose length is always known, need no state machine."""
+        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._is_continued = self._is_last = False
 
     def check(self, now_s: float) -> None:
         """Cut it if it has had its time."""

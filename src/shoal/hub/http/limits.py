@@ -9,6 +9,7 @@ import ipaddress
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shoal.errors import ConfigError
 from shoal.hub.state.commands import Refusal
@@ -20,6 +21,9 @@ SHARE_OF_ONE = 4  # one caller may have a quarter of all that may be received at
 
 def too_much(code: str, sentence: str, wait_s: float) -> Refusal:
     return Refusal(429, code, sentence, retry_after_s=max(1, math.ceil(wait_s)))
+
+
+_client_of = lru_cache(4096)(client_of)  # asked with every request
 
 
 class Addresses:
@@ -38,7 +42,7 @@ class Addresses:
             raise ConfigError(sentence) from error
 
     def client(self, address: str) -> str:
-        client = client_of(address)
+        client = _client_of(address)
         return "" if address in OWN_ADDRESSES or client in OWN_ADDRESSES else client
 
     def forwarded(self, peer: str, hops: str) -> str:
@@ -62,6 +66,7 @@ class Addresses:
         return any(parsed in network for network in self._proxies)
 
 
+@lru_cache(4096)
 def network_of(client: str) -> str:
     """The network of a client: /24 of IPv4, /48 of IPv6.
 
