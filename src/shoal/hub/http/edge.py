@@ -19,7 +19,7 @@ from shoal.runtime.clock import Clock, SystemClock
 T = TypeVar("T")
 
 KEPT_S = 1.0
-THREADS = 24  # as many as a hub has connections to a shared database
+THREADS = 24  # as many as a hub has connections to a shared database; most wait for a disk
 REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed
 LEAST_INTAKE_BYTES = 64 * 1024 * 1024
 READ_AT_ONCE = 4  # of the pages that anyone may read (status, ledger), which cost more than what a stranger may send
