@@ -8,6 +8,7 @@ Both print their URL once they answer, and end with their input.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -87,6 +88,20 @@ def _stop_with_input() -> StopToken:
     return stop
 
 
+def cpu_s_of(stat: str, ended_children: bool = False) -> float:
+    fields = Path(stat).read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if ended_children else 13])) / TICKS
+
+
+def children_cpu_s(process: int) -> float:
+    """Of a process and its children, also of those that have ended."""
+    spent_s = cpu_s_of(f"/proc/{process}/stat", ended_children=True)
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            spent_s += cpu_s_of(f"/proc/{child}/stat")
+    return spent_s
+
+
 @dataclass
 class Server:
     """A started server: where it is, and what it has used."""
@@ -115,8 +130,7 @@ class Server:
         return host, int(port)
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        return cpu_s_of(f"/proc/{self.process.pid}/stat")
 
     def rss_mb(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()

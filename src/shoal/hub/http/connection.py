@@ -128,6 +128,7 @@ class HubConnection(asyncio.Protocol):
 
     def __init__(self, connections: OpenConnections) -> None:
         self._all = connections
+        self._is_continued = self._is_last = False
         self._begin_parsing()
         self._client: str | None = None  # whom it is counted under; None: not admitted
         self._request: HubRequest | None = None

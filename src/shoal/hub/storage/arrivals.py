@@ -66,6 +66,11 @@ class Arrived:
         with self._lock:
             self._noted.said[presence.node] = presence
 
+    def waiting(self) -> set[str]:
+        """Nodes whose signs of life are not written yet."""
+        with self._lock:
+            return {*self._noted.heard, *self._noted.said}
+
     def has_noted(self) -> bool:
         return bool(self._noted)
 

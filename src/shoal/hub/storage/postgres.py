@@ -37,7 +37,8 @@ CONNECTIONS = 24  # of one hub; a server lets a hundred in unless told otherwise
 DURABLE = {"synchronous_commit": "on"}  # whatever the server, the database or the role say: a receipt is a promise
 LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
 NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
-NODES_KEPT, KNOWN_S = 20_000, 1.0
+NODES_KEPT = 20_000
+KNOWN_S = 20.0  # what other hubs did to a node is seen with its second request at the latest, and by each decision
 RUN, FRONTIER = 1, 2
 _SPACE = 0x73686F61  # "shoa": advisory locks are numbers that a whole database shares
 _AGAIN = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock timeout
@@ -75,17 +76,28 @@ class PostgresStorage(Storage):
         return True
 
     def known(self, node: str) -> NodeRow | None:
-        found = self._known.get(node)
-        return found[0] if found and found[1] > time.monotonic() else None
+        row, until_s = self._known.get(node, (None, 0.0))
+        return row if until_s > time.monotonic() else None
 
     def find(self, node: str) -> NodeRow | None:
         with self.read() as reader:
             row = reader.node(node)
-        if row is not None and row.role == "worker":  # who may shut others out is looked up each time
-            if len(self._known) >= NODES_KEPT:
-                self._known.clear()
-            self._known[node] = row, time.monotonic() + KNOWN_S
+        self._keep([row] if row else [])
         return row
+
+    def _keep(self, found: Iterable[NodeRow]) -> None:
+        """Of trusted nodes nothing: whether they were shut out is looked up each time."""
+        if len(self._known) >= NODES_KEPT:
+            self._known.clear()
+        self._known |= {row.node: (row, time.monotonic() + KNOWN_S) for row in found if row.role == "worker"}
+
+    def flush(self) -> None:
+        """And look at the nodes that were heard of, so that their next requests need not wait for it."""
+        heard = list(self.arrivals.waiting())
+        super().flush()
+        if heard:
+            with self.read() as reader:
+                self._keep(reader.nodes_named(heard).values())
 
     @contextmanager
     def read(self) -> Iterator[Reader]:
