@@ -115,7 +115,7 @@ class Heart:
 def test_slow_heads(hub: Hub, monkeypatch: Patch) -> None:
     """Slow loris: a byte of the head now and then, on as many connections as one may have. They are cut off in time,
     those that say nothing at all too, and a worker is answered meanwhile."""
-    monkeypatch.setattr("shoal.hub.http.connection.HEAD_S", 1.0)
+    monkeypatch.setattr("shoal.runtime.http.HEAD_S", 1.0)
     heart = Heart(hub)
     with ExitStack() as stack:
         sockets = [stack.enter_context(plug(hub)) for _ in range(30)]
@@ -136,7 +136,7 @@ def test_slow_heads(hub: Hub, monkeypatch: Patch) -> None:
 
 
 def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("shoal.hub.http.connection.HEAD_S", 1.0)
+    monkeypatch.setattr("shoal.runtime.http.HEAD_S", 1.0)
     with plug(hub, ALICE) as plugged:
         plugged.sendall(b"GET /health HTTP/1.1\r\nhost: hub\r\n\r\n")
         got = b""
@@ -166,7 +166,7 @@ def test_a_slow_body(hub: Hub, monkeypatch: Patch) -> None:
 
 def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: Patch) -> None:
     """It asks for much and takes nothing: what is kept for it is bounded, and so is the time."""
-    monkeypatch.setattr("shoal.hub.http.connection.READ_CHECK_S", 0.5)
+    monkeypatch.setattr("shoal.runtime.http.READ_CHECK_S", 0.5)
     monkeypatch.setattr("shoal.hub.http.metrics.HubMetrics.text", lambda _metrics: bytes(2**20))  # a large page
     heart, ask = Heart(hub), b"GET /metrics HTTP/1.1\r\nhost: hub\r\n\r\n"
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from shoal.hub.http.app import App
-from shoal.hub.http.connection import HubRequest
+from shoal.runtime.http import HttpRequest
 
 STOP_S = 10.0
 
@@ -65,7 +65,7 @@ class AppTransport(httpx.BaseTransport):
     async def _answer(self, request: httpx.Request, body: bytes) -> httpx.Response:
         headers = {name.lower(): value for name, value in request.headers.items()}
         target = request.url.raw_path.decode("ascii")
-        reply = await self._app.answer(HubRequest(request.method, target, headers, self.peer, body))
+        reply = await self._app.answer(HttpRequest(request.method, target, headers, self.peer, body))
         media = {"content-type": reply.media} if reply.body else {}
         return httpx.Response(reply.status, headers={**reply.headers, **media}, content=reply.body)
 

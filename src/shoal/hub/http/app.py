@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,7 +27,6 @@ from pydantic import ValidationError
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.buckets import Buckets
 from shoal.hub.http.auth import caller
-from shoal.hub.http.connection import HubRequest, Reply
 from shoal.hub.http.edge import Edge
 from shoal.hub.http.limits import network_of
 from shoal.hub.http.metrics import HubMetrics
@@ -38,6 +38,7 @@ from shoal.hub.settings import HubConfig
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Problem, first_problem
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.http import HttpRequest, Reply
 
 TICK_S, HOLD_S = 1.0, 1.0
 SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
@@ -49,11 +50,10 @@ HEADER_REQUEST = "shoal-request"
 log = logging.getLogger("shoal.hub")
 requests_log = logging.getLogger("shoal.hub.requests")
 
-Calls = dict[str, Call]  # by method
-FIXED: dict[str, Calls] = defaultdict(dict)
-VARYING: dict[tuple[str, ...], Calls] = defaultdict(dict)  # paths with a {parameter}, in parts
-for _call in (call for rows in TABLE.values() for call in rows):
-    (VARYING[tuple(_call.path.split("/"))] if "{" in _call.path else FIXED[_call.path])[_call.method] = _call
+_BY_PATH: dict[str, dict[str, Call]] = defaultdict(dict)
+for _call in sorted((call for rows in TABLE.values() for call in rows), key=lambda call: call.method, reverse=True):
+    _BY_PATH[re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", _call.path)][_call.method] = _call
+CALLS = [(re.compile(path), calls) for path, calls in _BY_PATH.items()]
 
 
 class App:
@@ -90,7 +90,7 @@ class App:
                 log.exception("upkeep failed")
             await asyncio.sleep(TICK_S)
 
-    async def answer(self, request: HubRequest) -> Reply:
+    async def answer(self, request: HttpRequest) -> Reply:
         edge, reply = self.edge, Reply(500)
         request.client, began_s = edge.client_of(request), edge.clock.monotonic_s()
         try:
@@ -110,7 +110,7 @@ class App:
         reply.headers = {**reply.headers, HEADER_REQUEST: request.number}
         return reply
 
-    async def _reply(self, request: HubRequest) -> Reply:
+    async def _reply(self, request: HttpRequest) -> Reply:
         call, named = _find(request)
         at = Parameters()
         if call.at is not Parameters:
@@ -129,7 +129,7 @@ class App:
         body = answer if isinstance(answer, bytes) else b"" if answer is None else answer.model_dump_json().encode()
         return Reply(status, body, call.reply if isinstance(call.reply, str) else "application/json")
 
-    async def _served(self, request: HubRequest, call: Call, ask: Ask) -> Any:
+    async def _served(self, request: HttpRequest, call: Call, ask: Ask) -> Any:
         compute = partial(self.edge.in_thread, retry, partial(call.serve, self.hub, ask))
         is_open = call.roles is None and call.method == "GET" and request.client
         async with self.edge.reading_of(request.client) if is_open else nullcontext():
@@ -139,7 +139,7 @@ class App:
                 return await _upload(self.edge, compute)
             return await (self.edge.shared(call.path, request.client, compute) if call.is_shared else compute())
 
-    async def _poll(self, request: HubRequest, call: Call, ask: Ask, compute: Callable[[], Awaitable[Any]]) -> Any:
+    async def _poll(self, request: HttpRequest, call: Call, ask: Ask, compute: Callable[[], Awaitable[Any]]) -> Any:
         assert call.poll is not None
         poll, began_s, worked_s = call.poll, time.monotonic(), 0.0
 
@@ -158,7 +158,7 @@ class App:
         finally:  # what was waited for is no time that the hub took
             request.waited_s = time.monotonic() - began_s - worked_s
 
-    def _problem(self, request: HubRequest, error: Exception) -> Reply:
+    def _problem(self, request: HttpRequest, error: Exception) -> Reply:
         """Any error as a `Problem`. Why the hub itself failed is for the log, not for strangers."""
         headers, clock, status = dict[str, str](), None, 500
         what = f"request {request.number}, {request.method} {request.path}"
@@ -182,7 +182,7 @@ class App:
         if isinstance(error, DiskError):
             self.hub.context.fail(error)
 
-    def _log(self, request: HubRequest, status: int, took_s: float) -> None:
+    def _log(self, request: HttpRequest, status: int, took_s: float) -> None:
         """Every request for whoever debugs; refusals for everybody, but only so many."""
         level = logging.DEBUG
         if status >= 400 and self._shown.take("", self.edge.clock.monotonic_s()) == 0.0:
@@ -197,24 +197,18 @@ class App:
         requests_log.log(level, "%s %s %s: %s took_ms=%.0f", request.method, shown, status, said, took_s * 1000)
 
 
-def _find(request: HubRequest) -> tuple[Call, dict[str, str]]:
+def _find(request: HttpRequest) -> tuple[Call, dict[str, str]]:
     """The call of the table, and the parameters in its path."""
-    calls, named = FIXED.get(request.path), dict[str, str]()
-    if calls is None:
-        parts = request.path.split("/")
-        for pattern, found in VARYING.items():
-            pairs = list(zip(pattern, parts, strict=False))
-            if len(pattern) == len(parts) and all(part if "{" in own else own == part for own, part in pairs):
-                calls, named = found, {own[1:-1]: part for own, part in pairs if "{" in own}
-                break
-    call = (calls or {}).get("GET" if request.method == "HEAD" else request.method)
-    if call is None:
+    found = ((named, calls) for pattern, calls in CALLS if (named := pattern.fullmatch(request.path)))
+    named, calls = next(found, (None, {}))
+    call = calls.get("GET" if request.method == "HEAD" else request.method)
+    if call is None or named is None:
         status = HTTPStatus.METHOD_NOT_ALLOWED if calls else HTTPStatus.NOT_FOUND
-        request.route = next(iter(calls.values())).path if calls else request.route
+        request.route = next((each.path for each in calls.values()), request.route)
         sentence = f"{status.phrase}: {request.method} {request.path}; docs/reference/http.md lists the calls"
         raise Refusal(status, f"http.{status}", sentence)
     request.route = call.path
-    return call, named
+    return call, named.groupdict()
 
 
 async def _upload(edge: Edge, compute: Callable[[], Awaitable[Any]]) -> Any:

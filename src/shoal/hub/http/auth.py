@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from shoal.errors import SignatureError
-from shoal.hub.buckets import Buckets
-from shoal.hub.http.connection import HubRequest
 from shoal.hub.http.edge import Edge
 from shoal.hub.http.limits import too_much
 from shoal.hub.service import Context
@@ -30,6 +28,7 @@ from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Storage
 from shoal.protocol import MAX_SKEW_MS, HubClock, Registration, RequestSignature, first_problem, node_id
 from shoal.protocol.signing import check_date, sign_document, verify_body, verify_request
+from shoal.runtime.http import HttpRequest
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -37,45 +36,34 @@ BODY_DEADLINE_S = 300.0  # enough for the largest submission over a slow line (1
 BODY_PAUSE_S = 10.0  # a sender may be behind the floor by so much
 BODY_FLOOR_BYTES_S, NONCE_MARGIN_MS = 4 * 1024, 1_000
 TOO_FAST = ("rate.key", "this key asks too often: wait as long as Retry-After says; one machine needs one worker")
-REPLAYED = "this very request was made before: sign it again with a new nonce"
 TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as long as Retry-After says")
 
 
-async def read_body(edge: Edge, request: HubRequest, max_bytes: int, who: str = "") -> bytes:
+async def read_body(edge: Edge, request: HttpRequest, max_bytes: int, who: str = "") -> bytes:
     """The whole body, if it has at most `max_bytes`; never more than that is in memory. It counts as held until the
     request is answered, under its address, or else under `who`."""
-    declared = request.headers.get("content-length", "")
+    too_big = f"the body is larger than the {max_bytes} bytes that are allowed here"
+    declared, request.sender, body = request.headers.get("content-length", ""), request.client or who, bytearray()
     if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_big(max_bytes)
-    request.sender = request.client or who
-    body, began_s = bytearray(), asyncio.get_running_loop().time()
-
-    def taken(part: bytes) -> None:
-        body.extend(part)
-        if len(body) > max_bytes:
-            raise _too_big(max_bytes)
-        request.body_bytes = len(body)
-        edge.intake.add(request.sender, len(part), len(body))
-
-    if request.is_complete:
-        taken(await request.read())
-        return bytes(body)
+        raise Refusal(413, "body.too_big", too_big)
+    began_s = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout_at(began_s + BODY_PAUSE_S) as deadline:
+        async with nullcontext() if request.is_complete else asyncio.timeout_at(began_s + BODY_PAUSE_S) as deadline:
             while part := await request.read():
-                taken(part)
-                allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
-                deadline.reschedule(began_s + allowed_s)
+                body += part
+                if len(body) > max_bytes:
+                    raise Refusal(413, "body.too_big", too_big)
+                request.body_bytes = len(body)
+                edge.intake.add(request.sender, len(part), len(body))
+                if deadline is not None:
+                    allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
+                    deadline.reschedule(began_s + allowed_s)
     except TimeoutError as error:
         sentence = f"the body came slower than {BODY_FLOOR_BYTES_S // 1024} KiB/s, or took {BODY_DEADLINE_S:.0f} s"
         raise Refusal(503, "body.slow", f"{sentence}: try again") from error
     except ConnectionError as error:
         raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
     return bytes(body)
-
-
-def _too_big(max_bytes: int) -> Refusal:
-    return Refusal(413, "body.too_big", f"the body is larger than the {max_bytes} bytes that are allowed here")
 
 
 def parse_json(body: bytes, kind: type[M]) -> M:
@@ -85,11 +73,11 @@ def parse_json(body: bytes, kind: type[M]) -> M:
         raise Refusal(422, "body.malformed", f"not a valid {kind.__name__}: {first_problem(error)}") from error
 
 
-async def caller(context: Context, edge: Edge, request: HubRequest, call: Call) -> tuple[Any, Any]:
-    """The node that makes this call (a row, or None where anyone may make it), and the body."""
-    if call.path == "/nodes" and call.method == "POST":
-        return None, await _newcomer(context, edge, request)
+async def caller(context: Context, edge: Edge, request: HttpRequest, call: Call) -> tuple[NodeRow | None, Any]:
+    """The node that makes this call (None where anyone may make it, or who registers), and the body."""
     max_bytes = context.config.submission_limits.compressed_bytes if call.is_upload else call.max_bytes
+    if call.takes is Registration:
+        return None, await _newcomer(context, edge, request)
     if call.roles is not None:
         node, body = await _node(context, edge, request, call, max_bytes)
     else:
@@ -97,85 +85,79 @@ async def caller(context: Context, edge: Edge, request: HubRequest, call: Call) 
     return node, body if call.takes is None else parse_json(body, call.takes)
 
 
-async def _node(context: Context, edge: Edge, request: HubRequest, call: Call, max_bytes: int) -> tuple[NodeRow, bytes]:
-    signature, storage = _parse(context, request), context.storage
-    node = await _find(storage, edge, signature.node)
+async def _node(
+    context: Context, edge: Edge, request: HttpRequest, call: Call, max_bytes: int
+) -> tuple[NodeRow, bytes]:
+    signature = _parse(context, request)
+    node = await _find(context, edge, signature.node)
     if node is None:
         unknown = f"node {signature.node[:32]} is not registered: register it with POST /nodes"
         raise Refusal(401, "auth.unknown_node", unknown)
     if call.roles and node.role not in call.roles:
         raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(call.roles)}; this node is a {node.role}")
+    await _admit(context, edge, request, signature, node.public_key, node, call.is_harmless)
+    request.node = node.node
+    context.storage.arrivals.heard(node.node, context.clock.now_ms())
+    if node.role != "worker":
+        require_welcome(node)  # its key was revoked, or the owner has shut it out
+    body = await read_body(edge, request, max_bytes, node.node)
     with _proven():
-        _verify(context, request, signature, node.public_key)
-        request.node = node.node
-        if node.role != "worker":
-            require_welcome(node)  # its key was revoked, or the owner has shut it out
-        who = node.node if node.role == "worker" else ""
-        _count(edge, edge.keys, who, TOO_FAST, only_look=True)
-        _take_nonce(storage, signature, is_harmless=call.is_harmless)
-        storage.arrivals.heard(node.node, context.clock.now_ms())
-        _count(edge, edge.keys, who, TOO_FAST)
-        body = await read_body(edge, request, max_bytes, node.node)
         verify_body(signature, body)
-    if storage.is_shared and not call.is_harmless:
-        await edge.in_thread(_keep_nonce, storage, signature)
     if node.role != "worker":  # while the body came, the owner may have shut its sender out
-        require_welcome(await _find(storage, edge, node.node) or node)
+        require_welcome(await _find(context, edge, node.node) or node)
     return node, body
 
 
-async def _newcomer(context: Context, edge: Edge, request: HubRequest) -> Registration:
-    """A registration that is signed by the very key it brings. Known workers are counted by key; new keys by address,
-    as their list would have no end; the owner's certified machines not at all."""
-    signature, storage = _parse(context, request), context.storage
+async def _newcomer(context: Context, edge: Edge, request: HttpRequest) -> Registration:
+    """A registration that is signed by the very key it brings."""
+    signature = _parse(context, request)
+    body = await read_body(edge, request, SMALL_BODY_BYTES, signature.node)
+    registration = parse_json(body, Registration)
     with _proven():
-        body = await read_body(edge, request, SMALL_BODY_BYTES, signature.node)
-        registration = parse_json(body, Registration)
         if signature.node != node_id(registration.public_key):
             raise SignatureError("the registration's key is not the one that the request is signed with")
         verify_body(signature, body)
-        _verify(context, request, signature, registration.public_key)
-        known = await _find(storage, edge, signature.node)
-        if known is None:
-            counted = edge.newcomers, request.client, TOO_NEW
-        else:
-            counted = edge.keys, known.node if known.role == "worker" else "", TOO_FAST
-        _count(edge, *counted, only_look=True)
-        _take_nonce(storage, signature)
-        _count(edge, *counted)
-    if storage.is_shared:
-        await edge.in_thread(_keep_nonce, storage, signature)
+    known = await _find(context, edge, signature.node)
+    await _admit(context, edge, request, signature, registration.public_key, known)
     return registration
 
 
-async def _find(storage: Storage, edge: Edge, node: str) -> NodeRow | None:
-    return storage.known(node) or await edge.in_thread(storage.find, node)
+async def _admit(
+    context: Context, edge: Edge, request: HttpRequest, signature: RequestSignature, public_key: str,
+    node: NodeRow | None, is_harmless: bool = False,
+) -> None:  # fmt: skip
+    """Verify the signature and take the nonce. Known workers are counted by key; new keys by address, as their list
+    would have no end; the owner's certified machines not at all."""
+    storage, now_ms = context.storage, context.clock.now_ms()
+    if node is None:
+        buckets, who, limit = edge.newcomers, request.client, TOO_NEW
+    else:
+        buckets, who, limit = edge.keys, node.node if node.role == "worker" else "", TOO_FAST
+
+    def count(only_look: bool) -> None:
+        wait_s = buckets.take(who, edge.clock.monotonic_s(), only_look) if who else 0.0
+        if wait_s > 0:
+            raise too_much(*limit, wait_s)
+
+    with _proven():  # the signature covers the path with its query as the client sent it
+        verify_request(public_key, context.config.run_id, request.method, request.target, signature, now_ms)
+    count(only_look=True)
+    nonce = signature.node, signature.nonce, signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
+    is_new = storage.arrivals.take_nonce(*nonce, lasting=not is_harmless and not storage.is_shared)
+    if is_new and storage.is_shared and not is_harmless:  # other hubs may have been sent the same request
+        is_new = await edge.in_thread(_keep_nonce, storage, nonce)
+    if not is_new:
+        raise Refusal(401, "auth.replay", "this very request was made before: sign it again with a new nonce")
+    count(only_look=False)
 
 
-def _verify(context: Context, request: HubRequest, signature: RequestSignature, public_key: str) -> None:
-    """The signature covers the path with its query as the client sent it."""
-    run, now_ms = context.config.run_id, context.clock.now_ms()
-    verify_request(public_key, run, request.method, request.target, signature, now_ms)
-
-
-def _count(edge: Edge, buckets: Buckets, who: str, limit: tuple[str, str], only_look: bool = False) -> None:
-    wait_s = buckets.take(who, edge.clock.monotonic_s(), only_look) if who else 0.0
-    if wait_s > 0:
-        raise too_much(*limit, wait_s)
-
-
-def _take_nonce(storage: Storage, signature: RequestSignature, is_harmless: bool = False) -> None:
-    named, until_ms = (signature.node, signature.nonce), signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
-    if not storage.arrivals.take_nonce(*named, until_ms, lasting=not is_harmless and not storage.is_shared):
-        raise Refusal(401, "auth.replay", REPLAYED)
-
-
-def _keep_nonce(storage: Storage, signature: RequestSignature) -> None:
-    """Where other hubs may have been sent the same request."""
+def _keep_nonce(storage: Storage, nonce: tuple[str, str, int]) -> bool:
     with storage.write(durable=False) as transaction:
-        until_ms = signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
-        if not transaction.take_nonce(signature.node, signature.nonce, until_ms):
-            raise Refusal(401, "auth.replay", REPLAYED)
+        return transaction.take_nonce(*nonce)
+
+
+async def _find(context: Context, edge: Edge, node: str) -> NodeRow | None:
+    return context.storage.known(node) or await edge.in_thread(context.storage.find, node)
 
 
 @contextmanager
@@ -186,7 +168,7 @@ def _proven() -> Iterator[None]:
         raise Refusal(401, "auth.signature", f"{error}; was it signed for this run, path and body?") from error
 
 
-def _parse(context: Context, request: HubRequest) -> RequestSignature:
+def _parse(context: Context, request: HttpRequest) -> RequestSignature:
     """The signature, if it is dated now; whoever is off the hub's clock is told what it shows."""
     try:
         signature = RequestSignature.from_headers(request.headers)

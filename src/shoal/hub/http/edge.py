@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from shoal.hub.buckets import Buckets
-from shoal.hub.http.connection import HubRequest
 from shoal.hub.http.limits import Addresses, Intake
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.http import HttpRequest
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Edge:
         """Nothing is kept of an address once nobody holds its semaphore."""
         return self.reading.setdefault(client, asyncio.Semaphore(READ_AT_ONCE))
 
-    def client_of(self, request: HubRequest) -> str:
+    def client_of(self, request: HttpRequest) -> str:
         if self.addresses is None or not request.peer:
             return ""
         hops = request.headers.get("x-forwarded-for", "")

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import errno
 import math
-import resource
 import socket
 from collections.abc import Callable, Iterator
 
 from shoal.errors import ResourceError
 from shoal.hub.http.app import App
-from shoal.hub.http.connection import HubConnection, OpenConnections
 from shoal.hub.http.limits import Addresses
 from shoal.hub.settings import HubConfig, HubSettings
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.http import HttpConnection, OpenConnections
+from shoal.runtime.limits import allow_files
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import local_url
@@ -24,7 +24,6 @@ GRACE_S, STOP_CHECK_S, TAKEN_S = 4.0, 0.2, 2.0
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 BACKLOG = 512
 FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
-FILES_WANTED = 65_536
 
 
 def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
@@ -44,12 +43,13 @@ async def _serve(
     app: App, settings: HubSettings, listener: socket.socket, stop: StopToken, on_ready: Callable[[str], None]
 ) -> None:
     """A client's address is the socket's; a header counts only where a trusted proxy has set it."""
-    edge, loop = app.edge, asyncio.get_running_loop()
-    edge.addresses = Addresses(settings.trusted_proxies)
+    loop, addresses = asyncio.get_running_loop(), Addresses(settings.trusted_proxies)
+    app.edge.addresses = addresses
     most = settings.connections_per_address or math.inf, allow_files() - FILES_KEPT
-    connections = OpenConnections(app.answer, app.metrics.refused, edge.addresses, *most)
+    client_of = lambda peer: "" if addresses.is_proxy(peer) else addresses.client(peer)  # noqa: E731
+    connections = OpenConnections(app.answer, app.metrics.refused, client_of, *most)
     async with app.lifespan():
-        server = await loop.create_server(lambda: HubConnection(connections), sock=listener, backlog=BACKLOG)
+        server = await loop.create_server(lambda: HttpConnection(connections), sock=listener, backlog=BACKLOG)
         watching = asyncio.create_task(connections.watch())
         try:
             on_ready(local_url(settings.host, listener.getsockname()[1]))
@@ -74,15 +74,6 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
         if is_alone and is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         yield listener
-
-
-def allow_files() -> int:
-    """A thousand workers need more open files than the usual 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
-    if 0 <= soft < wanted:  # -1 is no limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted if soft < 0 else max(wanted, soft)
 
 
 def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:

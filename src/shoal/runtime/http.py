@@ -1,13 +1,13 @@
-"""One connection of the hub's: bytes in, requests out, answers back; h11 parses and frames, asyncio carries.
+"""A small HTTP/1.1 server for hostile networks: h11 parses, asyncio carries, `answer` answers.
 
-    accepted ─► of its address too many, or of all: 429 or 503, closed
+    accepted ─► of its client too many, or of all: 429 or 503, closed
        │
        ▼
     head ──(10 s, 16 KiB)──► request ──► answer ──(read at a floor)──► idle ──(75 s)──► closed
 
 A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and number of bytes.
-(Slow bodies are `auth`'s, which knows the sender.) Of a body that nobody asked for, and of what follows a request, no
-more is read than one piece before there is an answer. `OpenConnections` looks at all of their times now and then.
+(Slow bodies are for who reads them.) Of a body that nobody asked for, and of what follows a request, no more is read
+than one piece before there is an answer. `OpenConnections` looks at all of their times now and then.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from urllib.parse import unquote
 
 import h11
 
-from shoal.hub.http.limits import Addresses
-
 HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75.0
 READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
 LOOK_S = 0.25
@@ -47,7 +45,7 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class HubRequest:
+class HttpRequest:
     """A request: its head, its body as it comes, and what becomes known of its sender."""
 
     def __init__(self, method: str, target: str, headers: Mapping[str, str], peer: str, body: bytes | None = None):
@@ -96,14 +94,15 @@ class HubRequest:
 
 @dataclass
 class OpenConnections:
-    """All open connections of one server, what they share, and what each may have."""
+    """All open connections of one server, and what they share. `client_of` says whom an address counts under; "" has
+    any number. `refused` is told the code of each connection that was one too many, or spoke no HTTP."""
 
-    answer: Callable[[HubRequest], Awaitable[Reply]]
+    answer: Callable[[HttpRequest], Awaitable[Reply]]
     refused: Callable[[str], None]
-    addresses: Addresses
-    per_address: float
+    client_of: Callable[[str], str]
+    per_client: float
     in_all: float
-    open: set[HubConnection] = field(default_factory=set)
+    open: set[HttpConnection] = field(default_factory=set)
     by_client: Counter[str] = field(default_factory=Counter)
     stopping: bool = False
 
@@ -123,15 +122,13 @@ class OpenConnections:
             await asyncio.sleep(0.02)
 
 
-class HubConnection(asyncio.Protocol):
-    """A trusted proxy and this machine itself have no limit to their number."""
-
+class HttpConnection(asyncio.Protocol):
     def __init__(self, connections: OpenConnections) -> None:
         self._all = connections
         self._is_continued = self._is_last = False
         self._begin_parsing()
         self._client: str | None = None  # whom it is counted under; None: not admitted
-        self._request: HubRequest | None = None
+        self._request: HttpRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._waits, self._since_s = "head", time.monotonic()  # for what: head, answer, rest (of a body), idle
         self._unread: tuple[int, float] | None = None  # bytes of answers not taken yet, and when that was looked at
@@ -141,10 +138,10 @@ class HubConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         peer, shared = transport.get_extra_info("peername"), self._all
         self._peer = peer[0] if isinstance(peer, tuple) else ""
-        client = "" if shared.addresses.is_proxy(self._peer) else shared.addresses.client(self._peer)
+        client = shared.client_of(self._peer)
         if len(shared.open) >= shared.in_all:
-            self._refuse(503, "hub.busy", "the hub has as many connections as it can hold")
-        elif client and shared.by_client[client] >= shared.per_address:
+            self._refuse(503, "hub.busy", "the server has as many connections as it can hold")
+        elif client and shared.by_client[client] >= shared.per_client:
             self._refuse(429, "rate.connections", "your address has as many connections as it may have: close some")
         else:
             self._client = client
@@ -215,7 +212,7 @@ class HubConnection(asyncio.Protocol):
         for raw_name, raw_value in event.headers:
             name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
-        request = HubRequest(event.method.decode("ascii"), event.target.decode("latin-1"), headers, self._peer)
+        request = HttpRequest(event.method.decode("ascii"), event.target.decode("latin-1"), headers, self._peer)
         request.want, self._request = self._want, request
         self._now_waits("answer")
         self._task = asyncio.get_running_loop().create_task(self._serve(request))
@@ -227,7 +224,7 @@ class HubConnection(asyncio.Protocol):
         self._transport.resume_reading()
         self._read_on()
 
-    async def _serve(self, request: HubRequest) -> None:
+    async def _serve(self, request: HttpRequest) -> None:
         reply = await self._all.answer(request)
         self._request = None
         if self._transport.is_closing():
