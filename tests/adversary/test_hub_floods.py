@@ -47,7 +47,7 @@ def hub(tmp_path_factory: TempPaths) -> Iterator[Hub]:
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: Patch) -> Iterator[Hub]:
     """A hub of its own, for who counts what one address has had: five requests a second, six new keys a minute."""
-    monkeypatch.setattr("shoal.hub.http.edge.REGISTRATIONS", 6 / 60 / 5)
+    monkeypatch.setattr("shoal.hub.http.limits.REGISTRATIONS", 6 / 60 / 5)
     with running_hub(tmp_path / "run", hub={**SETTINGS, "requests_per_address_s": 5}) as hub:
         yield hub
 
@@ -167,7 +167,7 @@ def test_a_slow_body(hub: Hub, monkeypatch: Patch) -> None:
 def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: Patch) -> None:
     """It asks for much and takes nothing: what is kept for it is bounded, and so is the time."""
     monkeypatch.setattr("shoal.runtime.http.READ_CHECK_S", 0.5)
-    monkeypatch.setattr("shoal.hub.http.metrics.HubMetrics.text", lambda _metrics: bytes(2**20))  # a large page
+    monkeypatch.setattr("shoal.hub.service.metrics.HubMetrics.text", lambda _metrics: bytes(2**20))  # a large page
     heart, ask = Heart(hub), b"GET /metrics HTTP/1.1\r\nhost: hub\r\n\r\n"
     with ExitStack() as stack:
         readers = [stack.enter_context(plug(hub, address, 4096)) for address in ("127.0.0.40", "127.0.0.41")]

@@ -13,6 +13,7 @@ than one piece before there is an answer. `OpenConnections` looks at all of thei
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import socket
 import struct
@@ -29,9 +30,14 @@ from urllib.parse import unquote
 
 import h11
 
+from shoal.errors import ResourceError
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
 HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75.0
 READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
 LOOK_S = 0.25
+BACKLOG, TAKEN_S, TRY_AGAIN_S = 512, 2.0, 0.2
 UNREAD_BYTES = 64 * 1024  # of a body that is not asked for yet
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
@@ -302,3 +308,32 @@ class HttpConnection(asyncio.Protocol):
 @lru_cache(maxsize=1)
 def _date(now_s: int) -> str:
     return formatdate(now_s, usegmt=True)
+
+
+def bind(host: str, port: int, section: str, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:
+    """A listening socket, or `ResourceError`, which names the settings of that section. A taken port is tried again for
+    a moment: while a server restarts, a client that connects to it may hold the port for an instant, as the other end
+    of its own connection."""
+    end_s, where = clock.monotonic_s() + TAKEN_S, f"port {port} on {host}"
+    while True:
+        # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                if clock.monotonic_s() < end_s and not stop.wait(TRY_AGAIN_S):
+                    continue
+                said = (
+                    f"{where} is taken: stop the program that uses it, or choose another ({section}.port; 0 takes any)"
+                )
+            elif error.errno == errno.EACCES:
+                said = f"{where} needs more rights: choose a port above 1023 ({section}.port)"
+            else:
+                said = f"cannot listen on {where}: {error.strerror or error}; check {section}.host"
+            raise ResourceError(said) from error

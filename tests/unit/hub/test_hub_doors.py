@@ -15,8 +15,7 @@ from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, 
 from shoal.hub.changes import Changes, Topic
 from shoal.hub.http import auth, polling
 from shoal.hub.http.auth import read_body
-from shoal.hub.http.edge import Edge
-from shoal.hub.http.limits import Addresses
+from shoal.hub.http.limits import Addresses, Edge
 from shoal.hub.service.context import ORDERS, orders_of
 from shoal.hub.service.upkeep import READ_POSTS, Posting
 from shoal.hub.state.commands import Record, Refusal

@@ -18,8 +18,7 @@ from kit.asgi import AppTransport, in_loop
 from kit.hub import Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 from shoal.errors import ConfigError
 from shoal.hub.buckets import Buckets
-from shoal.hub.http.edge import READ_AT_ONCE, Edge
-from shoal.hub.http.limits import Addresses, Intake
+from shoal.hub.http.limits import READ_AT_ONCE, Addresses, Edge, Intake
 from shoal.hub.state.commands import Refusal
 
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -62,7 +62,7 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "TAKEN_S", 0.1)
+    monkeypatch.setattr("shoal.runtime.http.TAKEN_S", 0.1)
 
 
 @pytest.fixture

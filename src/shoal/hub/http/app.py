@@ -27,13 +27,13 @@ from pydantic import ValidationError
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.buckets import Buckets
 from shoal.hub.http.auth import caller
-from shoal.hub.http.edge import Edge
-from shoal.hub.http.limits import network_of
-from shoal.hub.http.metrics import HubMetrics
+from shoal.hub.http.limits import Edge
 from shoal.hub.http.polling import Polls
 from shoal.hub.service import Hub, retry
 from shoal.hub.service.calls import TABLE, Ask, Call, Names, Parameters
+from shoal.hub.service.metrics import HubMetrics
 from shoal.hub.service.reporting import read_figures
+from shoal.hub.service.turns import network_of
 from shoal.hub.settings import HubConfig
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Problem, first_problem
@@ -62,8 +62,9 @@ class App:
     def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
         hub = self.hub = Hub(config, clock)
         self.edge = Edge(config)
+        intake = self.edge.intake
         figures = lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable)  # noqa: E731
-        self.metrics = HubMetrics(figures, self.edge.intake)
+        self.metrics = HubMetrics(figures, lambda: (intake.held_bytes, intake.received_bytes))
         self._shown = Buckets(SHOWN_PER_S)
 
     @asynccontextmanager

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shoal.errors import SignatureError
-from shoal.hub.http.edge import Edge
-from shoal.hub.http.limits import too_much
+from shoal.hub.http.limits import Edge, too_much
 from shoal.hub.service import Context
 from shoal.hub.service.calls import SMALL_BODY_BYTES, Call
 from shoal.hub.state.commands import Refusal

@@ -1,22 +1,40 @@
-"""How much one caller may ask for: who an address is, and the bytes that are being received.
+"""How much one caller may ask for: who an address is, the bytes that are being received, and what all requests share.
 
 An IPv4 address is one client, an IPv6 /64 network another (`client_of`). This machine's processes have no address here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import logging
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from shoal.errors import ConfigError
+from shoal.hub.buckets import Buckets
+from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.hub.state.commands import Refusal
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.http import HttpRequest
 from shoal.shardcast.limits import client_of
+
+T = TypeVar("T")
 
 OWN_ADDRESSES = ("", "127.0.0.1", "::1")
 SHARE_OF_ONE = 4  # one caller may have a quarter of all that may be received at a time
+KEPT_S = 1.0
+THREADS = 24  # as many as a hub has connections to a shared database; most wait for a disk
+REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed
+LEAST_INTAKE_BYTES = 64 * 1024 * 1024
+READ_AT_ONCE = 4  # of the pages that anyone may read (status, ledger), which cost more than what a stranger may send
+
+log = logging.getLogger("shoal.hub.requests")
 
 
 def too_much(code: str, sentence: str, wait_s: float) -> Refusal:
@@ -66,20 +84,6 @@ class Addresses:
         return any(parsed in network for network in self._proxies)
 
 
-@lru_cache(4096)
-def network_of(client: str) -> str:
-    """The network of a client: /24 of IPv4, /48 of IPv6.
-
-    >>> network_of("192.0.2.7"), network_of("2001:db8:1:2::/64"), network_of("")
-    ('192.0.2.0/24', '2001:db8:1::/48', '')
-    """
-    try:
-        found = ipaddress.ip_network(client, strict=False)
-    except ValueError:
-        return client
-    return str(found.supernet(new_prefix=24 if found.version == 4 else 48))
-
-
 class Intake:
     """The bytes of request bodies in memory, in all and by sender. They count as they arrive, not as announced: to keep
     others out, a sender has to send them all. A body that is alone is never refused."""
@@ -103,3 +107,52 @@ class Intake:
         self.held[who] -= body_bytes
         if self.held[who] <= 0:
             del self.held[who]
+
+
+class Edge:
+    """`addresses` is the server's: without one (in one process, in tests) nobody has an address to be counted by. Rates
+    are real time, whatever clock the hub goes by."""
+
+    def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
+        settings, self.clock = config.settings, clock
+        self.addresses: Addresses | None = None
+        self.requests = Buckets(settings.requests_per_address_s)
+        self.keys = Buckets(settings.requests_per_key_s)
+        self.newcomers = Buckets(settings.requests_per_address_s * REGISTRATIONS, burst_s=60.0)
+        self.intake = Intake(max(LEAST_INTAKE_BYTES, CONCURRENT_UPLOADS * config.submission_limits.compressed_bytes))
+        self.uploads = asyncio.Semaphore(CONCURRENT_UPLOADS)  # submissions are in memory while they are checked
+        self.reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="hub")
+        self._computing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._kept: dict[str, tuple[Any, float]] = {}  # answers, and when their computation began
+        self._warned = False
+
+    def in_thread(self, serve: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self.threads, serve, *arguments)
+
+    async def shared(self, name: str, client: str, compute: Callable[[], Awaitable[T]]) -> T:
+        """An answer for everybody, computed one at a time. Strangers get one that is a second old at most, this
+        machine's own processes one that began after they asked."""
+        since_s = self.clock.monotonic_s() - (KEPT_S if client else 0.0)
+        async with self._computing[name]:
+            answer, began_s = self._kept.get(name, (None, -1.0))
+            if began_s < since_s or answer is None:
+                began_s = self.clock.monotonic_s()
+                answer = await compute()
+                self._kept[name] = answer, began_s
+            return answer  # type: ignore[no-any-return]
+
+    def reading_of(self, client: str) -> asyncio.Semaphore:
+        """Nothing is kept of an address once nobody holds its semaphore."""
+        return self.reading.setdefault(client, asyncio.Semaphore(READ_AT_ONCE))
+
+    def client_of(self, request: HttpRequest) -> str:
+        if self.addresses is None or not request.peer:
+            return ""
+        hops = request.headers.get("x-forwarded-for", "")
+        client = self.addresses.client(self.addresses.forwarded(request.peer, hops))
+        if not client and hops and not self._warned and not self.addresses.is_proxy(request.peer):
+            self._warned = True
+            unnamed = "requests come through a proxy at %s that the hub was not told of: no limit by address holds for "
+            log.warning(unnamed + "them; name it in hub.trusted_proxies", request.peer)
+        return client

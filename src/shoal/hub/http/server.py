@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
 import socket
 from collections.abc import Callable, Iterator
 
-from shoal.errors import ResourceError
 from shoal.hub.http.app import App
 from shoal.hub.http.limits import Addresses
 from shoal.hub.settings import HubConfig, HubSettings
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.http import HttpConnection, OpenConnections
+from shoal.runtime.http import BACKLOG, HttpConnection, OpenConnections, bind
 from shoal.runtime.limits import allow_files
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import local_url
 
-GRACE_S, STOP_CHECK_S, TAKEN_S = 4.0, 0.2, 2.0
+GRACE_S, STOP_CHECK_S = 4.0, 0.2
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
-BACKLOG = 512
 FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
 
 
@@ -70,33 +66,9 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
         is_new, is_alone = not config.folder.exists(), not config.settings.database
         if is_alone and not is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
-        listener = stack.enter_context(contextlib.closing(bind(config.settings, stop)))
+        listener = stack.enter_context(
+            contextlib.closing(bind(config.settings.host, config.settings.port, "hub", stop))
+        )
         if is_alone and is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         yield listener
-
-
-def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:
-    """A listening socket. A taken port is tried again for a moment: while a hub restarts, a client that connects to it
-    may hold the port for an instant, as the other end of its own connection."""
-    end_s, where = clock.monotonic_s() + TAKEN_S, f"port {settings.port} on {settings.host}"
-    while True:
-        # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((settings.host, settings.port))
-            listener.listen(BACKLOG)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE:
-                if clock.monotonic_s() < end_s and not stop.wait(STOP_CHECK_S):
-                    continue
-                said = f"{where} is taken: stop the program that uses it, or choose another (hub.port; 0 takes any)"
-            elif error.errno == errno.EACCES:
-                said = f"{where} needs more rights: choose a port above 1023 (hub.port)"
-            else:
-                said = f"cannot listen on {where}: {error.strerror or error}; check hub.host"
-            raise ResourceError(said) from error

@@ -11,7 +11,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from shoal.hub.http.limits import Intake
 from shoal.hub.service.reporting import Figure
 
 SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -21,7 +20,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT")
 class HubMetrics(Collector):
     """Counters of one hub, in a registry of their own: two hubs in one process do not mix."""
 
-    def __init__(self, read: Callable[[], Iterable[Figure]], intake: Intake) -> None:
+    def __init__(self, read: Callable[[], Iterable[Figure]], bodies: Callable[[], tuple[int, int]]) -> None:
         own = self.registry = CollectorRegistry()
         ProcessCollector(registry=own)
         labels, refused = ("route", "method", "status"), "Refusals, by code; rate.* are limits."
@@ -30,7 +29,7 @@ class HubMetrics(Collector):
         self._seconds = Histogram("shoal_hub_request_seconds", took, labels[:2], buckets=SECONDS, registry=own)
         self._refusals = Total("shoal_hub_refusals", refused, ("code",), registry=own)
         self._known: dict[tuple[str, str, int], tuple[Total, Histogram]] = {}  # labels are slow to look up
-        self._read, self._intake = read, intake
+        self._read, self._bodies = read, bodies  # bytes of bodies: held now, received so far
         own.register(self)
 
     def note(self, route: str, method: str, status: int, code: str, took_s: float) -> None:
@@ -51,11 +50,12 @@ class HubMetrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
-        held = Figure("bodies_held_bytes", "Bytes of request bodies in memory.", self._intake.held_bytes)
+        held_bytes, received_bytes = self._bodies()
+        held = Figure("bodies_held_bytes", "Bytes of request bodies in memory.", held_bytes)
         for figure in (*self._read(), held):
             family = GaugeMetricFamily(f"shoal_hub_{figure.name}", figure.what, labels=figure.labels)
             for labels, value in sorted(figure.values.items()):
                 family.add_metric(labels, value)
             yield family
-        received = float(self._intake.received_bytes)
-        yield CounterMetricFamily("shoal_hub_bodies_bytes", "Bytes of request bodies received.", value=received)
+        what = "Bytes of request bodies received."
+        yield CounterMetricFamily("shoal_hub_bodies_bytes", what, value=float(received_bytes))
