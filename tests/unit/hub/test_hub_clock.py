@@ -138,3 +138,19 @@ def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench:
     bench.hub.upkeep.tick()
     bench.clock.jump(-HOUR_S)
     assert code_of(bench.http.send(recorded[0])) == (401, "auth.replay")
+
+
+def test_a_request_that_changes_something_cannot_be_replayed_after_a_restart(bench: Bench) -> None:
+    """Its nonce is written down with what it did, at the latest."""
+    recorded: list[httpx.Request] = []
+    bench.http.event_hooks["request"].append(recorded.append)
+    [lease] = bench.alice.lease(fresh_request())
+    bench.alice.call("POST", "/heartbeat", {})
+    folder = bench.folder.with_name("copied")
+    shutil.copytree(bench.folder, folder)  # as it is on disk after a kill
+    again = Bench(folder, clock=bench.clock)
+    asked, beaten = recorded
+    assert code_of(again.http.send(asked)) == (401, "auth.replay")
+    assert again.http.send(beaten).status_code == 200, "harmless, so it is remembered in memory only"
+    assert again.alice.submit(lease).status_code == 201
+    again.close()
