@@ -148,7 +148,7 @@ def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: Patch)
 
 def test_a_slow_body(hub: Hub, monkeypatch: Patch) -> None:
     """Only who has signed for a body is listened to for long, and not below a floor."""
-    monkeypatch.setattr("shoal.hub.http.auth.BODY_PAUSE_S", 1.0)
+    monkeypatch.setattr("shoal.runtime.http.BODY_PAUSE_S", 1.0)
     caller, heart = hub.worker(), Heart(hub)
     with plug(hub) as plugged:
         plugged.sendall(head_of(caller, "/heartbeat", b" " * 60_000))

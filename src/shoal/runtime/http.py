@@ -6,8 +6,8 @@
     head ──(10 s, 16 KiB)──► request ──► answer ──(read at a floor)──► idle ──(75 s)──► closed
 
 A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and number of bytes.
-(Slow bodies are for who reads them.) Of a body that nobody asked for, and of what follows a request, no more is read
-than one piece before there is an answer. `OpenConnections` looks at all of their times now and then.
+A body has to come above a floor once it is asked for. Of a body that nobody asked for, and of what follows a request,
+no more than one piece is read before there is an answer. `OpenConnections` looks at all of their times now and then.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75.0
+BODY_DEADLINE_S = 300.0  # enough for 16 MiB at 60 kB/s
+BODY_PAUSE_S, BODY_FLOOR_BYTES_S = 10.0, 4 * 1024  # a sender may be behind the floor by so much
 READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
 LOOK_S = 0.25
 BACKLOG, TAKEN_S, TRY_AGAIN_S = 512, 2.0, 0.2
@@ -96,6 +98,28 @@ class HttpRequest:
             await self._came
         parts, self._parts = self._parts, []
         return b"".join(parts)
+
+    async def body(self, most_bytes: int, taken: Callable[[int, int], None]) -> bytes:
+        """All of it; never more than `most_bytes` are in memory (`OverflowError`). It has to come above a floor
+        (`TimeoutError`). `taken` is told the bytes of each part, and of the body so far."""
+        declared, began_s, body = self.headers.get("content-length", ""), time.monotonic(), bytearray()
+        if declared.isdigit() and int(declared) > most_bytes:
+            raise OverflowError
+        while True:
+            allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
+            left_s = None if self.is_complete else began_s + allowed_s - time.monotonic()
+            try:
+                part = await (self.read() if left_s is None else asyncio.wait_for(self.read(), left_s))
+            except TimeoutError as error:
+                slow = f"the body came slower than {BODY_FLOOR_BYTES_S // 1024} KiB/s, or took {BODY_DEADLINE_S:.0f} s"
+                raise TimeoutError(slow) from error
+            if not part:
+                return bytes(body)
+            body += part
+            if len(body) > most_bytes:
+                raise OverflowError
+            self.body_bytes = len(body)
+            taken(len(part), len(body))
 
 
 @dataclass

@@ -75,6 +75,13 @@ def test_this_machines_own_processes_count_under_no_address() -> None:
     assert addresses.client("2001:db8:1:2::5") == addresses.client("2001:db8:1:2:ffff::1") == "2001:db8:1:2::/64"
 
 
+def test_a_trusted_proxy_speaks_for_the_last_address_that_is_no_proxy() -> None:
+    addresses = Addresses(["10.0.0.0/8"])
+    assert addresses.forwarded("10.0.0.1", "198.51.100.1, 203.0.113.5, 10.0.0.2") == "203.0.113.5"
+    assert addresses.forwarded("192.0.2.1", "203.0.113.5") == "192.0.2.1", "it is no proxy of ours"
+    assert [addresses.forwarded("10.0.0.1", hops) for hops in ("", " , ")] == ["10.0.0.1"] * 2
+
+
 def test_a_proxy_that_is_none() -> None:
     assert Addresses(["10.0.0.0/8", "::1"]).is_proxy("10.255.0.1")
     assert Addresses(["10.0.0.0/8"]).is_proxy("::ffff:10.255.0.1"), "of a socket for IPv6 and IPv4 alike"

@@ -1,9 +1,7 @@
-"""What is done with a request, and the upkeep beside all requests.
+"""What is done with a request.
 
-    request ─► its address's bucket ─► call (`service/calls`) ─► `auth` ─► service, in a thread ─► reply
-                 │ held for a second, then 429                                │ again on every change: long polls
-                 ▼                                                            ▼
-               counted, logged, numbered ◄──────────────────────── a reply, or a `Problem`
+    request ─► its address's bucket ─► call (`service/calls`) ─► `auth` ─► service, in a thread ─► reply, or `Problem`
+                                                                             └ again on every change: long polls
 
 Refusals by address are held: whoever asks again at once is slowed to one request a second on each connection.
 """
@@ -24,7 +22,7 @@ from urllib.parse import parse_qs
 
 from pydantic import ValidationError
 
-from shoal.errors import DiskError, ResourceError, ShoalError
+from shoal.errors import ResourceError, ShoalError
 from shoal.hub.buckets import Buckets
 from shoal.hub.http.auth import caller
 from shoal.hub.http.limits import Edge
@@ -34,13 +32,14 @@ from shoal.hub.service.calls import TABLE, Ask, Call, Names, Parameters
 from shoal.hub.service.metrics import HubMetrics
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.service.turns import network_of
+from shoal.hub.service.upkeep import keep_up, note_failure
 from shoal.hub.settings import HubConfig
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Problem, first_problem
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.http import HttpRequest, Reply
 
-TICK_S, HOLD_S = 1.0, 1.0
+HOLD_S = 1.0
 SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
 SHOWN_PATH_BYTES = 120
 LOOK_AGAIN_S = 0.5  # what another hub changes in a shared database comes without notice: long polls look so often
@@ -70,7 +69,7 @@ class App:
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         self.polls = Polls(self.hub.context.changes)
-        upkeep = asyncio.create_task(self._keep_up())
+        upkeep = asyncio.create_task(keep_up(self.hub.upkeep, self.edge.in_thread))
         try:
             yield
         finally:
@@ -79,17 +78,6 @@ class App:
             await asyncio.gather(upkeep, return_exceptions=True)
             self.edge.threads.shutdown(cancel_futures=True)
             self.hub.close()
-
-    async def _keep_up(self) -> None:
-        """Tick until cancelled. A failed tick is logged and tried again, unless the disk is at an end."""
-        while True:
-            try:
-                await self.edge.in_thread(lambda: self.hub.upkeep.tick())
-            except ShoalError as error:
-                self._note_failure("upkeep", error)
-            except Exception:  # a defect must be seen, and must not end the upkeep of a running run
-                log.exception("upkeep failed")
-            await asyncio.sleep(TICK_S)
 
     async def answer(self, request: HttpRequest) -> Reply:
         edge, reply = self.edge, Reply(500)
@@ -105,8 +93,8 @@ class App:
         finally:
             edge.intake.release(request.sender, request.body_bytes)
             took_s = edge.clock.monotonic_s() - began_s
-            waited_s = max(0.0, took_s - request.waited_s)
-            self.metrics.note(request.route, request.method, reply.status, request.code, waited_s)
+            named = request.route, request.method, reply.status, request.code
+            self.metrics.note(*named, max(0.0, took_s - request.waited_s))
             self._log(request, reply.status, took_s)
         reply.headers = {**reply.headers, HEADER_REQUEST: request.number}
         return reply
@@ -168,7 +156,7 @@ class App:
             status, request.code, message, clock = error.status, error.code, error.sentence, error.clock
             headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
         elif isinstance(error, ShoalError):
-            self._note_failure(what, error)
+            note_failure(self.hub.context, what, error)
             status, request.code = 503, "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
             message = f"the hub could not do this now, try again later; {more}"
         else:
@@ -178,11 +166,6 @@ class App:
         body = Problem(code=request.code, message=message, clock=clock).model_dump_json(exclude_none=True)
         return Reply(status, body.encode(), headers=headers)
 
-    def _note_failure(self, what: str, error: Exception) -> None:
-        log.error("%s failed: %s", what, error)
-        if isinstance(error, DiskError):
-            self.hub.context.fail(error)
-
     def _log(self, request: HttpRequest, status: int, took_s: float) -> None:
         """Every request for whoever debugs; refusals for everybody, but only so many."""
         level = logging.DEBUG
@@ -191,11 +174,10 @@ class App:
         if not requests_log.isEnabledFor(level):
             return
         # The path as it was sent, percent signs and all: no control character of a stranger's reaches a terminal.
-        path = request.target.partition("?")[0].encode("latin-1")[:SHOWN_PATH_BYTES]
+        path = request.target.partition("?")[0].encode("latin-1")[:SHOWN_PATH_BYTES].decode("ascii", "backslashreplace")
         fields = {"request": request.number, "code": request.code, "node": request.node, "address": request.client}
         said = " ".join(f"{name}={value}" for name, value in fields.items() if value)
-        shown = path.decode("ascii", errors="backslashreplace")
-        requests_log.log(level, "%s %s %s: %s took_ms=%.0f", request.method, shown, status, said, took_s * 1000)
+        requests_log.log(level, "%s %s %s: %s took_ms=%.0f", request.method, path, status, said, took_s * 1000)
 
 
 def _find(request: HttpRequest) -> tuple[Call, dict[str, str]]:

@@ -10,9 +10,8 @@ replay costs the key nothing.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -31,38 +30,24 @@ from shoal.runtime.http import HttpRequest
 
 M = TypeVar("M", bound=BaseModel)
 
-BODY_DEADLINE_S = 300.0  # enough for the largest submission over a slow line (16 MiB at 60 kB/s)
-BODY_PAUSE_S = 10.0  # a sender may be behind the floor by so much
-BODY_FLOOR_BYTES_S, NONCE_MARGIN_MS = 4 * 1024, 1_000
+NONCE_MARGIN_MS = 1_000
 TOO_FAST = ("rate.key", "this key asks too often: wait as long as Retry-After says; one machine needs one worker")
 TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as long as Retry-After says")
 
 
 async def read_body(edge: Edge, request: HttpRequest, max_bytes: int, who: str = "") -> bytes:
-    """The whole body, if it has at most `max_bytes`; never more than that is in memory. It counts as held until the
-    request is answered, under its address, or else under `who`."""
-    too_big = f"the body is larger than the {max_bytes} bytes that are allowed here"
-    declared, request.sender, body = request.headers.get("content-length", ""), request.client or who, bytearray()
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise Refusal(413, "body.too_big", too_big)
-    began_s = asyncio.get_running_loop().time()
+    """The whole body, if it has at most `max_bytes`. It counts as held until the request is answered, under its
+    address, or else under `who`."""
+    request.sender = request.client or who
     try:
-        async with nullcontext() if request.is_complete else asyncio.timeout_at(began_s + BODY_PAUSE_S) as deadline:
-            while part := await request.read():
-                body += part
-                if len(body) > max_bytes:
-                    raise Refusal(413, "body.too_big", too_big)
-                request.body_bytes = len(body)
-                edge.intake.add(request.sender, len(part), len(body))
-                if deadline is not None:
-                    allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
-                    deadline.reschedule(began_s + allowed_s)
+        return await request.body(max_bytes, lambda part, whole: edge.intake.add(request.sender, part, whole))
+    except OverflowError as error:
+        sentence = f"the body is larger than the {max_bytes} bytes that are allowed here"
+        raise Refusal(413, "body.too_big", sentence) from error
     except TimeoutError as error:
-        sentence = f"the body came slower than {BODY_FLOOR_BYTES_S // 1024} KiB/s, or took {BODY_DEADLINE_S:.0f} s"
-        raise Refusal(503, "body.slow", f"{sentence}: try again") from error
+        raise Refusal(503, "body.slow", f"{error}: try again") from error
     except ConnectionError as error:
         raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
-    return bytes(body)
 
 
 def parse_json(body: bytes, kind: type[M]) -> M:

@@ -1,8 +1,7 @@
 """Long polls wait for a change without asking the database again and again.
 
-    a service tells of a change ─► the WOKEN polls that waited longest look
-    a poll looks ─┬─ it found something ─► two more look, it answers
-                  └─ nothing ─► it waits at the end of the queue, until its deadline
+    a change ─► the WOKEN polls that waited longest look ─┬─ something found ─► two more look; it answers
+                                                          └─ nothing ─► it waits behind the others, until its deadline
 
 A poll that is held back by rules about its own node (its window is full) waits behind all others.
 """

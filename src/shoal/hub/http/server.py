@@ -51,6 +51,8 @@ async def _serve(
             on_ready(local_url(settings.host, listener.getsockname()[1]))
             while app.hub.context.failure is None and not stop.is_set() and not watching.done():
                 await asyncio.sleep(STOP_CHECK_S)
+            if watching.done():
+                watching.result()
         finally:
             app.hub.context.changes.close()
             server.close()
