@@ -119,7 +119,9 @@ class App:
         return Reply(status, body, call.reply if isinstance(call.reply, str) else "application/json")
 
     async def _served(self, request: HttpRequest, call: Call, ask: Ask) -> Any:
-        compute = partial(self.edge.in_thread, retry, partial(call.serve, self.hub, ask))
+        compute: Callable[[], Awaitable[Any]] = partial(self.edge.in_thread, retry, partial(call.serve, self.hub, ask))
+        if call.is_serial and self.hub.context.storage.is_shared:
+            compute = partial(self.edge.serially, compute)
         is_open = call.roles is None and call.method == "GET" and request.client
         async with self.edge.reading_of(request.client) if is_open else nullcontext():
             if call.poll is not None:

@@ -116,10 +116,14 @@ class Edge:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="hub")
         self._computing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._kept: dict[str, tuple[Any, float]] = {}  # answers, and when their computation began
-        self._warned = False
+        self._serial, self._warned = asyncio.Lock(), False
 
     def in_thread(self, serve: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self.threads, serve, *arguments)
+
+    async def serially(self, compute: Callable[[], Awaitable[T]]) -> T:
+        async with self._serial:
+            return await compute()
 
     async def shared(self, name: str, client: str, compute: Callable[[], Awaitable[T]]) -> T:
         """An answer for everybody, computed one at a time. Strangers get one that is a second old at most, this

@@ -73,7 +73,8 @@ class Poll:
 class Call:
     """A row of the table. Unsigned if `roles` is None; else these may call it (none: any). A body is JSON (`takes`) or
     bulk; a `reply` of None is an empty answer, a text its media type. `at_once` answers from memory, or with None if
-    `serve` must. `is_harmless`: repeating the very request changes nothing, so its nonce is kept in memory only."""
+    `serve` must. `is_harmless`: repeating the very request changes nothing, so its nonce is kept in memory only.
+    `is_serial`: over a shared database one at a time, since all want the same lock there and would hold up others."""
 
     method: str
     path: str
@@ -87,6 +88,7 @@ class Call:
     poll: Poll | None = None
     at_once: Callable[[Hub, Ask], Any] | None = None
     is_harmless: bool = False
+    is_serial: bool = False
     is_shared: bool = False
     is_upload: bool = False
 
@@ -149,7 +151,8 @@ TABLE: dict[str, tuple[Call, ...]] = {
                lambda hub, ask: hub.work.lease(ask.node, ask.said, ask.network, ask.address), wire.LeaseReply,
                "Up to `max_units` signed leases, waiting up to `wait_s` (at most 30) for one; or none, and why. The "
                "same `request` id gets the same leases again, so a lost answer costs nothing. Who asks with an older "
-               "`policy` than the newest is told so at once.", takes=wire.LeaseRequest, poll=FOR_LEASES),
+               "`policy` than the newest is told so at once.",
+               takes=wire.LeaseRequest, poll=FOR_LEASES, is_serial=True),
         WORKER("POST", "/leases/release", lambda hub, ask: hub.work.release(ask.node, ask.said), None,
                "Their units go to somebody else at once. Leases that have ended are ignored.", takes=wire.LeaseRelease),
         WORKER("POST", "/leases/{lease}/progress", lambda hub, ask: hub.showing.show(ask.node, ask.at.lease, ask.said),
