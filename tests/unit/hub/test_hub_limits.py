@@ -187,7 +187,7 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(bench: Ben
 
 
 def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.hub.http.app.UPLOAD_WAIT_S", 0.05)
+    monkeypatch.setattr("shoal.hub.http.limits.TURN_WAIT_S", 0.05)
     ok(bench.announce(0))
     [lease] = bench.alice.lease("request-1")
     edge = bench.app.edge

@@ -43,7 +43,6 @@ HOLD_S = 1.0
 SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
 SHOWN_PATH_BYTES = 120
 LOOK_AGAIN_S = 0.5  # what another hub changes in a shared database comes without notice: long polls look so often
-UPLOAD_WAIT_S = 15.0  # well within what a client waits for an answer
 HEADER_REQUEST = "shoal-request"
 
 log = logging.getLogger("shoal.hub")
@@ -121,13 +120,13 @@ class App:
     async def _served(self, request: HttpRequest, call: Call, ask: Ask) -> Any:
         compute: Callable[[], Awaitable[Any]] = partial(self.edge.in_thread, retry, partial(call.serve, self.hub, ask))
         if call.is_serial and self.hub.context.storage.is_shared:
-            compute = partial(self.edge.serially, compute)
+            compute = partial(self.edge.in_turn, self.edge.deciding, compute)
         is_open = call.roles is None and call.method == "GET" and request.client
         async with self.edge.reading_of(request.client) if is_open else nullcontext():
             if call.poll is not None:
                 return await self._poll(request, call, ask, compute)
             if call.is_upload:
-                return await _upload(self.edge, compute)
+                return await self.edge.in_turn(self.edge.uploads, compute)
             return await (self.edge.shared(call.path, request.client, compute) if call.is_shared else compute())
 
     async def _poll(self, request: HttpRequest, call: Call, ask: Ask, compute: Callable[[], Awaitable[Any]]) -> Any:
@@ -194,17 +193,3 @@ def _find(request: HttpRequest) -> tuple[Call, dict[str, str]]:
         raise Refusal(status, f"http.{status}", sentence)
     request.route = call.path
     return call, named.groupdict()
-
-
-async def _upload(edge: Edge, compute: Callable[[], Awaitable[Any]]) -> Any:
-    """Hold one of the places around the work, never around a wait for somebody's bytes."""
-    try:
-        async with asyncio.timeout(UPLOAD_WAIT_S):
-            await edge.uploads.acquire()
-    except TimeoutError as error:
-        sentence = "many submissions are being stored just now; submit it again in a moment"
-        raise Refusal(503, "hub.busy", sentence, retry_after_s=2) from error
-    try:
-        return await compute()
-    finally:
-        edge.uploads.release()

@@ -29,6 +29,7 @@ T = TypeVar("T")
 OWN_ADDRESSES = ("", "127.0.0.1", "::1")
 SHARE_OF_ONE = 4  # one caller may have a quarter of all that may be received at a time
 KEPT_S = 1.0
+TURN_WAIT_S = 15.0  # well within what a client waits for an answer
 THREADS = 24  # as many as a hub has connections to a shared database; most wait for a disk
 REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed
 LEAST_INTAKE_BYTES = 64 * 1024 * 1024
@@ -112,18 +113,28 @@ class Edge:
         self.newcomers = Buckets(settings.requests_per_address_s * REGISTRATIONS, burst_s=60.0)
         self.intake = Intake(max(LEAST_INTAKE_BYTES, CONCURRENT_UPLOADS * config.submission_limits.compressed_bytes))
         self.uploads = asyncio.Semaphore(CONCURRENT_UPLOADS)  # submissions are in memory while they are checked
+        self.deciding = asyncio.Semaphore(1)  # of calls that would wait for one lock of a shared database
         self.reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="hub")
         self._computing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._kept: dict[str, tuple[Any, float]] = {}  # answers, and when their computation began
-        self._serial, self._warned = asyncio.Lock(), False
+        self._warned = False
 
     def in_thread(self, serve: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self.threads, serve, *arguments)
 
-    async def serially(self, compute: Callable[[], Awaitable[T]]) -> T:
-        async with self._serial:
+    async def in_turn(self, places: asyncio.Semaphore, compute: Callable[[], Awaitable[T]]) -> T:
+        """Hold one of the places around the work, never around a wait for somebody's bytes."""
+        try:
+            async with asyncio.timeout(TURN_WAIT_S):
+                await places.acquire()
+        except TimeoutError as error:
+            sentence = "the hub has as much to do as it can just now; send the same again in a moment"
+            raise Refusal(503, "hub.busy", sentence, retry_after_s=2) from error
+        try:
             return await compute()
+        finally:
+            places.release()
 
     async def shared(self, name: str, client: str, compute: Callable[[], Awaitable[T]]) -> T:
         """An answer for everybody, computed one at a time. Strangers get one that is a second old at most, this
