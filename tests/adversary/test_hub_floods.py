@@ -28,7 +28,7 @@ import pytest
 import zstandard
 
 from kit import Patch, TempPaths, eventually
-from kit.door import RECIPE, Caller, Hub, begun, ok, packed, refusal, running_hub, submission
+from kit.served_hub import RECIPE, Caller, Hub, begun, ok, packed, refusal, running_hub, submission
 from shoal.protocol import Registration
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
