@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from kit.hub import Bench, code_of, fresh_request, submission_body
 from shoal.errors import ResourceError
-from shoal.hub.http.middleware import HEADER_REQUEST
+from shoal.hub.http.app import HEADER_REQUEST
 
 pytestmark = pytest.mark.hub(run={"groups_per_step": 12})
 
