@@ -205,7 +205,7 @@ def relay(
         raise UserError(f"give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; {other}")
     from shoal.run.join import run_standalone_relay
 
-    settings, sources = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}, tuple(upstreams or ())
+    settings, sources = {"keep_versions": keep, "disk_budget_gb": disk_budget_gb}, tuple(upstreams or ())
     return run_standalone_relay(hub_url, sources, tuple(peers or ()), folder, (host, port), wait_s, settings)
 
 

@@ -109,7 +109,7 @@ class Planning:
         yield "trainer: export", payload, payload, "the last version"
         rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
         yield "trainer: rollouts", rollouts, rollouts, "what each step was trained on"
-        kept = max(OriginSettings().kept_versions, run.max_staleness + 2) + 1
+        kept = max(OriginSettings().keep_versions, run.max_staleness + 2) + 1
         finished = self._offered(sizing.kept_when_finished(run.max_staleness))
         what = "with the one that is being published"
         yield "origin", self._offered(kept), finished, f"{min(kept, versions)} versions, {what}"

@@ -49,7 +49,7 @@ class RelaySection(BaseModel):
 
     @property
     def settings(self) -> RelaySettings:
-        return RelaySettings(kept_versions=self.keep_versions, disk_budget_gb=self.disk_budget_gb)
+        return RelaySettings(keep_versions=self.keep_versions, disk_budget_gb=self.disk_budget_gb)
 
 
 class Recipe(BaseModel):

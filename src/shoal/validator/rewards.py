@@ -24,7 +24,7 @@ from shoal.protocol.submission import unpack_spans
 from shoal.protocol.verdict import MAX_REWARD
 from shoal.rewards import Job, NotStarted, Scorer
 from shoal.rewards.panel import JudgedText, Panel, ScoredText
-from shoal.rewards.protocol import score_all
+from shoal.rewards.pool import score_all
 
 log = logging.getLogger(__name__)
 

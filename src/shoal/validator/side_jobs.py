@@ -36,7 +36,7 @@ from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, 
 from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
-from shoal.rewards.protocol import score_all
+from shoal.rewards.pool import score_all
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.case import ENGINE_ERRORS, Case, Replay, passed, replay_all

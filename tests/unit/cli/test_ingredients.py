@@ -148,10 +148,8 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
     [
         ({"worker": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[worker\] the engine scripted does not"),
         ({"validator": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[validator\] the engine scripted does not"),
-        (
-            {"worker": {"dtype": "bfloat16"}},
-            r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype",
-        ),
+        ({"worker": {"dtype": "bfloat16"}},
+            r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype"),
         ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' "),

@@ -188,7 +188,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("llama4_text", {**COMMON, **FEW}, "Llama4ForCausalLM does not tell its layers from its head"),
+        ("llama4_text", {**COMMON, **FEW}, "Llama4ForCausalLM does not separate its layers from its head"),
         ("openai-gpt", {"vocab_size": 96, "n_embd": 16, "n_layer": 1, "n_head": 2}, "GPTLMHeadModel does not support"),
         *((kind, changes, "cannot be decoded in batches") for kind, changes in RECURRENT.items()),
     ],

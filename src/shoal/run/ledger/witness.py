@@ -84,7 +84,7 @@ class Witness:
         except LedgerError as error:
             raise LedgerError(f"{error}{self._proof(keys, seen, signed, head)}") from error
         if chain.last is None:
-            raise LedgerError("the ledger is empty: not even the run is written down")
+            raise LedgerError("the ledger is empty: it has not even the row of the run")
         return chain.last
 
     def _proof(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument, head: protocol.LedgerHead) -> str:

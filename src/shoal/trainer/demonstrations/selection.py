@@ -32,7 +32,7 @@ from shoal.environments.protocol import GeneratingEnvironment, prompt_digest, qu
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.rewards import Job, Scorer
 from shoal.rewards.panel import JudgedText, PartJudge
-from shoal.rewards.protocol import score_all
+from shoal.rewards.pool import score_all
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder
 from shoal.trainer.settings import LossName, TrainerSettings
 
