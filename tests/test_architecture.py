@@ -352,12 +352,12 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 57_600,
-    "statements": 38_800,
-    "files": 320,
-    "files in the fullest folder": 17,
-    "names of classes used twice": 19,
-    "test lines": 61_200,
+    "lines": 54_000,
+    "statements": 37_700,
+    "files": 305,
+    "files in the fullest folder": 16,
+    "names of classes used twice": 16,
+    "test lines": 54_200,
 }
 
 
