@@ -352,12 +352,12 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 54_000,
-    "statements": 37_700,
+    "lines": 53_900,
+    "statements": 37_600,
     "files": 305,
     "files in the fullest folder": 16,
-    "names of classes used twice": 16,
-    "test lines": 54_200,
+    "names of classes used twice": 13,
+    "test lines": 54_100,
 }
 
 

@@ -55,8 +55,8 @@ TESTS = {"(?:and|but|nor|of|so|such|what|who|nobody|whoever|more)": "the input a
 """How no test's name begins."""
 
 LEFT = {
-    "README.md": 6, "ARCHITECTURE.md": 26, "adversary": 5, "cli": 9, "client": 9, "engines": 28, "hub": 44,
-    "protocol": 13, "run": 21, "runtime": 9, "trainer": 33, "validator": 33, "worker": 4, "tests": 201,
+    "README.md": 6, "ARCHITECTURE.md": 26, "cli": 9, "engines": 28, "hub": 44, "worker": 4, "protocol": 1,
+    "tests": 157,
 }  # fmt: skip
 """How many each part may still have: numbers only go down, and a part that has none is not listed."""
 

@@ -91,7 +91,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_hub_attacks::test_a_profile_that_nobody_has_measured",
     ),
     "claiming another version of the policy": ("cheat claim-policy",),
-    "dice dodged by calling tokens given": (
+    "uniforms avoided by calling tokens the tool's": (
         "cheat claim-given",
         "test_dialogue_attacks::test_drawn_tokens_declared_as_tool_tokens_are_rejected",
     ),

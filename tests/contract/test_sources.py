@@ -120,7 +120,7 @@ def listens(port: int) -> bool:
 
 @contextmanager
 def bucket(lab: Lab, request: Request) -> Iterator[Site]:
-    """Only what changed is uploaded: the head last, so that whoever sees it finds everything else."""
+    """Only what changed is uploaded: the head last: a client that sees it finds everything else."""
     shop: Shop = request.getfixturevalue("shop")
     name, there = f"weights-{secrets.token_hex(4)}", set[Path]()
     shop.client.create_bucket(Bucket=name)

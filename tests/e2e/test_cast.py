@@ -49,9 +49,9 @@ def random_file(path: Path, seed: int = 0, size: int = SIZE) -> bytes:
 
 def changed(data: bytes, seed: int) -> bytes:
     """The same, but for a few hundred bytes."""
-    dice, new = random.Random(seed), bytearray(data)
+    rng, new = random.Random(seed), bytearray(data)
     for _ in range(300):
-        new[dice.randrange(len(new))] ^= 1
+        new[rng.randrange(len(new))] ^= 1
     return bytes(new)
 
 

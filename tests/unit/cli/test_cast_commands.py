@@ -214,7 +214,7 @@ def configs(monkeypatch: Patch) -> list[RelayConfig]:
     client = SimpleNamespace(url=HUB, trusted_run=lambda: trusted, close=lambda: None)
     monkeypatch.setattr(shoal.run.join.HubClient, "of_a_person", lambda *_: client)
     monkeypatch.setattr(shoal.run.join, "remember_root", lambda *_: None)
-    monkeypatch.setattr(shoal.run.join, "begin", lambda *_: StopToken())
+    monkeypatch.setattr(shoal.run.join, "start_role", lambda *_: StopToken())
     monkeypatch.setattr(shoal.shardcast, "run_relay", remember)
     return found
 

@@ -136,7 +136,7 @@ def test_which_models_are_not(kind, caplog):
 def test_one_long_sequence_does_not_widen_many_short_ones():
     largest = 0
 
-    class Watch(torch.overrides.TorchFunctionMode):
+    class GuardMonitor(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             nonlocal largest
             result = function(*args, **(kwargs or {}))
@@ -146,7 +146,7 @@ def test_one_long_sequence_does_not_widen_many_short_ones():
 
     model = build_tiny(0, max_position_embeddings=512)
     lengths = (200, *[2] * 150)
-    with torch.no_grad(), Watch():
+    with torch.no_grad(), GuardMonitor():
         packed_states(model, Packed.of(sequences(lengths)))
     assert 0 < largest <= 2 * sum(lengths) * 192  # neither [S, longest] nor [T, T]: 500 tokens of the widest layer
 
