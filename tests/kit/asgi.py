@@ -7,8 +7,6 @@ Tests go through the same client, routes and signatures as separate processes do
 concurrently on the one loop, so a long poll blocks nobody.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import functools

@@ -1,7 +1,5 @@
 """For tests of the warm start: a tokenizer of bytes with a chat template, rows in files, a corpus of the sort task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sums that the writer of an SQLite database keeps are what its rows say, during a run and after a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ of what it gets undisturbed.
 A slow machine, whose group takes three times `lease_s`, gets in beside fast ones, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

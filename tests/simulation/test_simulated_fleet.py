@@ -1,7 +1,5 @@
 """Small simulated fleets with several seeds: the invariants hold, and the same seed gives the same run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

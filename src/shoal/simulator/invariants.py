@@ -4,8 +4,6 @@ receipts ─► in the database, with the same bytes        credit ─► the su
 units ─► in one active lease, in one batch              batches ─► within staleness, written once, without lies
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

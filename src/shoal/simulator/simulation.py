@@ -4,8 +4,6 @@ A simulated worker asks for leases, takes its time (with heartbeats), submits, a
 Some lie, some sit on leases, all may die; who is suspended waits, who is banned goes, or is back with a fresh key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

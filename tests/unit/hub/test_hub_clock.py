@@ -1,7 +1,5 @@
 """The hub on a machine whose wall clock jumps by an hour, in both directions, while it runs and while it is away."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What strangers, and keys that are trusted no more, must not get: work for the hub, a way back in, a second seat."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager

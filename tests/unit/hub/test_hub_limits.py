@@ -1,7 +1,5 @@
 """What one caller may ask for: buckets, connections, bytes in hand; and that each refusal says how long to wait."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """Long polls: answered on the change they wait for, at their deadline, and when the hub stops."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """The hub as a process: start, stop, restart, `kill -9`, and everything that can be wrong with a port or a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

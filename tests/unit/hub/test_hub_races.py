@@ -1,7 +1,5 @@
 """Calls at the same moment, over real storage: the constraints and the write lock let only one of them win."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

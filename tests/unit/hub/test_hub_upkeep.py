@@ -1,7 +1,5 @@
 """Workers that are gone: their leases end soon, nobody else's do, and coming back costs nothing but the work."""
 
-from __future__ import annotations
-
 import pytest
 
 from kit.hub import Bench, code_of, fresh_request, ok
