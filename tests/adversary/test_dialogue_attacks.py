@@ -271,13 +271,10 @@ def test_forged_dialogue_is_rejected(forgery: str) -> None:
     rejected(of, changed(of, change), reason)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        b"\1", b"\1\0\0\0", pack_spans([(0, 2)]), pack_spans([(2, 0)]), pack_spans([(2, 10**6)]),
-        pack_spans([(2, 3), (3, 2)]), pack_spans([(5, 1), (2, 1)]), pack_spans([(2**32 - 1, 2**32 - 1)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("given", [
+    b"\1", b"\1\0\0\0", pack_spans([(0, 2)]), pack_spans([(2, 0)]), pack_spans([(2, 10**6)]),
+    pack_spans([(2, 3), (3, 2)]), pack_spans([(5, 1), (2, 1)]), pack_spans([(2**32 - 1, 2**32 - 1)]),
+])  # fmt: skip
 def test_malformed_spans_are_rejected(given: bytes) -> None:
     rejected(lease(1), with_rollout(honest(lease(1)), 0, given=given), "dialogue.malformed")
 

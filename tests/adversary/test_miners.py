@@ -409,17 +409,14 @@ def test_every_declared_field_is_checked_or_unused(harness: Formats, honest: Tri
     assert judged(harness, each, few).reason == "shape.rollouts"
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (spans(1, 1), "dialogue.forged"),  # the second token is not to be trained on
-        (spans(0, 1), "dialogue.malformed"),  # nor the first: no dialogue begins with the tool
-        (spans(0, 0), "dialogue.malformed"),
-        (spans(0, 10**6), "dialogue.malformed"),
-        (spans(0), "dialogue.malformed"),
-        (spans(1, 1, 0, 1), "dialogue.malformed"),
-    ],
-)
+@pytest.mark.parametrize(("given", "reason"), [
+    (spans(1, 1), "dialogue.forged"),  # the second token is not to be trained on
+    (spans(0, 1), "dialogue.malformed"),  # nor the first: no dialogue begins with the tool
+    (spans(0, 0), "dialogue.malformed"),
+    (spans(0, 10**6), "dialogue.malformed"),
+    (spans(0), "dialogue.malformed"),
+    (spans(1, 1, 0, 1), "dialogue.malformed"),
+])  # fmt: skip
 def test_loss_mask_by_tool_spans_without_tool_refused(given, reason, harness, honest):
     each = honest.judged[1]
     verdict = judged(harness, each, with_first(each.submission, given=given))

@@ -298,16 +298,13 @@ def test_request_without_tokens_is_refused():
         PrefillRequest((5,), np.zeros(0, np.int32), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (("warp", "cpu", "float32"), "no engine 'warp'; there are scripted, torch, vllm"),
-        (("torch", "tpu", "float32"), "no device 'tpu'; there are auto, cpu, cuda"),
-        (("torch", "cpu", "int3"), "the engine torch does not compute in 'int3'; it knows float32, bfloat16"),
-        (("scripted", "cpu", "bfloat16"), "the engine scripted does not compute in 'bfloat16'; it knows float32"),
-        (("scripted", "cuda", "float32"), 'no device but "cpu"'),
-    ],
-)
+@pytest.mark.parametrize(("choice", "message"), [
+    (("warp", "cpu", "float32"), "no engine 'warp'; there are scripted, torch, vllm"),
+    (("torch", "tpu", "float32"), "no device 'tpu'; there are auto, cpu, cuda"),
+    (("torch", "cpu", "int3"), "the engine torch does not compute in 'int3'; it knows float32, bfloat16"),
+    (("scripted", "cpu", "bfloat16"), "the engine scripted does not compute in 'bfloat16'; it knows float32"),
+    (("scripted", "cuda", "float32"), 'no device but "cpu"'),
+])  # fmt: skip
 def test_unknown_engine_device_or_format_is_refused(tiny, choice, message):
     with pytest.raises(ConfigError, match=message):
         build(choice[0], tiny.files, *choice[1:])

@@ -45,17 +45,13 @@ def test_two_writers_pick_different_rows(storage: Storage) -> None:
         assert len(third.open_units(9)) == 4, "free again with the end of the transaction"
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda writer: writer.node(node(1).node), lambda writer: writer.lock_nodes([node(2).node, node(1).node]),
-        lambda writer: writer.holding("u0a0"), lambda writer: writer.holdings(node(1).node),
-        lambda writer: writer.unit(0), lambda writer: writer.submission(submission(0).submission),
-        lambda writer: writer.submission_of_lease("u0a0"), lambda writer: writer.light_audits(node(1).node),
-        lambda writer: writer.frontier(),
-    ],
-    ids=["node", "nodes", "lease", "leases", "unit", "submission", "of lease", "light", "frontier"],
-)  # fmt: skip
+@pytest.mark.parametrize("read", [
+    lambda writer: writer.node(node(1).node), lambda writer: writer.lock_nodes([node(2).node, node(1).node]),
+    lambda writer: writer.holding("u0a0"), lambda writer: writer.holdings(node(1).node),
+    lambda writer: writer.unit(0), lambda writer: writer.submission(submission(0).submission),
+    lambda writer: writer.submission_of_lease("u0a0"), lambda writer: writer.light_audits(node(1).node),
+    lambda writer: writer.frontier(),
+], ids=["node", "nodes", "lease", "leases", "unit", "submission", "of lease", "light", "frontier"])  # fmt: skip
 def test_rows_read_by_a_writer_are_locked(storage: Storage, read: Callable[[Any], Any]) -> None:
     apply(storage, *leased(0), Save(replace(submission(0), depth="light"), None))
 

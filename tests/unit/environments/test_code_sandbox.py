@@ -50,16 +50,12 @@ except ImportError:
     assert said(code) == "none []"
 
 
-@pytest.mark.parametrize(
-    ("script", "setup", "scoring"),
-    [
-        ("", "bwrap is not on the PATH.*apt install bubblewrap", "bwrap is not on the PATH"),
-        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1",
-         r"create new namespace.*user\.max_user_namespaces", "No permissions to create new namespace"),
-        ("exec /bin/sleep 1000", "no answer within", "no answer within"),
-    ],
-    ids=["there is none", "no namespaces", "no answer"],
-)  # fmt: skip
+@pytest.mark.parametrize(("script", "setup", "scoring"), [
+    ("", "bwrap is not on the PATH.*apt install bubblewrap", "bwrap is not on the PATH"),
+    ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1",
+     r"create new namespace.*user\.max_user_namespaces", "No permissions to create new namespace"),
+    ("exec /bin/sleep 1000", "no answer within", "no answer within"),
+], ids=["there is none", "no namespaces", "no answer"])  # fmt: skip
 def test_missing_sandbox_is_refused_with_advice_and_code_is_unscored(
     script: str, setup: str, scoring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,20 +36,17 @@ def test_the_described_schema() -> None:
     assert environment.score(tasks[0], "\\boxed{143}").value == 0.0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        ([], "must end with a message of the user"),
-        ([{"role": "assistant", "content": "Hello."}], "must end with a message of the user"),
-        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
-         "a system message that is not its first"),
-        ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "0.role: Input should be 'system'"),
-        ([{"role": "user", "content": ["a"]}], "0.content: Input should be a valid string"),
-        ([{"role": "user", "content": " "}], "prompt is empty"),
-        (["hello"], "0: Input should be a valid dictionary"),
-        (7, "prompt is neither text nor messages: it: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "said"), [
+    ([], "must end with a message of the user"),
+    ([{"role": "assistant", "content": "Hello."}], "must end with a message of the user"),
+    ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
+     "a system message that is not its first"),
+    ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "0.role: Input should be 'system'"),
+    ([{"role": "user", "content": ["a"]}], "0.content: Input should be a valid string"),
+    ([{"role": "user", "content": " "}], "prompt is empty"),
+    (["hello"], "0: Input should be a valid dictionary"),
+    (7, "prompt is neither text nor messages: it: "),
+])  # fmt: skip
 def test_prompts_that_are_no_conversations(prompt: Any, said: str, tmp_path: Path) -> None:
     rows = rows_in("described")
     rows[2]["prompt"] = prompt
@@ -93,12 +90,9 @@ def test_question_and_answer_columns(tmp_path: Path) -> None:
         assert said in refused(path, **options)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so x = \\boxed{\\frac{1}{2}} so \\boxed{3}", "3"), ("8 - 3 = 5 #### 5", "5"), ("plain", "plain"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "answer"), [
+    ("so x = \\boxed{\\frac{1}{2}} so \\boxed{3}", "3"), ("8 - 3 = 5 #### 5", "5"), ("plain", "plain"),
+])  # fmt: skip
 def test_the_answer_of_a_worked_solution_is_what_it_comes_to(text: str, answer: str, tmp_path: Path) -> None:
     rows = [{"question": f"{number}?", "answer": text} for number in range(5)]
     assert open_data(write_jsonl(tmp_path / "a.jsonl", rows), bad_rows="skip").task("0").answer == answer
@@ -165,34 +159,28 @@ def test_packed_text_is_unpacked_without_unpickling(protocol: int, monkeypatch: 
         unpacked(pack("x" * 2000, protocol), "tests")
 
 
-@pytest.mark.parametrize(
-    ("packed", "said"),
-    [
-        (pack(Bomb()), "it is not run"), (pack(Bomb(), 0), "it is not run"), (pack(["a", "b"]), "it is not run"),
-        (pack(b"bytes"), "it is not run"), (pack(7), "it is not run"),
-        (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
-        (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
-        (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
-        (base64.b64encode(b"not zlib").decode(), "is no JSON, packed or not"),
-        ("no base64!", "is no JSON, packed or not"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("packed", "said"), [
+    (pack(Bomb()), "it is not run"), (pack(Bomb(), 0), "it is not run"), (pack(["a", "b"]), "it is not run"),
+    (pack(b"bytes"), "it is not run"), (pack(7), "it is not run"),
+    (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
+    (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
+    (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
+    (base64.b64encode(b"not zlib").decode(), "is no JSON, packed or not"),
+    ("no base64!", "is no JSON, packed or not"),
+])  # fmt: skip
 def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> None:
     with pytest.raises(UnusableTask, match=said):
         unpacked(packed, "private_test_cases")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
-        ({"public_test_cases": '{"a": 1}'}, "no list of test cases"),
-        ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "input is no text"),
-        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of type 'oral'"),
-        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "metadata.func_name"),
-        ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
+    ({"public_test_cases": '{"a": 1}'}, "no list of test cases"),
+    ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "input is no text"),
+    ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of type 'oral'"),
+    ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "metadata.func_name"),
+    ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
+])  # fmt: skip
 def test_livecodebench_refuses_other_rows(change: dict[str, str], said: str, tmp_path: Path) -> None:
     rows = rows_in("livecodebench")
     rows[0] |= change

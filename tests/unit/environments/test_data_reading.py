@@ -126,22 +126,19 @@ def test_damaged_or_missing_cache_costs_time_only(tmp_path, own_cache, monkeypat
     assert open_data(path).digest == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("cut.parquet", lambda folder: KINDS["parquet"](folder, described(10)).read_bytes()[:-100],
-         "is no Parquet file, or empty, cut off or damaged"),
-        ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or empty, cut off or damaged"),
-        ("empty.parquet", b"", "is no Parquet file, or empty"),
-        ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("empty.jsonl", b"", "is no JSON lines file, or empty"),
-        ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
-        ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
-        ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
-        ("a.jsonl.gz", b"\x1f\x8b", "unpack or convert it"),
-        ("notes.txt", b"hello", "is no .parquet or .jsonl file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("cut.parquet", lambda folder: KINDS["parquet"](folder, described(10)).read_bytes()[:-100],
+     "is no Parquet file, or empty, cut off or damaged"),
+    ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or empty, cut off or damaged"),
+    ("empty.parquet", b"", "is no Parquet file, or empty"),
+    ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ("empty.jsonl", b"", "is no JSON lines file, or empty"),
+    ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
+    ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
+    ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
+    ("a.jsonl.gz", b"\x1f\x8b", "unpack or convert it"),
+    ("notes.txt", b"hello", "is no .parquet or .jsonl file"),
+])  # fmt: skip
 def test_files_that_are_not_what_their_names_say(name: str, content: Any, said: str, tmp_path: Path) -> None:
     message = refused(written(tmp_path / name, content(tmp_path) if callable(content) else content))
     assert said in message

@@ -80,14 +80,11 @@ def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
         assert environment.score(tasks[row], wrong).value == 0.0, row
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("synthetic1", ("kind 'llm_judgeable_groundtruth_similarity', 2 rows (row 5 ",
-                        "kind 'code_output_prediction', 1 row (row 7 ", "(known are verifiable_math, ")),
-        ("numinamath15", ("kind 'proof', 2 rows (row 3 ", "no grader judges proofs")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "said"), [
+    ("synthetic1", ("kind 'llm_judgeable_groundtruth_similarity', 2 rows (row 5 ",
+                    "kind 'code_output_prediction', 1 row (row 7 ", "(known are verifiable_math, ")),
+    ("numinamath15", ("kind 'proof', 2 rows (row 3 ", "no grader judges proofs")),
+])  # fmt: skip
 @both_kinds
 def test_unjudged_kinds_are_refused_by_default(name, said, packed, tmp_path, caplog):
     path = fixture(name, tmp_path, packed)

@@ -101,13 +101,10 @@ def test_patched_generators_do_not_depend_on_hashes_or_global_random_numbers() -
     assert json.loads(there.splitlines()[-1]) == here["fingerprints"](chosen)
 
 
-@pytest.mark.parametrize(
-    ("name", "hack"),
-    [
-        ("game_of_life_halting", "anything"), ("coin_flip", "0"), ("complex_arithmetic", "nan"),
-        ("puzzle24", "6 + 6 + 6 + 6"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "hack"), [
+    ("game_of_life_halting", "anything"), ("coin_flip", "0"), ("complex_arithmetic", "nan"),
+    ("puzzle24", "6 + 6 + 6 + 6"),
+])  # fmt: skip
 def test_no_answer_fits_every_task(name: str, hack: str) -> None:
     """Each of these is a full score to the library's own scorer, whatever the task."""
     made, entries = generator(name), [generator(name).entry(number) for number in range(3)]
@@ -218,14 +215,11 @@ def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.
     assert gym().task("reasoning-gym/train/0").prompt != first
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
-        ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
-        ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("completion", "answer"), [
+    ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
+    ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
+    ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
+])  # fmt: skip
 def test_where_the_answer_is(completion: str, answer: str) -> None:
     assert final_answer(completion) == answer
 
@@ -270,20 +264,15 @@ def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
     assert Generator("word_sorting", {"transformation": "uppercase"}).entry(1)["answer"].isupper()
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"generator": "chain_sums"}, "did you mean 'chain_sum'"),
-        ({"generator": "composite"}, "use environment.mix"),
-        ({"generator": "codeio"}, "differs from process to process"),
-        ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"),
-        ({"settings": {"size": 2}}, "has no setting 'size'"),
-        ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses its settings"),
-        ({"settings": {"min_terms": "many"}}, "min_terms is a int, not 'many'"),
-        ({"settings": {"allow_negation": "no"}}, "allow_negation is a bool, not 'no'"),
-        ({"generator": "acre", "level": 1}, "has no curriculum"),
-    ],
-)
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"generator": "chain_sums"}, "did you mean 'chain_sum'"), ({"generator": "composite"}, "use environment.mix"),
+    ({"generator": "codeio"}, "differs from process to process"),
+    ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"), ({"settings": {"size": 2}}, "has no setting 'size'"),
+    ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses its settings"),
+    ({"settings": {"min_terms": "many"}}, "min_terms is a int, not 'many'"),
+    ({"settings": {"allow_negation": "no"}}, "allow_negation is a bool, not 'no'"),
+    ({"generator": "acre", "level": 1}, "has no curriculum"),
+])  # fmt: skip
 def test_invalid_generator_settings_are_refused_when_built(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         gym(**options)

@@ -72,15 +72,12 @@ def test_unseen_pairs_are_mostly_graded_right() -> None:
 # Gold answers as data sets write them, and what a score says
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "42", "\\boxed{42}", "The answer is $\\boxed{42}$.", "Half of 84 is 84/2 = 42.\n#### 42", "$42$",
-        json.dumps({"ground_truth": "42"}), json.dumps({"ground_truth": 42}),
-        json.dumps({"answer": "42", "source": "somewhere"}), json.dumps({"answer": ["41", "42"]}),
-        json.dumps({"answers": ["42"]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("answer", [
+    "42", "\\boxed{42}", "The answer is $\\boxed{42}$.", "Half of 84 is 84/2 = 42.\n#### 42", "$42$",
+    json.dumps({"ground_truth": "42"}), json.dumps({"ground_truth": 42}),
+    json.dumps({"answer": "42", "source": "somewhere"}), json.dumps({"answer": ["41", "42"]}),
+    json.dumps({"answers": ["42"]}),
+])  # fmt: skip
 def test_gold_answers_are_read_as_data_sets_write_them(answer: str) -> None:
     assert GRADER.problem(answer) == ""
     assert GRADER.score(answer, "\\boxed{42}").value == 1.0
@@ -94,16 +91,13 @@ def test_any_of_several_gold_answers_is_right_and_all_together_are_not() -> None
     assert GRADER.score(answer, "\\boxed{3, -3}").value == 0.0
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        ("", "empty"), ("  $ $ ", "empty"), ("1" * 3000, "3000 characters"), ("1" * 30_000, "30000 characters"),
-        ("\\frac{1}{2", "braces"), ("}1{", "braces"), (json.dumps({"tests": "42"}), "ground_truth"),
-        (json.dumps({"answer": []}), "empty"), (json.dumps({"answer": ""}), "empty"),
-        (json.dumps({"answer": {"x": 1}}), "text or a number"), (json.dumps({"answer": True}), "text or a number"),
-        (json.dumps({"answer": None}), "text or a number"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "says"), [
+    ("", "empty"), ("  $ $ ", "empty"), ("1" * 3000, "3000 characters"), ("1" * 30_000, "30000 characters"),
+    ("\\frac{1}{2", "braces"), ("}1{", "braces"), (json.dumps({"tests": "42"}), "ground_truth"),
+    (json.dumps({"answer": []}), "empty"), (json.dumps({"answer": ""}), "empty"),
+    (json.dumps({"answer": {"x": 1}}), "text or a number"), (json.dumps({"answer": True}), "text or a number"),
+    (json.dumps({"answer": None}), "text or a number"),
+])  # fmt: skip
 def test_unusable_gold_answer_is_a_problem_and_never_zero(answer: str, says: str) -> None:
     assert says in GRADER.problem(answer)
     with pytest.raises(ScoringFailure, match=says):

@@ -159,17 +159,14 @@ def test_a_recipe_s_mixture_also_if_it_was_written_down(tmp_path: Path) -> None:
     assert build(again).digest == mixed.digest
 
 
-@pytest.mark.parametrize(
-    ("parts", "more", "sentence"),
-    [
-        ([{"name": "sort", "label": "a"}, {"name": "addition", "label": "a"}], {}, "same label"),
-        ([{"name": "srot"}], {}, "part 'srot': there is no environment 'srot'.*did you mean 'sort'"),
-        ([{"name": "sort", "options": {"min_digit": 2}}], {}, "part 'sort': .*did you mean"),
-        ([{"name": "sort"}], {"options": {"min_digits": 2}}, "takes the place of"),
-        *(([{"label": name}, {"name": "addition"}], {}, f"part '{name}'.*another label")
-          for name in ("task", "limit", "judge.taste")),  # they mean something else in scores
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("parts", "more", "sentence"), [
+    ([{"name": "sort", "label": "a"}, {"name": "addition", "label": "a"}], {}, "same label"),
+    ([{"name": "srot"}], {}, "part 'srot': there is no environment 'srot'.*did you mean 'sort'"),
+    ([{"name": "sort", "options": {"min_digit": 2}}], {}, "part 'sort': .*did you mean"),
+    ([{"name": "sort"}], {"options": {"min_digits": 2}}, "takes the place of"),
+    *(([{"label": name}, {"name": "addition"}], {}, f"part '{name}'.*another label")
+      for name in ("task", "limit", "judge.taste")),  # they mean something else in scores
+])  # fmt: skip
 def test_errors_name_the_part(parts: list[dict[str, Any]], more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         built(*parts, **more)
@@ -292,14 +289,11 @@ def budget(**settings: Any) -> LengthSettings:
     return LengthSettings.model_validate({"targets": [1000], **settings})
 
 
-@pytest.mark.parametrize(
-    ("form", "reward", "tokens", "value"),
-    [
-        ("exact", 1.0, 1000, 1.0), ("exact", 1.0, 3000, 0.4), ("exact", 1.0, 0, 0.7), ("exact", 0.0, 3000, -0.6),
-        ("max", 1.0, 1000, 0.5), ("max", 1.0, 0, 0.8), ("max", 1.0, 2000, 0.2), ("max", 1.0, 5000, 0.0),
-        ("max", 0.0, 10, 0.0), ("clip", 1.0, 1000, 1.0), ("clip", 1.0, 1001, 0.0), ("clip", 0.25, 10, 0.25),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "reward", "tokens", "value"), [
+    ("exact", 1.0, 1000, 1.0), ("exact", 1.0, 3000, 0.4), ("exact", 1.0, 0, 0.7), ("exact", 0.0, 3000, -0.6),
+    ("max", 1.0, 1000, 0.5), ("max", 1.0, 0, 0.8), ("max", 1.0, 2000, 0.2), ("max", 1.0, 5000, 0.0),
+    ("max", 0.0, 10, 0.0), ("clip", 1.0, 1000, 1.0), ("clip", 1.0, 1001, 0.0), ("clip", 0.25, 10, 0.25),
+])  # fmt: skip
 def test_by_hand(form: str, reward: float, tokens: int, value: float) -> None:
     """α = 0.0003 and δ = 0.5 at a target of 1000, computed by hand."""
     rule = budget(form=form, alpha=0.0003, delta=0.5)

@@ -109,14 +109,11 @@ def test_only_tasks_of_both_with_the_same_prompt_are_paired(tmp_path: Path) -> N
         compare(a, results(tmp_path, "c", [record("u", 1.0)]))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"environment": {"name": "sort", "digest": "ee" * 32}}, "their environments are not the same"),
-        ({"plan": {**ABOUT["plan"], "temperature": 0.6}}, "temperature is 1.0 in one and 0.6 in the other"),
-        ({"plan": {**ABOUT["plan"], "samples": 64, "seed": 9}}, ""),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"environment": {"name": "sort", "digest": "ee" * 32}}, "their environments are not the same"),
+    ({"plan": {**ABOUT["plan"], "temperature": 0.6}}, "temperature is 1.0 in one and 0.6 in the other"),
+    ({"plan": {**ABOUT["plan"], "samples": 64, "seed": 9}}, ""),
+])  # fmt: skip
 def test_other_tasks_or_plans_are_compared_only_by_force(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     a = results(tmp_path, "a", [record("t", 1.0)])
     b = results(tmp_path, "b", [record("t", 0.0)], {**ABOUT, **change})
@@ -294,12 +291,10 @@ def test_the_histogram_counts_and_marks() -> None:
 class TestRows:
     def test_json_lines_keep_every_column_and_number_their_rows_as_the_file_does(self, tmp_path: Path) -> None:
         path = lines(
-            tmp_path / "d.jsonl",
-            {"question": "a", "odd": 1, "none": None, "deep": {"x": [1]}, "nothing": {}},
-            "{broken",
-            {"question": "b", "odd": "text", "deep": {"x": []}, "nothing": {}},
+            tmp_path / "d.jsonl", {"question": "a", "odd": 1, "none": None, "deep": {"x": [1]}, "nothing": {}},
+            "{broken", {"question": "b", "odd": "text", "deep": {"x": []}, "nothing": {}},
             {"question": "c", "odd": [2], "deep": {"x": [2], "y": 1.5}, "nothing": {}},
-        )
+        )  # fmt: skip
         found, out = rates(row0=0.25, row2=1.0, row3=0.5), tmp_path / "out.parquet"
         assert write_rows(out, original_rows(table_of(path), found, MIDDLE, "m"), {}) == 2
         first, second = pq.read_table(out).to_pylist()

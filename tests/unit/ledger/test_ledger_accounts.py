@@ -30,16 +30,12 @@ def credit(node: str, submission: str, tokens: int, amount: int | None = None) -
 def test_accounts_of_a_small_run() -> None:
     accounts = fold(
         entries_of(
-            ("run", {"run": "demo"}),
-            ("node", {"node": "a"}),
-            ("node", {"node": "b"}),
-            credit("a", "s1", 100),
+            ("run", {"run": "demo"}), ("node", {"node": "a"}), ("node", {"node": "b"}), credit("a", "s1", 100),
             ("rejected", {"node": "b", "submission": "s2", "reason": "sampling.seed"}),
-            ("sanction", {"node": "b", "state": "banned", "reason": "sampling.seed"}),
-            credit("a", "s3", 20),
+            ("sanction", {"node": "b", "state": "banned", "reason": "sampling.seed"}), credit("a", "s3", 20),
             ("batch", {"step": 0, "units": [0, 2]}),
         )
-    )
+    )  # fmt: skip
     assert accounts.by_node["a"] == Account(credit=120, accepted=2)
     assert accounts.by_node["b"] == Account(rejected=1, banned=True, reason="sampling.seed")
     assert accounts.total_credit == 120
@@ -56,14 +52,10 @@ def void(node: str, submission: str, tokens: int) -> Row:
 def test_pending_credit_matures_or_is_void() -> None:
     accounts = fold(
         entries_of(
-            pending("a", "s1", 5),
-            pending("a", "s2", 7),
-            pending("a", "s3", 11),
-            credit("a", "s1", 5),
-            void("a", "s2", 7),
-            ("pulled", {"node": "a", "units": [2], "submission": "s4", "reason": "sampling.seed"}),
+            pending("a", "s1", 5), pending("a", "s2", 7), pending("a", "s3", 11), credit("a", "s1", 5),
+            void("a", "s2", 7), ("pulled", {"node": "a", "units": [2], "submission": "s4", "reason": "sampling.seed"}),
         )
-    )
+    )  # fmt: skip
     assert accounts.by_node["a"] == Account(credit=5, pending=11, void=7, accepted=3)
     assert accounts.total_credit == 5
 
@@ -85,27 +77,22 @@ def test_nothing_is_lost_or_made_on_the_way(work: list[tuple[str, int, str]]) ->
     assert accounts.total_credit == sum(tokens for _, tokens, fate in work if fate in ("at once", "credit"))
 
 
-@pytest.mark.parametrize(
-    ("rows", "why"),
-    [
-        ([credit("a", "s1", 5), credit("a", "s1", 5)], r"row 1.*judged before"),
-        ([credit("a", "s1", 5), ("rejected", {"node": "a", "submission": "s1"})], r"row 1.*judged before"),
-        *(
-            ([pending("a", "s1", 5), settled, last], "row 2")
-            for settled in (credit("a", "s1", 5), void("a", "s1", 5))
-            for last in (credit("a", "s1", 5), void("a", "s1", 5), pending("a", "s1", 5))
-        ),
-        *(
-            ([pending("a", "s1", 5), other], "row 1")
-            for other in (credit("b", "s1", 5), credit("a", "s1", 6), void("b", "s1", 5), void("a", "s2", 5))
-        ),
-        ([credit("a", "s1", 5, 6)], r"row 0 \(credit\)"),
-        ([credit("a", "s1", 5, 0)], r"row 0 \(credit\)"),
-        ([credit("a", "s1", -5, -5)], r"row 0 \(credit\)"),
-        ([("credit", {"node": "a"})], "row 0"),
-        ([("batch", {"step": 0}), ("batch", {"step": 2})], "step 2 comes where step 1 should be"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "why"), [
+    ([credit("a", "s1", 5), credit("a", "s1", 5)], r"row 1.*judged before"),
+    ([credit("a", "s1", 5), ("rejected", {"node": "a", "submission": "s1"})], r"row 1.*judged before"),
+    *(
+        ([pending("a", "s1", 5), settled, last], "row 2")
+        for settled in (credit("a", "s1", 5), void("a", "s1", 5))
+        for last in (credit("a", "s1", 5), void("a", "s1", 5), pending("a", "s1", 5))
+    ),
+    *(
+        ([pending("a", "s1", 5), other], "row 1")
+        for other in (credit("b", "s1", 5), credit("a", "s1", 6), void("b", "s1", 5), void("a", "s2", 5))
+    ),
+    ([credit("a", "s1", 5, 6)], r"row 0 \(credit\)"), ([credit("a", "s1", 5, 0)], r"row 0 \(credit\)"),
+    ([credit("a", "s1", -5, -5)], r"row 0 \(credit\)"), ([("credit", {"node": "a"})], "row 0"),
+    ([("batch", {"step": 0}), ("batch", {"step": 2})], "step 2 comes where step 1 should be"),
+])  # fmt: skip
 def test_invalid_rows_are_refused_by_number(rows: list[Row], why: str) -> None:
     with pytest.raises(LedgerError, match=why):
         fold(entries_of(*rows))
@@ -121,19 +108,10 @@ def batch(step: int) -> Row:
 
 
 RUN = entries_of(
-    ("node", {"node": "a"}),
-    ("node", {"node": "b"}),
-    ("node", {"node": "c"}),
-    credit("a", "s1", 30),
-    credit("b", "s2", 10),
-    batch(0),
-    ("vouch", {"node": "a", "owner": OWNER}),
-    ("vouch", {"node": "b", "owner": OWNER}),
-    credit("c", "s3", 20),
-    pending("c", "s4", 7),
-    batch(1),
-    credit("c", "s4", 7),
-)
+    ("node", {"node": "a"}), ("node", {"node": "b"}), ("node", {"node": "c"}), credit("a", "s1", 30),
+    credit("b", "s2", 10), batch(0), ("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "b", "owner": OWNER}),
+    credit("c", "s3", 20), pending("c", "s4", 7), batch(1), credit("c", "s4", 7),
+)  # fmt: skip
 
 
 def test_shares_are_those_of_the_moment_when_a_batch_was_written_down() -> None:
@@ -191,15 +169,11 @@ def test_sanctions_come_and_go() -> None:
     assert fold(entries_of(*rows)).by_node["a"] == Account()
 
 
-@pytest.mark.parametrize(
-    ("row", "about"),
-    [
-        (("credit", {"node": "a", "unit": 0}), ("node:a", "unit:0")),
-        (("batch", {"step": 0, "units": [3, 1]}), ("unit:3", "unit:1")),
-        (("pulled", {"node": "a", "units": [2], "submission": "s"}), ("node:a", "unit:2")),
-        (("policy", {"version": 1}), ()),
-        (("admin", {"verb": "ban", "node": "a", "target": "a"}), ("node:a",)),
-    ],
-)
+@pytest.mark.parametrize(("row", "about"), [
+    (("credit", {"node": "a", "unit": 0}), ("node:a", "unit:0")),
+    (("batch", {"step": 0, "units": [3, 1]}), ("unit:3", "unit:1")),
+    (("pulled", {"node": "a", "units": [2], "submission": "s"}), ("node:a", "unit:2")),
+    (("policy", {"version": 1}), ()), (("admin", {"verb": "ban", "node": "a", "target": "a"}), ("node:a",)),
+])  # fmt: skip
 def test_subjects_of_entries(row: Row, about: tuple[str, ...]) -> None:
     assert subjects(entries_of(row)[0]) == about

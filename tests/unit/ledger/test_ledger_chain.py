@@ -117,26 +117,23 @@ def test_two_signed_statements_that_differ_prove_a_fork() -> None:
     check_fork(proof(ONE.receipt(9, ALICE, 90), head(OTHER, len(OTHER.entries) - 1)))  # a receipt is a statement
 
 
-@pytest.mark.parametrize(
-    ("made", "why"),
-    [
-        (proof(head(ONE, 15), head(ONE, 15)), "both statements fit one ledger"),
-        (proof(head(ONE, 5), head(OTHER, 20), range(5, 21)), "both statements fit"),  # they part later
-        (proof(head(ONE, 13), head(OTHER, 20)), "rows from 13 to 20 are not there"),
-        (proof(head(ONE, 13), head(OTHER, 20), range(14, 21)), "are not there"),
-        (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:16], *OTHER.entries[17:21])), "missing"),
-        (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:20], ONE.entries[20])), "does not follow"),
-        (proof(head(ONE, 15), head(OTHER, 15, by=STRANGER)), "not trusted for it"),
-        (proof(head(ONE, 15), head(OTHER, 15, by=TRAINER)), "not trusted for it"),
-        (proof(head(ONE, 15), head(OTHER, 15, run="other-123456789012")), "about another run"),
-        (proof(head(ONE, 15), head(OTHER, 15), root_key=STRANGER.public_key), "another root key"),
-        (proof(head(ONE, 15), head(OTHER, 15), certificates=()), "not trusted for it"),
-        (
-            proof(head(ONE, 15), head(OTHER, 15, by=STRANGER), certificates=(certificate(STRANGER, "hub", by=HUB),)),
-            "not trusted for it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("made", "why"), [
+    (proof(head(ONE, 15), head(ONE, 15)), "both statements fit one ledger"),
+    (proof(head(ONE, 5), head(OTHER, 20), range(5, 21)), "both statements fit"),  # they part later
+    (proof(head(ONE, 13), head(OTHER, 20)), "rows from 13 to 20 are not there"),
+    (proof(head(ONE, 13), head(OTHER, 20), range(14, 21)), "are not there"),
+    (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:16], *OTHER.entries[17:21])), "missing"),
+    (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:20], ONE.entries[20])), "does not follow"),
+    (proof(head(ONE, 15), head(OTHER, 15, by=STRANGER)), "not trusted for it"),
+    (proof(head(ONE, 15), head(OTHER, 15, by=TRAINER)), "not trusted for it"),
+    (proof(head(ONE, 15), head(OTHER, 15, run="other-123456789012")), "about another run"),
+    (proof(head(ONE, 15), head(OTHER, 15), root_key=STRANGER.public_key), "another root key"),
+    (proof(head(ONE, 15), head(OTHER, 15), certificates=()), "not trusted for it"),
+    (
+        proof(head(ONE, 15), head(OTHER, 15, by=STRANGER), certificates=(certificate(STRANGER, "hub", by=HUB),)),
+        "not trusted for it",
+    ),
+])  # fmt: skip
 def test_invalid_fork_proofs_are_refused(made: ForkProof, why: str) -> None:
     with pytest.raises(LedgerError, match=f"proves no fork: .*{why}"):
         check_fork(made)

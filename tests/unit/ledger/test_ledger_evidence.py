@@ -254,13 +254,9 @@ def changed(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 UNSIGNED = {
-    "node": {"name"},
-    "batch": {"step", "units", "digest"},
-    "sanction": {"state", "reason"},
-    "pulled": {"reason"},
-    "void": {"reason"},
-    "admin": {"reason", "by"},
-}
+    "node": {"name"}, "batch": {"step", "units", "digest"}, "sanction": {"state", "reason"}, "pulled": {"reason"},
+    "void": {"reason"}, "admin": {"reason", "by"},
+}  # fmt: skip
 """What no signature but the hub's covers: only a head from before shows that it was changed."""
 
 MUTABLE = [

@@ -101,17 +101,14 @@ def test_applied_weights_give_equal_outputs_and_tied_weights_are_stored_once(tie
     assert (before == target.get_input_embeddings().weight.data_ptr()) == tied
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda views: views.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
-        (lambda views: views.update(extra=views["lm_head.weight"]), r"unknown \['extra'\]"),
-        (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(63, np.float32))}),
-         r"model.norm.weight is torch.float32\[63\], the model's is torch.float32\[64\]"),
-        (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float64))}),
-         r"model.norm.weight is torch.float64\[64\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda views: views.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
+    (lambda views: views.update(extra=views["lm_head.weight"]), r"unknown \['extra'\]"),
+    (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(63, np.float32))}),
+     r"model.norm.weight is torch.float32\[63\], the model's is torch.float32\[64\]"),
+    (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float64))}),
+     r"model.norm.weight is torch.float64\[64\]"),
+])  # fmt: skip
 def test_misfitting_weights_are_refused_without_changes(change, said):
     target, views = build_tiny(1), policy_views(build_tiny(0))
     before = {name: tensor.clone() for name, tensor in policy_state(target).items()}
@@ -229,14 +226,11 @@ def test_folders_with_missing_or_wrong_weights_do_not_load(copy, spoil, said):
         load_model(copy)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        *(({"model_type": kind}, "no known causal language model") for kind in ("clip", None, ["qwen3"])),
-        ({"model_type": "unheard-of"}, "no known causal language model .model_type 'unheard-of'"),
-        ({"num_attention_heads": "many"}, "config.json"), ({"hidden_size": -1}, "config.json"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    *(({"model_type": kind}, "no known causal language model") for kind in ("clip", None, ["qwen3"])),
+    ({"model_type": "unheard-of"}, "no known causal language model .model_type 'unheard-of'"),
+    ({"num_attention_heads": "many"}, "config.json"), ({"hidden_size": -1}, "config.json"),
+])  # fmt: skip
 def test_a_config_that_cannot_be_used_is_refused(copy, changes, said):
     edit_config(copy, **changes)
     with pytest.raises(ModelError, match=said):

@@ -68,16 +68,13 @@ def test_pool_scores_like_the_environment_in_order() -> None:
 TOO_LONG, TOO_MUCH = "took longer than 0.25 s of processor time", "needed more than 100 MB"
 
 
-@pytest.mark.parametrize(
-    ("completion", "said", "blamed"),
-    [
-        slow("spin", TOO_LONG, True), ("spin in C", TOO_LONG, True), ("gigabytes", TOO_MUCH, True),
-        slow("bit by bit", TOO_MUCH, True), slow("crash", "crashed (SIGSEGV)", True),
-        ("raise", "raised ValueError: no such thing", False), ("exit", "raised SystemExit: 3", False),
-        ("text", "returned 'good'", False), slow("really exit", "ended with exit code 3, twice", False),
-        ("killed", "was killed by SIGKILL, twice", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("completion", "said", "blamed"), [
+    slow("spin", TOO_LONG, True), ("spin in C", TOO_LONG, True), ("gigabytes", TOO_MUCH, True),
+    slow("bit by bit", TOO_MUCH, True), slow("crash", "crashed (SIGSEGV)", True),
+    ("raise", "raised ValueError: no such thing", False), ("exit", "raised SystemExit: 3", False),
+    ("text", "returned 'good'", False), slow("really exit", "ended with exit code 3, twice", False),
+    ("killed", "was killed by SIGKILL, twice", False),
+])  # fmt: skip
 def test_exceeded_limit_scores_0_and_a_failure_of_the_machinery_is_unscored(
     pool: ScoringPool, completion: str, said: str, blamed: bool
 ) -> None:
@@ -150,15 +147,12 @@ class Timed(ScoringProcess):
             yield JobAnswer(1.0)
 
 
-@pytest.mark.parametrize(
-    ("takes_ms", "all_s", "sizes", "scored"),
-    [
-        (0, 1, [1, 2, 4, 8, 16, 32, 32], 800),
-        (15, 600, [1, 2, 1, 2, 1, 2, 1], 800),  # more at once only as long as that is short
-        (100, 1, [1, 1, 1, 1, 1, 1, 1], 10),
-        (3, 0.1, [1, 2, 4, 8, 1, 2, 4], 34),  # no further one when the time is up
-    ],
-)
+@pytest.mark.parametrize(("takes_ms", "all_s", "sizes", "scored"), [
+    (0, 1, [1, 2, 4, 8, 16, 32, 32], 800),
+    (15, 600, [1, 2, 1, 2, 1, 2, 1], 800),  # more at once only as long as that is short
+    (100, 1, [1, 1, 1, 1, 1, 1, 1], 10),
+    (3, 0.1, [1, 2, 4, 8, 1, 2, 4], 34),  # no further one when the time is up
+])  # fmt: skip
 def test_jobs_in_a_message_grow_with_the_speed_and_end_with_the_time(
     takes_ms: int, all_s: float, sizes: list[int], scored: int
 ) -> None:
@@ -364,14 +358,10 @@ def score(prompt, completion, answer):
 """)
 
 
-@pytest.mark.parametrize(
-    ("what", "at", "patience"),
-    [
-        ("os._exit(9)", "", ScoringPatience(start_s=60)),
-        ("time.sleep(0.5); os.kill(os.getpid(), 9)", "go", ScoringPatience(start_s=60, all_s=0.3)),
-    ],
-    ids=["it dies before it is ready", "somebody killed it, however late it is"],
-)
+@pytest.mark.parametrize(("what", "at", "patience"), [
+    ("os._exit(9)", "", ScoringPatience(start_s=60)),
+    ("time.sleep(0.5); os.kill(os.getpid(), 9)", "go", ScoringPatience(start_s=60, all_s=0.3)),
+], ids=["it dies before it is ready", "somebody killed it, however late it is"])  # fmt: skip
 def test_a_process_that_dies_is_followed_by_another(
     tmp_path: Path, what: str, at: str, patience: ScoringPatience
 ) -> None:

@@ -53,12 +53,9 @@ def versions(route: Route) -> list[int]:
 
 
 WEB = (
-    manifest(8, anchor=True),
-    manifest(9, _8=10),
-    manifest(10, _9=10, _8=15),
-    manifest(11, _10=10),
+    manifest(8, anchor=True), manifest(9, _8=10), manifest(10, _9=10, _8=15), manifest(11, _10=10),
     manifest(12, anchor=True, _11=10, _10=15, _8=30),
-)
+)  # fmt: skip
 
 
 def test_without_local_payload_an_anchor_is_fetched_without_other_manifests() -> None:
@@ -150,11 +147,9 @@ def bits(data: bytes) -> list[int]:
 
 
 @given(
-    chunks=st.lists(st.sampled_from(NAMES), max_size=30),
-    here=st.sets(st.sampled_from(NAMES)),
-    arriving=st.lists(st.sampled_from(NAMES)),
-    soon=st.sets(st.sampled_from(NAMES)),
-)
+    chunks=st.lists(st.sampled_from(NAMES), max_size=30), here=st.sets(st.sampled_from(NAMES)),
+    arriving=st.lists(st.sampled_from(NAMES)), soon=st.sets(st.sampled_from(NAMES)),
+)  # fmt: skip
 def test_maps_have_bits_for_present_and_for_coming_chunks(chunks, here, arriving, soon):
     inventory = Inventory([named(name) for name in chunks], {named(name).hash for name in here})
     for name in arriving:

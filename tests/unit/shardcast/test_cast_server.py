@@ -101,31 +101,23 @@ def test_head_manifests_and_chunks_are_served_with_the_right_caching(lab: Lab) -
     assert get(url, "/head.json", "DELETE")[0] == 405
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "/../secret", "/manifests/../../secret", "/chunks/aa/../../../secret", "/%2e%2e/secret", "//etc/passwd",
-        "/manifests/%2e%2e/%2e%2e/secret", "/chunks/ab/" + "cd" * 32, "/chunks/AB/" + "AB" * 32, "/manifests/00.1.json",
-        "/manifests/0.1.json/", "/manifests/0.-1.json", "/manifests/", "/.lock", "/head.json\x00", "/",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("target", [
+    "/../secret", "/manifests/../../secret", "/chunks/aa/../../../secret", "/%2e%2e/secret", "//etc/passwd",
+    "/manifests/%2e%2e/%2e%2e/secret", "/chunks/ab/" + "cd" * 32, "/chunks/AB/" + "AB" * 32, "/manifests/00.1.json",
+    "/manifests/0.1.json/", "/manifests/0.-1.json", "/manifests/", "/.lock", "/head.json\x00", "/",
+])  # fmt: skip
 def test_any_other_name_is_not_found(lab: Lab, target: str) -> None:
     (lab.folder / "secret").write_bytes(b"secret")
     lab.publish(1)
     assert get(lab.honest().url, target)[0] == 404
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"nonsense\r\n\r\n",
-        b"GET http://elsewhere/ HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/2\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nContent-Length: 5\r\n\r\n12345",
-        b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
-    ],
-)
+@pytest.mark.parametrize("request_bytes", [
+    b"nonsense\r\n\r\n", b"GET http://elsewhere/ HTTP/1.1\r\n\r\n", b"GET / HTTP/2\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nContent-Length: 5\r\n\r\n12345",
+    b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
+])  # fmt: skip
 def test_other_requests_are_refused_and_disconnected(lab: Lab, request_bytes: bytes) -> None:
     assert send(lab.honest().url, request_bytes).startswith(b"HTTP/1.1 400 ")
 
@@ -307,14 +299,11 @@ def test_seconds_are_bounded_whatever_is_asked(query: str, seconds: float) -> No
     assert request.seconds("wait_s", 20.0) == seconds
 
 
-@pytest.mark.parametrize(
-    ("address", "client"),
-    [
-        ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("fe80::1%eth0", "fe80::/64"), ("", ""),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::ffff", "2001:db8:1:2::/64"),
-        ("2001:db8:1:3::ffff", "2001:db8:1:3::/64"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("address", "client"), [
+    ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("fe80::1%eth0", "fe80::/64"), ("", ""),
+    ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::ffff", "2001:db8:1:2::/64"),
+    ("2001:db8:1:3::ffff", "2001:db8:1:3::/64"),
+])  # fmt: skip
 def test_a_client_is_an_address_or_a_network_of_ipv6(address: str, client: str) -> None:
     assert client_of(address) == client
 

@@ -128,19 +128,15 @@ def test_bytes_beyond_the_announced_size_do_not_leak_into_the_next_answer(lab: L
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    ("answer", "sentence"),
-    [
-        (b"SSH-2.0-x\r\n\r\n", "does not speak HTTP"),
-        (OK + b"\r\n", "Content-Length"),
-        (OK + b"Content-Length: -1\r\n\r\n", "Content-Length"),
-        (OK + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n", "Content-Length"),
-        (OK + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", "Content-Length"),
-        (OK + b"Content-Length: 1099511627776\r\n\r\n", "at most 1048576"),
-        (OK + b"Content-Length: 10\r\n\r\nabc", "after 3 of 10 bytes"),
-        (OK + b"X: " + b"y" * 40_000, "endless answer head"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "sentence"), [
+    (b"SSH-2.0-x\r\n\r\n", "does not speak HTTP"), (OK + b"\r\n", "Content-Length"),
+    (OK + b"Content-Length: -1\r\n\r\n", "Content-Length"),
+    (OK + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n", "Content-Length"),
+    (OK + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", "Content-Length"),
+    (OK + b"Content-Length: 1099511627776\r\n\r\n", "at most 1048576"),
+    (OK + b"Content-Length: 10\r\n\r\nabc", "after 3 of 10 bytes"),
+    (OK + b"X: " + b"y" * 40_000, "endless answer head"),
+])  # fmt: skip
 def test_answers_that_are_not_plain_http_are_refused(lab: Lab, answer: bytes, sentence: str) -> None:
     def say(_target: str, to: socket.socket) -> None:
         to.sendall(answer)
