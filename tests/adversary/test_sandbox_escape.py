@@ -121,11 +121,12 @@ def test_waiting_program_is_ended_by_the_clock(code: str, monkeypatch: Patch) ->
     assert "took longer" in notes
 
 
-def test_fork_fails() -> None:
+def test_fork_fails_and_only_three_descriptors_are_open() -> None:
     code = "import os\ntry:\n  os.fork()\nexcept OSError as e:\n  print(e.errno)\nimport ctypes\n" + "".join(
         f"print(ctypes.CDLL(None, use_errno=True).{call})\n" for call in ("fork()", "vfork()", "daemon(0, 0)")
     )
     assert said(code).split() == ["1", "-1", "-1", "-1"]
+    assert said("import os\nprint(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"  # 3 is the listing itself
 
 
 def test_nothing_can_be_written_anywhere() -> None:
@@ -215,7 +216,7 @@ print(found, os.environ.get("SHOAL_SECRET"), sys.argv)
 """
 
 
-def test_expected_output_is_not_in_memory(monkeypatch: Patch) -> None:
+def test_expected_output_is_not_found_by_a_search_that_finds_the_input(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     kept = os.memfd_create("secret", 0)
     os.write(kept, SECRET.encode())
@@ -227,10 +228,7 @@ def test_expected_output_is_not_in_memory(monkeypatch: Patch) -> None:
         os.close(kept)
     assert scored == "[] None ['solution.py']"
     assert worth(HUNTER)[0] == 0.0
-
-
-def test_search_of_memory_finds_its_input() -> None:
-    """The hunt itself works: what a program is given, it finds."""
+    # the hunt itself works: what a program is given, it finds
     code = f"given = input()\n{HUNTER}"
     assert said(code, SECRET + "\n") != "[] None ['solution.py']"
 
@@ -384,7 +382,7 @@ CALLS = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-def test_forbidden_system_call_fails() -> None:
+def test_forbidden_system_calls_fail_and_unknown_ones_do_not_exist() -> None:
     code = f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -392,10 +390,6 @@ for name, (number, *arguments) in {CALLS!r}.items():
     print(name, libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)), ctypes.get_errno(), sep=": ")
 """
     assert said(code).splitlines() == [f"{name}: -1: 1" for name in CALLS]
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-def test_unknown_system_calls_do_not_exist() -> None:
     code = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -433,10 +427,6 @@ for name in ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE", "DATA", "MEMLOCK")
 print([resource.getrlimit(x)[1] for x in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)])
 """
     assert said(code) == f"[2, {256 << 20}, 0]"
-
-
-def test_only_three_descriptors_are_open() -> None:
-    assert said("import os\nprint(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"  # 3 is the listing itself
 
 
 def test_programs_do_not_share_a_limit_of_threads() -> None:

@@ -87,23 +87,17 @@ def caught(tmp_path_factory: TempPaths) -> Caught:
         )  # fmt: skip
 
 
-def test_sleeper_is_banned_by_its_first_full_audit(caught: Caught) -> None:
+def test_first_full_audit_bans_a_sleeper_pulls_its_groups_and_voids_its_pending_credit(caught: Caught) -> None:
     assert caught.looked_at == [False] * (len(caught.cheated) - 1) + [True]
     assert len(caught.cheated) <= 60  # at p = 1/3 a hundredth of a billionth of all sleepers last longer
     assert caught.after.state is NodeState.BANNED
     assert caught.after.reason.startswith("sampling.seed")
     assert caught.refused == (403, "node.banned")
-
-
-def test_untrained_groups_of_a_sleeper_are_pulled(caught: Caught) -> None:
     [pulled] = caught.bodies("pulled")
     assert set(caught.cheated[:-1]) <= set(pulled["units"])
     assert len(pulled["units"]) == caught.after.accepted
     assert caught.units.get("accepted", 0) == 0
     assert caught.units["open"] == len(pulled["units"]) + 1
-
-
-def test_pending_credit_of_a_sleeper_is_void(caught: Caught) -> None:
     assert caught.before.pending > 0
     assert (caught.after.pending, caught.after.credit) == (0, 0)
     assert len(caught.bodies("void")) == len(caught.bodies("pending")) == caught.after.accepted

@@ -51,9 +51,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     ),
     "sleeper (honest for long, then cheats)": (
         "cheat sleeper",
-        "test_sleepers::test_sleeper_is_banned_by_its_first_full_audit",
-        "test_sleepers::test_untrained_groups_of_a_sleeper_are_pulled",
-        "test_sleepers::test_pending_credit_of_a_sleeper_is_void",
+        "test_sleepers::test_first_full_audit_bans_a_sleeper_pulls_its_groups_and_voids_its_pending_credit",
     ),
     "lying relay (corrupt, truncated, stale, endless chunk)": (
         "test_cast_chunks::test_a_client_gets_the_right_bytes_beside_a_liar",
@@ -79,7 +77,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     ),
     "buying reward with tolerance": (
         "cheat branch",
-        "test_steered_branches::test_steered_groups_pass_when_no_branch_is_checked",
+        "test_steered_branches::test_steered_groups_pass_unchecked_and_honest_groups_pass_the_check_of_branches",
         "test_steered_branches::test_steering_is_struck_when_branches_are_checked",
         "test_steered_branches::test_evidence_of_fresh_keys_is_added_up",
         "test_steered_branches::test_hub_suspends_a_steering_node_by_its_evidence",

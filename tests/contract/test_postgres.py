@@ -124,13 +124,10 @@ def test_leader_leads_until_it_resigns_or_expires(storage: Storage) -> None:
     assert storage.lead("upkeep", "a", 60), "its time was over"
 
 
-def test_commits_are_as_durable_as_promised(storage: Storage) -> None:
+def test_commits_are_as_durable_as_promised_by_any_database(storage: Storage, postgres: Cluster, caplog: Logs) -> None:
     for durable, said in ((True, "on"), (False, "off")):
         with storage.write(durable=durable) as transaction:
             assert transaction._connection.execute(text("SHOW synchronous_commit")).scalar() == said
-
-
-def test_durability_holds_against_the_databases_settings(postgres: Cluster, caplog: Logs) -> None:
     url = postgres.create()
     postgres.execute(f"ALTER DATABASE {url.rpartition('/')[2]} SET synchronous_commit TO off")
     careless = PostgresStorage(url)

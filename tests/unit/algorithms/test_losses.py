@@ -72,9 +72,6 @@ def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
     assert carries_signal(rewards) is expected
 
 
-# Losses
-
-
 def logprob(ratio: float) -> float:
     return math.log(ratio) - 1
 
@@ -247,7 +244,7 @@ DPPO = [
 ]
 
 
-def test_dppo_masks_by_probability_and_pulls_back_by_ratio() -> None:
+def test_dppo_masks_by_probability_from_its_base_and_pulls_back_by_ratio() -> None:
     base, now, advantages, masked = (list(column) for column in zip(*DPPO, strict=True))
     given = LossTokens(
         logprobs_N=torch.tensor(now, dtype=torch.float64).log().requires_grad_(),
@@ -264,9 +261,6 @@ def test_dppo_masks_by_probability_and_pulls_back_by_ratio() -> None:
     assert output.mean["clip_fraction"].tolist() == [float(value) for value in masked]
     unmasked, _ = differentiated(dppo, given, LossParameters(move_limit=0.5, log_ratio_penalty=0.0))
     assert unmasked.loss_N.tolist() == pytest.approx([-r * a for r, a in zip(ratios, advantages, strict=True)])
-
-
-def test_dppo_is_anchored_on_the_base() -> None:
     now, drawn, before = (torch.tensor([p]).log() for p in (0.75, 0.5, 0.7))
     given = LossTokens(now.requires_grad_(), drawn, torch.ones(1), recomputed_N=before)
     masked = [dppo(given, LossParameters(recomputed_base=base)).mean["masked_fraction"] for base in (False, True)]

@@ -33,8 +33,6 @@ def test_many_marks_take_no_longer_than_their_number(piece: str) -> None:
     assert len(after_thinking(piece * 200_000)) <= len(piece) * 200_000
 
 
-# A letter among several: which one an answer gives, and that no answer gives two
-
 GIVEN = [
     ("Answer: B", "B"), ("answer: (B)", "B"), ("**Answer:** C", "C"), ("The correct answer is **D**.", "D"),
     ("The answer is \\boxed{A}.", "A"), ("\\boxed{\\text{(C)}}", "C"), ("So the final answer is option C.", "C"),
@@ -73,8 +71,6 @@ def test_choice_answers_are_letters_after_the_thinking() -> None:
 def test_garbage_never_raises(text: str) -> None:
     assert ChoiceGrader().score("B", text).value in (0.0, 1.0)
 
-
-# Code tasks as text: verification info
 
 PRINTED = {"type": "stdin_stdout", "input": "2 3\n", "output": "5\n"}
 CALLED = {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 5}
@@ -169,8 +165,6 @@ def test_problems_of_tests_are_named(info: Any, says: str) -> None:
     assert says in grader("prime_rl_code").problem(answer)
 
 
-# Which block of a completion is the program, however it is fenced
-
 BLOCKS = [
     ("```python\na\n```", "a\n"), ("```py\na\n```", "a\n"), ("```Python3 title=x\na\n```", "a\n"),
     ("```py3\na\n```", "a\n"), ("```python3.11\na\n```", "a\n"), ("```{python}\na\n```", "a\n"),
@@ -213,8 +207,6 @@ WANTED = [
 def test_which_block_is_the_program_or_the_last_that_defines_the_function(completion, code, functions):
     assert program(after_thinking(completion), functions) == code
 
-
-# What counts as the same output, and what as another one
 
 SAME_TEXT = [
     (b"5", b"5\n"), (b"5\n", b"5"), (b"1 2 3\n", b"1 2 3 \n\n"), (b"1 2 3", b"1  2\t3"), (b"a\nb", b"a\r\nb\r\n"),

@@ -21,17 +21,12 @@ def environment(name: str = "sort", **options: int) -> Environment:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gold_scores_one_and_near_misses_zero(name):
+def test_gold_scores_one_near_misses_zero_and_splits_share_no_prompt(name):
     built = environment(name)
     for task in built.tasks("train")[:50]:
         assert built.score(task, task.answer).value == 1.0
         for miss in (task.answer[::-1] + "x", task.answer + " ", task.answer[:-1], "", task.answer + task.answer):
             assert built.score(task, miss).value == 0.0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_train_and_held_out_share_no_prompt(name):
-    built = environment(name)
     held_out = {task.prompt for task in built.tasks("held_out")}
     assert held_out.isdisjoint(task.prompt for task in built.tasks("train")[:20_000])
 
@@ -46,17 +41,17 @@ def test_an_unknown_id_is_refused(task_id):
         environment().task(task_id)
 
 
-def test_tasks_are_the_same_in_every_process_and_release():
+def test_tasks_are_pinned_the_digest_follows_the_settings_and_an_empty_split_is_an_error():
     assert [task.prompt for task in environment().tasks("train")[:3]] == ["833286=", "915332=", "4036562="]
     assert environment().tasks("held_out")[3].prompt == "374952="
-
-
-def test_the_digest_follows_what_determines_tasks():
     base = environment().digest
     assert environment().digest == base
     assert len({base, environment(max_digits=9).digest, environment("addition").digest}) == 3
     assert build(EnvironmentSettings(held_out_size=10)).digest != base
     assert build(EnvironmentSettings(shuffle_rewards=True)).digest == base
+    tasks = environment(min_digits=1, max_digits=1).tasks
+    with pytest.raises(EnvironmentSetupError, match="leaves no held_out task"):
+        [tasks("held_out")[0], tasks("train")[0]]
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -70,14 +65,6 @@ def test_wrong_settings_say_what_to_do(settings, said):
     with pytest.raises(EnvironmentSetupError, match=said):
         build(EnvironmentSettings(**settings))
 
-
-def test_options_that_leave_a_split_empty_are_an_error_not_a_hang():
-    tasks = environment(min_digits=1, max_digits=1).tasks
-    with pytest.raises(EnvironmentSetupError, match="leaves no held_out task"):
-        [tasks("held_out")[0], tasks("train")[0]]
-
-
-# A reward of one's own: what a user's file may look like, and what is said when it is wrong
 
 PLAIN = """
 tasks = [{"prompt": f"{i}?", "answer": str(i)} for i in range(20)]
@@ -181,8 +168,6 @@ def test_a_score_may_have_parts_and_notes(load, body):
     assert type(score.parts["style"]) is float
 
 
-# The calculator: what it computes, what it refuses, and that nothing it reads is ever run
-
 answer = TOOLS["calculator"]
 
 SIGNS = "0123456789.+-*/^()= \n"
@@ -234,7 +219,7 @@ def test_a_bare_number_is_a_question_once_and_then_the_answer(turns: list[str], 
     assert answer(turns) == said
 
 
-def test_tasks_are_expressions_with_their_values_and_gold_scores_one() -> None:
+def test_tasks_are_expressions_gold_scores_one_and_wrong_numbers_what_is_set() -> None:
     environment = build(EnvironmentSettings(name="calculator"))
     tasks = environment.tasks("train")
     assert (tasks[0].prompt, tasks[0].answer) == ("(30-37)*75=", "-525")
@@ -245,9 +230,6 @@ def test_tasks_are_expressions_with_their_values_and_gold_scores_one() -> None:
         for miss in (f"{gold}0", f"+{gold}", f"{gold}.", f"{gold}=", "", "error"):
             assert environment.score(task, miss).value == 0.0
     assert not {task.prompt for task in tasks[:300]} & {task.prompt for task in environment.tasks("held_out")[:100]}
-
-
-def test_a_number_that_is_wrong_may_be_worth_something() -> None:
     environment = build(EnvironmentSettings(name="calculator", options={"number_credit": 0.25}))
     task = environment.tasks("train")[0]
     worth = {text: environment.score(task, text).value for text in (task.answer, "17", "-0.5", "seven", "1+1", "")}

@@ -345,8 +345,6 @@ def test_an_unknown_engine_and_too_little_memory_are_refused_with_what_to_do() -
         raise RuntimeError("another")
 
 
-# Scored again: finished, interrupted and filtering measurements
-
 SORT = EnvironmentSettings(name="sort", length=LengthSettings(targets=(7, 9), text="in {target}"))
 REWARD = """
 tasks = [{"id": f"n{n}", "prompt": f"{n}1=", "answer": f"1{n}", "split": "held_out"} for n in range(2, 8)]

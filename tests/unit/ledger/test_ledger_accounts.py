@@ -98,8 +98,6 @@ def test_invalid_rows_are_refused_by_number(rows: list[Row], why: str) -> None:
         fold(entries_of(*rows))
 
 
-# Shares
-
 OWNER = "0a" * 32
 
 
@@ -114,7 +112,7 @@ RUN = entries_of(
 )  # fmt: skip
 
 
-def test_shares_are_those_of_the_moment_when_a_batch_was_written_down() -> None:
+def test_shares_are_those_of_the_moment_of_the_batch_and_need_credit() -> None:
     first = shares_of(RUN, step=0)
     assert (first.index, first.total) == (5, 40)
     assert [(share.holder, share.fraction) for share in first.shares] == [("a", (3, 4)), ("b", (1, 4))]
@@ -122,23 +120,17 @@ def test_shares_are_those_of_the_moment_when_a_batch_was_written_down() -> None:
     assert (second.index, second.total) == (10, 60)
     assert second.shares == (Share(OWNER, ("a", "b"), 40, 60), Share("c", ("c",), 20, 60))
     assert shares_of(RUN).shares[1] == Share("c", ("c",), 27, 67)
-
-
-def test_later_rows_change_no_earlier_share() -> None:
     for end in range(6, len(RUN) + 1):
         assert shares_of(RUN[:end], step=0) == shares_of(RUN, step=0)
+    assert shares_of(RUN[:3]).shares == ()
+    with pytest.raises(UserError, match="no step has a batch yet"):
+        shares_of(RUN[:3], step=0)
 
 
 @pytest.mark.parametrize(("step", "words"), [(2, "the last one is of step 1"), (9, "no batch of step 9")])
 def test_a_step_without_a_batch_has_no_shares(step: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
         shares_of(RUN, step)
-
-
-def test_no_shares_without_credit() -> None:
-    assert shares_of(RUN[:3]).shares == ()
-    with pytest.raises(UserError, match="no step has a batch yet"):
-        shares_of(RUN[:3], step=0)
 
 
 @given(
@@ -153,14 +145,11 @@ def test_shares_add_up_to_one_exactly(work: list[tuple[str, int]], owned: set[st
         assert sum(Fraction(*share.fraction) for share in found.shares) == 1
 
 
-def test_second_owner_of_a_node_is_refused() -> None:
+def test_second_owner_of_a_node_is_refused_and_sanctions_come_and_go() -> None:
     again = entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": OWNER}))
     assert fold(again).by_node["a"].owner == OWNER
     with pytest.raises(LedgerError, match=r"row 1 \(vouch\).*an owner never changes"):
         fold(entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": "0b" * 32})))
-
-
-def test_sanctions_come_and_go() -> None:
     rows: list[Row] = [("sanction", {"node": "a", "state": "suspended", "reason": "lapses", "until_ms": 60_000})]
     assert fold(entries_of(*rows)).by_node["a"] == Account(reason="lapses", suspended_until_ms=60_000)
     rows.append(("sanction", {"node": "a", "state": "banned", "reason": "sampling.seed"}))

@@ -31,11 +31,6 @@ def test_the_hash_is_the_published_one() -> None:
     assert entry.hash == "262d3482fceb0dede87ed68b41e3808b3bc4706be530349889aedc3c368cfe1b"
 
 
-def test_an_empty_ledger_has_a_head() -> None:
-    assert head_of("demo", None) == LedgerHead(run="demo", index=-1, hash=GENESIS)
-    verify([], head_of("demo", None))
-
-
 @given(
     count=st.integers(2, 8),
     data=st.data(),
@@ -62,7 +57,7 @@ def test_a_recomputed_forgery_is_found_by_an_old_head() -> None:
         verify(forged, head_of("demo", honest[2]))
 
 
-def test_a_rollback_a_missing_row_and_a_swap_are_found() -> None:
+def test_pages_are_verified_and_a_rollback_a_missing_row_and_a_swap_are_found() -> None:
     entries = chain(4)
     for kept, head, why in (
         (entries[:2], head_of("demo", entries[3]), "ends at row 1, but row 3"),
@@ -71,15 +66,14 @@ def test_a_rollback_a_missing_row_and_a_swap_are_found() -> None:
     ):
         with pytest.raises(LedgerError, match=why):
             verify(kept, head)
-
-
-def test_pages_are_verified_one_after_the_other() -> None:
     entries = chain(6)
     head = head_of("demo", entries[5])
     verify(entries[:3])
     verify(entries[3:], head, after=entries[2])
     with pytest.raises(LedgerError, match="row 3 does not follow row 2"):
         verify(entries[3:], head, after=append(entries[1], "credit", {}, 9))
+    assert head_of("demo", None) == LedgerHead(run="demo", index=-1, hash=GENESIS)
+    verify([], head_of("demo", None))
 
 
 def test_values_that_json_cannot_carry_are_refused() -> None:

@@ -226,9 +226,6 @@ def test_receipt_with_another_ledger_head_proves_a_fork() -> None:
     assert caught.value.index == len(HONEST.entries) - 1
 
 
-# Any single change.
-
-
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths to all values that hold no others."""
     if isinstance(value, dict):

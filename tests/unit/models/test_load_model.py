@@ -45,14 +45,11 @@ def test_text_survives_the_round_trip_one_token_per_character(text):
     assert TOKENIZER.decode(ids) == text
 
 
-def test_decode_takes_away_one_final_end_and_hides_nothing_else():
+def test_decode_removes_one_final_end_and_transformers_reads_the_same_tokenizer():
     one, two, eos, pad = *TOKENIZER.encode("12"), TOKENIZER.eos_token_id, 0
     said = {(one, two, eos): "12", (one, eos, two, eos): "1<eos>2", (one, pad, two): "1<pad>2", (eos, eos): "<eos>"}
     for ids, text in {**said, (eos,): "", (): ""}.items():
         assert TOKENIZER.decode(ids) == text
-
-
-def test_transformers_reads_the_same_tokenizer():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder("tiny"), local_files_only=True)
@@ -129,13 +126,10 @@ def test_every_type_and_shape_survives(dtype, shape):
     assert bytes(from_numpy("w", array, dtype).data) == bytes(view.data)
 
 
-def test_a_transposed_tensor_travels_in_its_logical_order():
+def test_transposed_tensors_keep_their_logical_order_and_bfloat16_must_be_named():
     tensor = torch.arange(6.0).reshape(2, 3).T
     assert as_numpy(to_view("w", tensor)).tolist() == tensor.tolist()
     assert as_numpy(from_numpy("w", tensor.numpy())).tolist() == tensor.tolist()
-
-
-def test_bfloat16_must_be_named_since_numpy_has_no_such_type():
     bits = np.array([0x3F80], dtype=np.uint16)
     assert to_torch(from_numpy("w", bits, "BF16")).item() == 1.0
     with pytest.raises(ValueError, match="does not travel"):
@@ -168,9 +162,6 @@ def test_only_linear_layers_are_touched_and_types_stay() -> None:
     same = [np.array_equal(as_numpy(after[view.name]), as_numpy(view)) for view in views]
     assert same == [True, True, False, False]
     assert [(after[view.name].dtype, after[view.name].shape) for view in views] == [(v.dtype, v.shape) for v in views]
-
-
-# Loading
 
 
 @pytest.fixture
@@ -301,8 +292,6 @@ def test_announced_size_holds_every_version(dtype, bytes_each, shape):
     assert weights * bytes_each < published <= announced.payload_bytes < published + 20 * 2**20
 
 
-# Adapters: the function is unchanged at first, only they learn, and merging them changes nothing
-
 IDS = torch.arange(10)[None]
 
 
@@ -321,7 +310,7 @@ def trained(model, seed: int = 1):
     return model
 
 
-def test_new_adapters_change_no_result_and_only_they_get_gradients():
+def test_new_adapters_are_the_same_at_every_start_change_no_result_and_can_be_left_out():
     model = with_adapters()
     assert torch.equal(model(IDS).logits, build_tiny(0)(IDS).logits)
     model(IDS).logits.sum().backward()
@@ -329,17 +318,11 @@ def test_new_adapters_change_no_result_and_only_they_get_gradients():
     assert with_gradient == {name for name in policy_state(model) if name.endswith(("lora_a", "lora_b"))}
     with pytest.raises(ModelError, match="already"):
         add_adapters(model, SHAPE)
-
-
-def test_every_start_begins_with_the_same_adapters():
     first, second = policy_state(with_adapters(0)), policy_state(with_adapters(1))
     downs = [name for name in first if name.endswith("lora_a")]
     assert len(downs) == 2 * 3
     assert all(torch.equal(first[name], second[name]) for name in downs)
     assert len({float(first[name].sum()) for name in downs}) == len(downs)
-
-
-def test_the_base_is_there_for_as_long_as_the_context_lasts():
     model = trained(with_adapters())
     expected = build_tiny(0)(IDS).logits
     with without_adapters(model):

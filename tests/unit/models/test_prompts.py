@@ -67,7 +67,7 @@ def test_without_a_template_system_history_and_thinking_are_text_too() -> None:
     assert encoder.encode("x", [("system", "Sing.")]) == (*spelt("Sing.\nx"), IDS["<think>"])
 
 
-def test_the_template_s_control_tokens_are_control_tokens() -> None:
+def test_control_tokens_of_the_template_are_encoded_and_its_thinking_prefix_once() -> None:
     encoder = PromptEncoder(model(), system="Be brief.", thinking="<think>")
     assert encoder.encode(" 2+2? ", [("user", "1+1?"), ("assistant", "2")]) == (
         IDS["<s>"], IDS["<|sys|>"], *spelt("Be brief."), IDS["<|end|>"],
@@ -75,6 +75,11 @@ def test_the_template_s_control_tokens_are_control_tokens() -> None:
         IDS["<|end|>"], IDS["<|user|>"], *spelt("2+2?"), IDS["<|end|>"], IDS["<|bot|>"],
         IDS["<think>"],
     )  # fmt: skip
+    begun = CHAT.replace("<|bot|>{% endif %}", "<|bot|><think>\n{% endif %}")
+    by_itself = PromptEncoder(model(begun), thinking="<think>\n")
+    asked = PromptEncoder(model(), thinking="<think>\n")
+    assert by_itself.encode("x") == asked.encode("x")
+    assert asked.encode("x").count(IDS["<think>"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,28 +124,17 @@ def test_a_template_that_fails_is_said(template: str, sentence: str) -> None:
         PromptEncoder(model(template)).encode("x")
 
 
-def test_where_templates_come_from() -> None:
+def test_templates_come_from_file_or_configuration_and_chat_without_one_is_refused() -> None:
     listed = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     assert template_source(model(None)) is None
     assert template_source(model(None, chat_template="in the configuration")) == "in the configuration"
     assert template_source(model(None, chat_template=listed)) == "yes"
     assert template_source(model("a file", chat_template="in the configuration")) == "a file"
     assert special_token_texts(model()) == {"bos_token": "<s>", "eos_token": "<|end|>"}
-
-
-def test_chat_without_a_template_is_refused_and_can_be_switched_off() -> None:
     with pytest.raises(ModelError, match="has no chat template"):
         PromptEncoder(model(None), chat=True)
     assert PromptEncoder(model(), chat=False).encode("x") == spelt("x")
     assert PromptEncoder(model(), chat=True).uses_template
-
-
-def test_thinking_prefix_of_the_template_is_not_repeated() -> None:
-    begun = CHAT.replace("<|bot|>{% endif %}", "<|bot|><think>\n{% endif %}")
-    by_itself = PromptEncoder(model(begun), thinking="<think>\n")
-    asked = PromptEncoder(model(), thinking="<think>\n")
-    assert by_itself.encode("x") == asked.encode("x")
-    assert asked.encode("x").count(IDS["<think>"]) == 1
 
 
 def test_tokens_around_a_tools_answer_equal_the_templates() -> None:

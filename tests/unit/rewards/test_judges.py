@@ -238,8 +238,6 @@ def test_a_completion_can_neither_fill_holes_nor_close_its_fence() -> None:
     assert question("{completion}", JudgedText("", fence + "\n10", "")).splitlines()[0] != fence
 
 
-# How judges' words count, and what is refused before anything is asked
-
 FAR = JudgeSettings(label="far", url="http://judge.test/v1", model="m")
 NEAR = JudgeSettings(label="near", path=Path("nowhere"))
 

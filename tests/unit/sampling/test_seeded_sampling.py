@@ -95,8 +95,6 @@ def test_single_positions_are_those_of_the_matrix():
     assert uniforms_at(seeds, positions).tolist() == expected
 
 
-# Sampling by the inverse of the CDF
-
 LOGITS = hnp.arrays(
     np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.floats(-30, 30, width=32, allow_nan=False)
 )
@@ -153,8 +151,6 @@ def test_a_token_of_probability_zero_is_never_drawn():
             assert tokens[0] == 2
             assert logprobs[0] == 0.0
 
-
-# All that the checks need of given tokens, in one call
 
 SOME_TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 
@@ -234,8 +230,6 @@ def test_kernels_that_do_not_build_are_left_out_with_a_word(monkeypatch, caplog)
     assert "C compiler" in caplog.text
     kernels.compiles.cache_clear()
 
-
-# The seed check: honest sequences pass
 
 COARSE = SeedTolerance(distance=0.05, floor=1e-9)
 

@@ -61,16 +61,13 @@ def test_failure_lowers_the_weight_and_success_heals_it() -> None:
     assert weights(scores)[B] == pytest.approx(weights(scores)[A], rel=0.1)
 
 
-def test_a_dropped_source_is_not_asked_until_restored() -> None:
+def test_a_dropped_source_is_not_asked_until_restored_even_in_a_new_list() -> None:
     scores = SourceScores([A, B])
     scores.drop(A, "lied")
     assert {scores.choose() for _ in range(50)} == {B}
     assert set(scores.usable()) == {B}
     scores.restore()
     assert {scores.choose() for _ in range(50)} == {A, B}
-
-
-def test_scores_of_remaining_sources_survive_a_new_list() -> None:
     scores = SourceScores([A])
     scores.drop(A, "lied")
     scores.set_sources([A, B])
@@ -102,7 +99,7 @@ def connect(source: ScriptedSource, stop: StopToken | None = None, stall_s: floa
     return Connection(source.url, stop or StopToken(), Timeouts(connect_s=2, stall_s=stall_s))
 
 
-def test_a_body_is_received_in_place(lab: Lab) -> None:
+def test_body_is_received_in_place_over_a_reopened_connection_and_without_bytes_beyond_its_size(lab: Lab) -> None:
     body = bytes(range(256)) * 20_000
     connection = connect(lab.source(says(body)))
     buffer = bytearray(len(body))
@@ -111,14 +108,8 @@ def test_a_body_is_received_in_place(lab: Lab) -> None:
         assert (answer.status, answer.size_bytes) == (200, len(body))
         connection.read_into(memoryview(buffer), Deadline(5))
         assert buffer == body
-
-
-def test_a_connection_closed_while_idle_is_opened_again(lab: Lab) -> None:
     connection = connect(lab.source(hanging_up(b"ok", 2)))
     assert [read_all(connection, Deadline(5)) for _ in range(3)] == [b"ok"] * 3
-
-
-def test_bytes_beyond_the_announced_size_do_not_leak_into_the_next_answer(lab: Lab) -> None:
     evil = b"HTTP/1.1 200 X\r\nContent-Length: 4\r\n\r\nevil"
     connection = connect(lab.source(lambda target, to: reply(to, 200, target.encode() + evil, size=len(target))))
     for target in ("/first", "/second"):
