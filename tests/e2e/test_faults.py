@@ -317,7 +317,7 @@ def test_a_hub_that_is_silent_for_long_is_waited_for_and_spoken_of(tmp_path: Pat
 @pytest.mark.parametrize("name", ["validator-0", "hub"])
 def test_a_run_without_progress_ends_and_names_who_is_stuck(tmp_path: Path, overrides: list[str], name: str) -> None:
     folder = tmp_path / "run"
-    with start_run(folder, [*overrides, "run.steps=2000"], ["--patience-min", "0.5"]) as run:
+    with start_run(folder, [*overrides, "run.steps=2000"], ["--patience", "30"]) as run:
         run.wait_until("the first batch", batch_written(folder, 0))
         with stopped(run, name):
             assert run.wait(120) == 1, run.said()

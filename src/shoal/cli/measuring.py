@@ -225,7 +225,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
         raise ConfigError("no task could be measured: nothing was written; mend what the lines above name")
     if count == 0:
         again = "the same command with another band needs no new samples"
-        raise ConfigError(f"no task is within --keep {band}: nothing was written; {again}")
+        raise ConfigError(f"no task is within --pass-rate {band}: nothing was written; {again}")
     again = f"remove {out} and filter again"
     if summary["unscored"]["samples"]:
         again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"

@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
-DEVICES = "Trainer processes. (default: trainer.processes)"
-MEMORY = "GiB of each device. (default: what is here)"
-PARAMETERS = "Plan for a model of so many weights instead of model.path: a guessed shape."
-ASSUME = "Change an assumption that is printed; may be repeated."
+DEVICES = "How many trainer processes to plan for. (default: trainer.processes)"
+MEMORY = "Memory of each device. (default: what this machine has)"
+PARAMETERS = "Plan for a model of this many weights, of a guessed shape, instead of model.path."
+ASSUME = "Change one of the assumptions that are printed. Repeatable."
+PRICE = "The price of a GPU for an hour, to print what the run costs."
 
 
 def plan(
-    recipe: Annotated[Path, Argument(metavar="RECIPE", help="A recipe (TOML).")],
+    recipe: Annotated[Path, Argument(metavar="RECIPE", help="A recipe (a TOML file).")],
     overrides: options.Settings = None,
-    devices: Annotated[int | None, Option(min=1, max=1024, help=DEVICES)] = None,
-    memory_gb: Annotated[float | None, Option("--memory", help=MEMORY)] = None,
-    parameters: Annotated[float | None, Option(help=PARAMETERS)] = None,
+    devices: Annotated[int | None, options.whole("--devices", DEVICES, 1, 1024)] = None,
+    memory_gb: Annotated[float | None, Option("--memory", metavar="GIB", help=MEMORY)] = None,
+    parameters: Annotated[float | None, Option("--parameters", metavar="N", help=PARAMETERS)] = None,
     assumptions: Annotated[list[str] | None, Option("--assume", metavar="NAME=NUMBER", help=ASSUME)] = None,
-    gpu_hour_price: Annotated[float | None, Option(help="Print what the run costs at this price.")] = None,
+    gpu_hour_price: Annotated[float | None, Option("--gpu-hour-price", metavar="PRICE", help=PRICE)] = None,
 ) -> None:
-    """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
-    machines, money. Exit code 3: training does not fit."""
+    """Print what a run needs, before anything is loaded: memory of every role, disk, bytes on links, time by stage,
+    machines and money. The exit code is 3 if training does not fit."""
     from shoal.run.recipe import load_recipe
 
     _within("--memory", memory_gb, 0.001, 1e6)

@@ -15,38 +15,43 @@ from shoal.runtime.stop import stop_on_signals
 from shoal.runtime.text import shoal_command, visible, visible_json
 
 PIPED_WIDTH = 200
-PLACES = (
-    "Where rows and submissions go, instead of the folder: hub.database, hub.storage, hub.storage_endpoint; may be "
-    "repeated."
-)
-URLS = "Also check the connection to this run's hubs."
-FOLDER = "The folder to be written to. (default: with a URL ~/.shoal, as join; or this)"
-SELFTEST = "Run the validator's checks on this machine's own work."
-CALIBRATE = "Measure honest work of this machine, and write a profile."
-AGAINST = "What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"
+OUT = "The folder to write."
+BEST = "Write the checkpoint with the best held-out score."
+VERSION = "Write the checkpoint of this version. (default: the newest)"
+VERIFY = "Check this backup instead of making one."
+MADE = "The run's folder to make, or a name for it under runs/."
+PLACES = "Where rows and submissions go instead of the folder: database, storage or storage_endpoint. Repeatable."
+URLS = "The join URLs of a run, to check the connection to its hubs, too."
+FOLDER = "A folder that must be writable. (default: with a URL ~/.shoal, like join; else this folder)"
+SELFTEST = "Run the validator's checks on work of this machine."
+CALIBRATE = "Measure honest work of this machine, and write the limits that it needs as a profile."
+MODEL = "Without a URL: the model folder to try."
+AGAINST = "What validators compute with, for example cuda/bfloat16. Repeatable. (default: cpu/float32)"
+PROFILE = "With --selftest: a profile file to judge by. Repeatable."
+MEASURED = "With --calibrate: completions to measure."
+LONGEST = "With --calibrate: the longest completion in tokens."
+HEAT = "With --calibrate: the sampling temperature."
+WRITTEN = "With --calibrate: the profile to write. (default: profile-….toml)"
 
 
-def status(
-    where: Annotated[str, Argument(metavar="URL|RUN", help=f"{options.HubOrRun}.")],
-    as_json: options.Json = False,
-    wait_s: options.Wait = 3,
-) -> None:
-    """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
+def status(where: options.OptionalPlace = None, as_json: options.Json = False, wait_s: options.Wait = 3) -> None:
+    """Show how a run stands: steps, scores, nodes, verdicts, and who waits for what."""
     from rich.console import Console
 
     from shoal.cli.view import frame
     from shoal.client import HubClient
-    from shoal.run.folder import hub_of
+    from shoal.run.folder import find_run, hub_of
     from shoal.run.launch import when_stopped
     from shoal.run.progress import History, Scene
 
-    with closing(HubClient.of_a_person(*hub_of(where, wait_s))) as client:
+    place = find_run(where)
+    with closing(HubClient.of_a_person(*hub_of(place, wait_s))) as client:
         try:
             found = client.status()
         except HubUnreachable as error:
-            if "://" in where:
+            if "://" in place:
                 raise
-            finished, sentence = when_stopped(Path(where))
+            finished, sentence = when_stopped(Path(place))
             if not finished or as_json:
                 raise HubUnreachable(f"{sentence} ({error})") from error
             return echo(sentence)
@@ -59,23 +64,25 @@ def status(
 
 
 def export(
-    directory: Annotated[Path, Argument(metavar="RUN", help="The run's folder.")],
-    out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
-    best: Annotated[bool, Option("--best", help="The one with the best held-out score.")] = False,
-    version: Annotated[int | None, Option(min=0, help="The one of this version.")] = None,
+    directory: options.Run,
+    out: Annotated[Path, Argument(metavar="OUT", help=OUT)],
+    best: Annotated[bool, Option("--best", help=BEST)] = False,
+    version: Annotated[int | None, options.whole("--version", VERSION)] = None,
 ) -> None:
-    """Write a checkpoint, the newest by default, as a Hugging Face folder."""
+    """Write a checkpoint of a run as a Hugging Face folder."""
     from shoal.run.sources import export_run
 
     echo(f"wrote {export_run(directory, out, best, version)}")
 
 
 def backup(
-    directory: Annotated[Path | None, Argument(metavar="RUN", help="The run's folder.")] = None,
+    directory: Annotated[
+        Path | None, Argument(metavar="RUN", parser=options.run_folder, help=options.FOLDER_HELP)
+    ] = None,
     out: Annotated[Path | None, Argument(metavar="OUT.tar", help="The file to write.")] = None,
-    verify: Annotated[Path | None, Option(metavar="FILE", help="Check a backup instead of making one.")] = None,
+    verify: Annotated[Path | None, Option("--verify", metavar="FILE", help=VERIFY)] = None,
 ) -> None:
-    """Write a whole run, going on or not, to one file; it holds the run's private keys."""
+    """Write a whole run, running or not, to one file. The file holds the run's private keys."""
     from shoal.run.backup import backup_run, verify_backup
 
     if verify is not None:
@@ -91,11 +98,11 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, Argument(metavar="FILE", help="A backup.")],
-    folder: Annotated[Path, Argument(metavar="FOLDER", help="The run folder to make.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="The backup.")],
+    folder: Annotated[Path, Argument(metavar="RUN", parser=options.run_folder, help=MADE)],
     overrides: Annotated[list[str] | None, Option("--set", metavar="hub.KEY=VALUE", help=PLACES)] = None,
 ) -> None:
-    """Make a run's folder of a backup, on another database or store if you name one; the run continues from there."""
+    """Make a run's folder from a backup, on another database or store if you name one. The run resumes from there."""
     from shoal.run.backup import restore_run
     from shoal.run.folder import RunFolder
     from shoal.run.recipe import missing_inputs
@@ -104,26 +111,26 @@ def restore(
     echo(f"{folder} is ready: {summary.line}")
     for path in missing_inputs(RunFolder.open(folder).recipe):
         echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
-    echo(f"to resume: {shoal_command()} run --dir {folder} (only here: the run must not continue in two places)")
+    echo(f"to resume: {shoal_command()} run {folder} (only here: the run must not continue in two places)")
 
 
 def doctor(
     urls: Annotated[list[str] | None, Argument(metavar="URL", help=URLS)] = None,
-    folder: Annotated[Path | None, Option(help=FOLDER)] = None,
+    folder: Annotated[Path | None, Option("--folder", metavar="FOLDER", help=FOLDER)] = None,
     selftest: Annotated[bool, Option("--selftest", help=SELFTEST)] = False,
     calibrate: Annotated[bool, Option("--calibrate", help=CALIBRATE)] = False,
-    model: Annotated[str, Option(help="Model folder to try, if there is no URL.")] = "tiny",
+    model: Annotated[str, Option("--model", metavar="MODEL", help=MODEL)] = "tiny",
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    against: Annotated[list[str] | None, Option(help=AGAINST)] = None,
-    profile: Annotated[list[Path] | None, Option(help="A profile file to be judged by; repeatable.")] = None,
-    sequences: Annotated[int, Option(min=32, help="Completions to measure.")] = 256,
-    tokens: Annotated[int, Option(min=1, help="Longest completion to measure.")] = 128,
-    temperature: Annotated[float, Option(min=0.01, help="Sampling temperature.")] = 1.0,
-    out: Annotated[Path | None, Option(help="Where the measured profile goes.")] = None,
+    against: Annotated[list[str] | None, Option("--against", metavar="DEVICE/FORMAT", help=AGAINST)] = None,
+    profile: Annotated[list[Path] | None, Option("--profile", metavar="FILE", help=PROFILE)] = None,
+    samples: Annotated[int, options.whole("--samples", MEASURED, 32)] = 256,
+    tokens: Annotated[int, options.whole("--max-new-tokens", LONGEST, 1)] = 128,
+    temperature: Annotated[float, options.number("--temperature", "T", HEAT, 0.01, 10)] = 1.0,
+    out: Annotated[Path | None, Option("--out", metavar="FILE", help=WRITTEN)] = None,
 ) -> None:
-    """Check this machine, and say what to do about each problem."""
+    """Check this machine, and say what to do about each problem. The exit code is 1 if there is one."""
     from shoal.run.doctor import examine
 
     if selftest and calibrate:
@@ -137,7 +144,7 @@ def doctor(
     from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
 
     asked = TrialOptions(
-        urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), sequences, tokens,
+        urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), samples, tokens,
         temperature, out, engine,
     )  # fmt: skip
     if selftest:

@@ -1,4 +1,4 @@
-"""The roles of a run folder. `shoal hub --dir RUN` and the children of `shoal run` come through here: none differ."""
+"""The roles of a run folder. `shoal hub RUN` and the children of `shoal run` come through here: none differ."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
     role, _, index = name.partition("-")
     command = {"origin": ["relay", "--origin"], "worker": ["join"]}.get(role, [role])
     options = [*(["--index", index] if index else []), *(["--cheat", cheat] if cheat is not None else [])]
-    return [*command, "--dir", str(path), *options]
+    return [*command, str(path), *options]
 
 
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:

@@ -15,7 +15,7 @@ rank 0 waits for rollouts. A process that dies closes its connections, which end
         └ this process is gone, even by kill -9 ─► the pipes close ─► every rank stops
 
 The ranks meet at a store of this process, on the loopback address, by the variables that `torchrun` sets: by hand,
-`torchrun … -m shoal.cli trainer --dir RUN` does the same, also over several machines.
+`torchrun … -m shoal.cli trainer RUN` does the same, also over several machines.
 """
 
 from __future__ import annotations

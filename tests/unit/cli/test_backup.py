@@ -241,7 +241,7 @@ class TestPlaces:
         assert "private keys" in told(capsys, 0, "backup", taken.parent / "run", tmp_path / "again.tar").out
         assert "is whole" in told(capsys, 0, "backup", "--verify", tmp_path / "again.tar").out
         assert main(["restore", str(tmp_path / "again.tar"), str(tmp_path / "run")]) == 0
-        assert f"run --dir {tmp_path / 'run'}" in capsys.readouterr().out
+        assert f"run {tmp_path / 'run'}" in capsys.readouterr().out
         assert main(["backup", str(tmp_path / "run")]) == 2
         assert main(["backup", str(tmp_path), str(tmp_path / "no.tar")]) == 2
         assert not (tmp_path / "no.tar").exists()

@@ -100,8 +100,8 @@ def test_a_self_test_says_what_passed_and_what_was_caught(tmp_path: Path, capsys
 
 def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "mine.toml"
-    arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--sequences", "32"]
-    arguments += ["--tokens", "10", "--out", str(out)]
+    arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--samples", "32"]
+    arguments += ["--max-new-tokens", "10", "--out", str(out)]
     shown = told(capsys, 0, *arguments)
     assert "honest groups fail" in shown.out
     assert "bits a token" in shown.out
@@ -117,7 +117,7 @@ def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(tmp_pa
     """The tiny model in bfloat16: its rounding hides int8 weights."""
     out = tmp_path / "mine.toml"
     arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--dtype", "bfloat16"]
-    arguments += ["--sequences", "32", "--tokens", "10"]
+    arguments += ["--samples", "32", "--max-new-tokens", "10"]
     assert main([*arguments, "--against", "cpu/bfloat16", "--out", str(out)]) == 1
     assert "refused: int8 weights would be caught in" in capsys.readouterr().out
     assert not out.exists()

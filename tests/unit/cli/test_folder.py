@@ -243,7 +243,7 @@ def test_damaged_endpoints_are_named_and_chosen_anew(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [("", r"recipe\.toml is damaged: it has no \[run\] section"), ("[run]\n[oops", r"recipe\.toml: not valid TOML"),
-     (None, "is not a run folder")],
+     (None, "not a run's folder")],
 )  # fmt: skip
 def test_a_folder_without_a_whole_recipe_cannot_be_opened(folder: RunFolder, text: str | None, said: str) -> None:
     path = folder.path / "recipe.toml"

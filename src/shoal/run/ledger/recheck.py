@@ -1,4 +1,4 @@
-"""`shoal ledger recheck`: units drawn at random are judged again, by the validator's own checks.
+"""`shoal ledger verify --recheck`: units drawn at random are judged again, by the validator's own checks.
 
 Verdict, lease and bytes are the hub's, the policy is the origin's, if it is still kept.
 """
