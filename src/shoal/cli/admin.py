@@ -51,10 +51,11 @@ def admin(
 ) -> None:
     """Give a run an order as its owner. Every order is signed and is written to the ledger."""
     if order not in ORDERS:
-        raise UserError(f"there is no order {order!r}{meant(order, ORDERS)} (see: shoal admin --help)")
+        raise UserError(f"there is no order {order!r}{meant(order, ORDERS)}: shoal admin --help lists them")
     wanted = ORDERS[order][0]
     if (target is None) != (not wanted) and wanted != "[KEY]":
-        raise UserError(f"expected: shoal admin {order} RUN {wanted}".rstrip())
+        usage = f"shoal admin {order} RUN {wanted}".rstrip()
+        raise UserError(f"this order is given so: {usage} (see: shoal admin --help)")
     from shoal.run import owner as orders
 
     given = orders.Order(run, order, target or "", reason, for_s, keys=keys)

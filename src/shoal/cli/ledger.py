@@ -148,6 +148,8 @@ def witness(
 ) -> None:
     """Watch that a ledger only grows, and sign its head with a key of your own. The exit code is 5 if it was
     rewritten."""
+    if "://" not in url:
+        raise UserError(f"a witness watches a hub: give its URL, http://HOST:8470/#KEY, not {url}")
     from shoal.run.ledger.witness import run_witness
     from shoal.run.roles import begin
 

@@ -34,7 +34,7 @@ def _parser(kind: Callable[[str], float], least: float, most: float | None) -> C
             value = float("nan")
         if value >= least and (most is None or value <= most):
             return value
-        bounds = f"from {least:,} to {most:,}" if most is not None else f"of at least {least:,}"
+        bounds = f"from {least:,.15g} to {most:,.15g}" if most is not None else f"of at least {least:,.15g}"
         raise BadParameter(f"{str(text)!r} is not a {'whole ' if kind is int else ''}number {bounds}")
 
     return parse
@@ -52,6 +52,11 @@ def run_place(text: str) -> str:
     return text if "://" in text else str(run_folder(text))
 
 
+def ledger_place(text: str) -> str:
+    """A file is meant as it is given, also one that is not there."""
+    return place if Path(place := run_place(text)).exists() else text
+
+
 FOLDER_HELP = "The run: its folder, or its name under runs/."
 PLACE_HELP = "The run: its folder, its name under runs/, or its hub's URL."
 LEDGER_HELP = "The ledger: a run's folder, its name under runs/, its hub's URL, or an exported file."
@@ -59,8 +64,10 @@ DEFAULT_RUN = "(default: the run in this folder, or the only one in runs/)"
 Run = Annotated[Path, Argument(metavar="RUN", parser=run_folder, help=FOLDER_HELP)]
 Place = Annotated[str, Argument(metavar="RUN", parser=run_place, help=PLACE_HELP)]
 OptionalPlace = Annotated[str | None, Argument(metavar="RUN", parser=run_place, help=f"{PLACE_HELP} {DEFAULT_RUN}")]
-Ledger = Annotated[str, Argument(metavar="RUN", parser=run_place, help=LEDGER_HELP)]
-OptionalLedger = Annotated[str | None, Argument(metavar="RUN", parser=run_place, help=f"{LEDGER_HELP} {DEFAULT_RUN}")]
+Ledger = Annotated[str, Argument(metavar="RUN", parser=ledger_place, help=LEDGER_HELP)]
+OptionalLedger = Annotated[
+    str | None, Argument(metavar="RUN", parser=ledger_place, help=f"{LEDGER_HELP} {DEFAULT_RUN}")
+]
 INDEX_HELP = "Which one of several to start, counted from 0."
 Index = Annotated[int, whole("--index", INDEX_HELP)]
 WAIT_HELP = "How long to try to reach a server that does not answer."

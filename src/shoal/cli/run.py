@@ -85,10 +85,11 @@ def run(
         raise Exit(_launch(made, patience_s))
     from shoal.run.roles import command_of, role_names
 
+    endpoints = made.assign_endpoints()  # a port that is taken is said before anything is promised
     echo(f"{directory} is ready; everything that has to run, in this order:")
     for name in role_names(made):
         echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
-    return echo(f"to contribute: {shoal_command()} join {made.assign_endpoints().join}")
+    return echo(f"to contribute: {shoal_command()} join {endpoints.join}")
 
 
 def _warn(line: str) -> None:

@@ -131,10 +131,12 @@ def doctor(
     out: Annotated[Path | None, Option("--out", metavar="FILE", help=WRITTEN)] = None,
 ) -> None:
     """Check this machine, and say what to do about each problem. The exit code is 1 if there is one."""
+    from shoal.engines import check_engine
     from shoal.run.doctor import examine
 
     if selftest and calibrate:
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
+    check_engine(engine, device, dtype)
     findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype, engine=engine)
     for finding in findings:
         echo(visible(finding.line))

@@ -87,7 +87,7 @@ class RunFolder:
         stored = path / "recipe.toml"
         if not stored.is_file():
             wrong = "has no recipe.toml: it is not a run's folder" if path.exists() else "is not there"
-            ways = f"its folder, its name under runs/{_runs_here()}, or its URL"
+            ways = f"its folder, its name under runs/{_runs_here()}, or its URL, http://…"
             raise ConfigError(f"{path} {wrong}; a run is given by {ways}")
         return cls(path, _stored_recipe(stored))
 

@@ -15,7 +15,7 @@ from kit import Capture, Patch, TempPaths, fork
 from kit.cli import told
 from kit.folder import Play
 from shoal.cli.main import main
-from shoal.errors import CheckpointError, ConfigError, ProtocolError, ResourceError
+from shoal.errors import CheckpointError, ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run import backup
 from shoal.run.backup import MANIFEST, backup_run, new_bundle, restore_run, verify_backup
 from shoal.run.folder import RunFolder
@@ -233,7 +233,7 @@ class TestPlaces:
             new_bundle(tmp_path / "out.tar", "run", 1) as bundle,
         ):
             bundle.add("a", tmp_path / "none")
-        with pytest.raises(ResourceError, match="cannot unpack the backup"):
+        with pytest.raises(UserError, match="there is no backup at"):
             verify_backup(tmp_path / "none.tar")
         assert list(tmp_path.iterdir()) == []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, Patch, TempPaths
+from kit.cast import Lab, says
 from kit.cli import TINY
 from shoal.adversary import CHEATS
 from shoal.cli.main import main
@@ -27,7 +28,42 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run --nonsense", 2, "No such option: --nonsense (see: shoal run --help)"),
     ("ledger nonsense", 2, "No such command 'nonsense'. (see: shoal ledger --help)"),
     ("swim", 2, "No such command 'swim'"),
+    ("stat demo", 2, "No such command 'stat'. Did you mean 'status'? (see: shoal --help)"),
+    ("--verson", 2, "No such option: --verson (Possible options: --version) (see: shoal --help)"),
+    ("ledger", 2, "Missing command. (see: shoal ledger --help)"),
+    # runs
     ("run", 2, "which recipe? for example: shoal run"),
+    ("run none", 2, "there is no run folder runs/none; to make one: shoal run RECIPE runs/none"),
+    ("run hollow", 2, "hollow has no recipe.toml: it is not a run's folder"),
+    ("run file", 2, "file: not valid TOML"),
+    ("run TINY a b", 2, "Got unexpected extra argument(s) (b) (see: shoal run --help)"),
+    ("run TINY --dry-rum", 2, "No such option: --dry-rum (Possible options: --dry-run)"),
+    ("run TINY --patience soon", 2, "'--patience': 'soon' is not a number from 1 to 6,000,000 (see: shoal run --help)"),
+    ("run TINY --set hub.port=99999", 2, "[hub] port = 99999: input should be less than or equal to 65535"),
+    ("demo --steps -1", 2, "'--steps': '-1' is not a whole number from 1 to 100,000 (see: shoal demo --help)"),
+    ("demo file", 2, "file is not a folder; give another RUN"),
+    ("hub none", 2, "runs/none is not there; a run is given by its folder, its name under runs/, or its URL"),
+    (f"trainer {NOWHERE}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
+    ("validator . --index x", 2, "'--index': 'x' is not a whole number of at least 0"),
+    (f"relay {NOWHERE} --origin", 2, "--origin: only for the run's folder"),
+    (f"relay . --upstream {NOWHERE}", 2, "--upstream: only for a run's URL"),
+    ("backup", 2, "give the run's folder and the file to write"),
+    ("backup --verify none.tar", 2, "there is no backup at none.tar"),
+    ("restore file ./again", 1, "the backup file is damaged"),
+    # hubs
+    ("status localhost:8470", 2, "or its URL, http://"),
+    *((f"{command} WEB --wait 0", 4, "answers, but it is no shoal hub [HTTP 404]; check the address")
+      for command in ("status", "why 1", "join", "relay", "ledger verify", "ledger show")),
+    (f"why 1 {NOWHERE} --wait 0", 4, "check the address, that the hub is running"),
+    ("ledger verify none.jsonl", 2, "none.jsonl is no run's folder (here or in runs/), no exported ledger and no URL"),
+    (f"ledger verify {NOWHERE} --recheck 3", 2, "--recheck needs the run's folder"),
+    ("ledger show . bob --step 3", 2, "leave the node out"),
+    ("ledger witness demo", 2, "a witness watches a hub: give its URL"),
+    ("admin puase .", 2, "there is no order 'puase' (did you mean 'pause'?): shoal admin --help lists them"),
+    ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
+    (f"admin pause {NOWHERE}", 2, "give --keys FOLDER with admin.key and admin.json"),
+    ("key new a --from none", 2, "cannot read none: No such file or directory"),
+    ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     ("run none.toml", 2, "there is no recipe at none.toml"),
     ("run TINY --set steps", 2, "expected section.key=value"),
     ("run TINY --set trainer.minibatches=many", 2, "--set trainer.minibatches=many: [trainer] mini"),
@@ -41,6 +77,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("status .", 2, ". has no recipe.toml: it is not a run's folder; a run is given by its folder"),
     ("admin pause none", 2, "runs/none is not there"),
     ("status", 2, "which run? give its folder, its name under runs/, or its hub's URL"),
+    ("data check a.jsonl --from 3", 2, "--seed and --from go with --order N"),
+    ("doctor --device tpu", 2, "there is no device 'tpu'; there are auto, cpu, cuda"),
+    ("compare hollow hollow", 2, "there are no results of an evaluation at hollow"),
     ("relay", 2, "Missing argument 'RUN'. (see: shoal relay --help)"),
     ("join", 2, "Missing argument 'URL|RUN'. (see: shoal join --help)"),
     ("join example", 2, "runs/example is not there; a run is given by its folder, its name under runs/, or its URL"),
@@ -110,7 +149,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     # planning
     ("plan TINY --set model.path=missing --memory 80", 2, "or say how large it is, and the GiB of each GPU: --param"),
     ("plan TINY --set 'trainer.lora.targets=[\"qproj\"]'", 2, "can have an adapter is called 'qproj'; there are: "),
-    *((f"plan TINY {name} {value}", 2, f"shoal: {name} {value}: expected a number from ")
+    *((f"plan TINY {name} {value}", 2, f"'{name}': '{value}' is not a number from ")
       for name in ("--parameters", "--memory", "--gpu-hour-price") for value in ("inf", "nan", "-1")),
     *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in (
         "speed=3", "link_mbit", "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1",
@@ -119,7 +158,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("doctor --selftest --calibrate", 2, "ask for one of them"),
     ("doctor --selftest --against cuda", 2, "write device/format"),
     ("doctor --selftest --against cpu/float32 --against cpu/bfloat16", 2, "give --against once"),
-    ("doctor --selftest --device tpu", 2, "there is no device 'tpu'"),
     ("doctor --selftest --dtype int3", 2, "does not compute in 'int3'"),
     ("doctor --selftest --model no-such-folder", 2, "no-such-folder"),
     ("doctor --selftest --profile missing.toml", 2, "missing.toml"),
@@ -186,9 +224,12 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
 
 @pytest.mark.parametrize(("command", "code", "words"), MISTAKES, ids=[command for command, *_ in MISTAKES])
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    here: Path, own_home: Path, capsys: Capture, command: str, code: int, words: str
+    here: Path, own_home: Path, capsys: Capture, request: pytest.FixtureRequest, command: str, code: int, words: str
 ) -> None:
     before = set(here.rglob("*"))
+    if "WEB" in command:
+        lab: Lab = request.getfixturevalue("lab")
+        command = command.replace("WEB", lab.source(says(b"<html>", 404)).url)
     ended, said = main(shlex.split(command.replace("TINY", str(TINY)))), capsys.readouterr().err
     assert words in said
     assert ended == code

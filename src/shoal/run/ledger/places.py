@@ -90,7 +90,7 @@ def open_place(where: str, wait_s: float = 3.0) -> Place:
         return FolderPlace(path)
     if path.is_file():
         return FilePlace(path)
-    raise UserError(f"{where} is no hub's address, no run's folder and no exported ledger")
+    raise UserError(f"{where} is no run's folder (here or in runs/), no exported ledger and no URL")
 
 
 class HubPlace(Place):
