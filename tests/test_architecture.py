@@ -395,14 +395,39 @@ def test_what_grows_is_noticed(tmp_path: Path) -> None:
     assert sizes(tmp_path / "src") == {**expected, "names of classes used twice": 1, "test lines": 1}
 
 
-def test_the_path_of_a_rollout_names_functions_that_are_there() -> None:
-    text = (SRC.parent / "ARCHITECTURE.md").read_text()
-    section = text[text.index("## The path of a rollout") : text.index("## The hub's HTTP interface")]
-    named = re.findall(r"`([a-z_/]+):([A-Za-z_.]+)`", section)
-    assert len(named) > 30
+def sections() -> dict[str, str]:
+    """ARCHITECTURE.md by its headings."""
+    parts = re.split(r"^## (.*)$", (SRC.parent / "ARCHITECTURE.md").read_text(), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize(("heading", "least"), [("The path of a rollout", 30), ("Where to look", 5)])
+def test_architecture_names_functions_that_exist(heading: str, least: int) -> None:
+    named = re.findall(r"`([a-z_/]+):([A-Za-z_.]+)`", sections()[heading])
+    assert len(named) > least
     for module, function in named:
         found: list[ast.stmt] = parsed(project()[f"shoal.{module.replace('/', '.')}"]).body
         for part in function.split("."):
             inside = [node for node in found if getattr(node, "name", None) == part]
             assert inside, f"{module}:{function}"
             found = getattr(inside[0], "body", [])
+
+
+def test_architecture_names_modules_and_tests_that_hold_the_invariants() -> None:
+    (section,) = (text for heading, text in sections().items() if heading.startswith("Invariants"))
+    invariants = [" ".join(text.split()) for text in re.split(r"^\d+\. ", section, flags=re.M)[1:]]
+    assert len(invariants) == 13
+    for invariant in invariants:
+        held, _, shown = invariant.partition("shown by")
+        for path in re.findall(r"`([a-z_/]+)(?:\{([a-z_,]+)\})?`", held):
+            modules = [path[0] + name for name in path[1].split(",")] if path[1] else [path[0]]
+            assert all(f"shoal.{module.replace('/', '.')}" in project() for module in modules), invariant
+        tests = re.findall(r"`([a-z0-9_/]+\.py)`", shown)
+        assert tests, invariant
+        assert all((Path(__file__).parent / test).is_file() for test in tests), invariant
+
+
+def test_architecture_fits_three_screens() -> None:
+    lines = (SRC.parent / "ARCHITECTURE.md").read_text().splitlines()
+    assert len(lines) <= 180
+    assert max(map(len, lines)) <= 120
