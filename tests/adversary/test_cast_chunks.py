@@ -33,7 +33,7 @@ from kit.cast import (
     reply,
     says,
 )
-from kit.liar import ENDLESS, endings, hanging_up, write
+from kit.forged import ENDLESS, endings, hanging_up, write
 from shoal.errors import BroadcastError, ChunkCorrupt, VersionNotFound
 from shoal.protocol import PolicyManifest
 from shoal.shardcast.manifest import offered

@@ -17,7 +17,7 @@ import zstandard
 
 from kit import eventually
 from kit.cast import WITHIN_S, Lab, flip, head_version
-from kit.liar import chunks_of, tensors_of, write_tree
+from kit.forged import chunks_of, tensors_of, write_tree
 from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import Delta, PolicyManifest, PolicyRef
 from shoal.shardcast import Payload

@@ -33,7 +33,7 @@ from kit.cast import (
     is_complete,
     says,
 )
-from kit.liar import ENDLESS, endings, head_of, manifest_of, sign, write, write_tree
+from kit.forged import ENDLESS, endings, head_of, manifest_of, sign, write, write_tree
 from shoal.errors import BroadcastError, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import PolicyManifest
 from shoal.shardcast import Downloader, Payload

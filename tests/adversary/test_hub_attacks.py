@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kit import TempPaths
-from kit.door import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
+from kit.served_hub import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
 from shoal import protocol
 from shoal.errors import LedgerError
 from shoal.ledger import verify

@@ -30,7 +30,7 @@ def place(request: Request, tmp_path: Path) -> tuple[Blobs, Spoil]:
 
 
 class TestEveryStore:
-    def test_bytes_are_found_by_their_hash_and_putting_them_again_is_harmless(self, place: tuple[Blobs, Spoil]) -> None:
+    def test_blob_is_found_by_its_hash_and_can_be_put_again(self, place: tuple[Blobs, Spoil]) -> None:
         blobs, _ = place
         name = blobs.put(b"bytes")
         assert name == submission_digest(b"bytes")
@@ -41,7 +41,7 @@ class TestEveryStore:
         assert blobs.has(name)
         assert not blobs.has("0" * 64)
 
-    def test_damage_and_loss_are_noticed(self, place: tuple[Blobs, Spoil]) -> None:
+    def test_damaged_or_lost_blob_is_an_error(self, place: tuple[Blobs, Spoil]) -> None:
         blobs, spoil = place
         name = blobs.put(b"bytes")
         spoil(name, b"other")
@@ -52,7 +52,7 @@ class TestEveryStore:
 
 
 class TestFolder:
-    def test_what_a_killed_process_left_is_removed_but_not_what_another_hub_is_writing(self, tmp_path: Path) -> None:
+    def test_old_leftovers_are_removed_and_young_ones_kept(self, tmp_path: Path) -> None:
         folder = tmp_path / "blobs"
         folder.mkdir()
         old, young = folder / ".left-over", folder / ".being-written"
@@ -76,13 +76,11 @@ class TestMistakes:
             ("s3://bucket", "127.0.0.1:9000", r"hub\.storage_endpoint"),
         ],
     )  # fmt: skip
-    def test_a_storage_that_is_no_bucket_and_an_endpoint_that_is_no_server_are_named(
-        self, url: str, endpoint: str, said: str
-    ) -> None:
+    def test_wrong_bucket_or_endpoint_is_named(self, url: str, endpoint: str, said: str) -> None:
         with pytest.raises(ConfigError, match=said):
             S3Blobs(url, endpoint, KEYS)
 
-    def test_a_bucket_that_is_not_there_is_one_sentence_about_what_to_check(self, shop: Shop) -> None:
+    def test_missing_bucket_is_named(self, shop: Shop) -> None:
         blobs = S3Blobs("s3://no-such-bucket", shop.endpoint, KEYS)
         with pytest.raises(ResourceError, match=r"cannot write a submission in s3://no-such-bucket.*check that the bu"):
             blobs.put(b"bytes")

@@ -35,7 +35,7 @@ class TestPostgres:
         yield storage
         storage.close()
 
-    def test_two_that_pick_get_different_ones(self, storage: Storage) -> None:
+    def test_two_writers_pick_different_rows(self, storage: Storage) -> None:
         apply(storage, *(Save(UnitRow(number, "t"), None) for number in range(4)))
         apply(storage, *leased(4), *leased(5), *leased(6))
         apply(storage, *(Save(submission(number), None) for number in (4, 5, 6)))
@@ -51,19 +51,15 @@ class TestPostgres:
     @pytest.mark.parametrize(
         "read",
         [
-            lambda writer: writer.node(node(1).node),
-            lambda writer: writer.lock_nodes([node(2).node, node(1).node]),
-            lambda writer: writer.holding("u0a0"),
-            lambda writer: writer.holdings(node(1).node),
-            lambda writer: writer.unit(0),
-            lambda writer: writer.submission(submission(0).submission),
-            lambda writer: writer.submission_of_lease("u0a0"),
-            lambda writer: writer.light_audits(node(1).node),
+            lambda writer: writer.node(node(1).node), lambda writer: writer.lock_nodes([node(2).node, node(1).node]),
+            lambda writer: writer.holding("u0a0"), lambda writer: writer.holdings(node(1).node),
+            lambda writer: writer.unit(0), lambda writer: writer.submission(submission(0).submission),
+            lambda writer: writer.submission_of_lease("u0a0"), lambda writer: writer.light_audits(node(1).node),
             lambda writer: writer.frontier(),
         ],
         ids=["node", "nodes", "lease", "leases", "unit", "submission", "of lease", "light", "frontier"],
-    )
-    def test_what_a_writer_read_nobody_else_decides_about(self, storage: Storage, read: Callable[[Any], Any]) -> None:
+    )  # fmt: skip
+    def test_rows_read_by_a_writer_are_locked(self, storage: Storage, read: Callable[[Any], Any]) -> None:
         apply(storage, *leased(0), Save(replace(submission(0), depth="light"), None))
 
         def beside() -> None:
@@ -76,7 +72,7 @@ class TestPostgres:
                 beside()
         beside()
 
-    def test_exclusive_means_that_nobody_else_writes(self, storage: Storage) -> None:
+    def test_exclusive_writer_excludes_other_writers(self, storage: Storage) -> None:
         def beside(exclusive: bool) -> None:
             with storage.write(durable=False, exclusive=exclusive) as transaction:
                 transaction.progress()
@@ -96,9 +92,7 @@ class TestPostgres:
                 second.touch_presence("a", 5)
         beside(exclusive=True)
 
-    def test_who_waits_for_each_other_is_told_to_try_again(
-        self, request: Request, storage: Storage, monkeypatch: Patch
-    ) -> None:
+    def test_deadlock_is_a_stale_row(self, request: Request, storage: Storage, monkeypatch: Patch) -> None:
         monkeypatch.undo()  # time enough for the database to see the deadlock
         patient = PostgresStorage(request.getfixturevalue("prepared_url"))
         barrier, ended = threading.Barrier(2), list[str]()
@@ -121,7 +115,7 @@ class TestPostgres:
         patient.close()
         assert sorted(ended) == ["got both", "somebody else was at the same rows: deadlock detected"]
 
-    def test_one_leads_until_it_resigns_or_its_time_is_over(self, storage: Storage) -> None:
+    def test_leader_leads_until_it_resigns_or_expires(self, storage: Storage) -> None:
         assert storage.is_shared
         assert storage.lead("upkeep", "a", 60)
         assert storage.lead("upkeep", "a", 60), "the leader goes on leading"
@@ -138,7 +132,7 @@ class TestPostgres:
             with storage.write(durable=durable) as transaction:
                 assert transaction._connection.execute(text("SHOW synchronous_commit")).scalar() == said
 
-    def test_whatever_the_database_was_told(self, postgres: Cluster, caplog: Logs) -> None:
+    def test_durability_holds_against_the_databases_settings(self, postgres: Cluster, caplog: Logs) -> None:
         url = postgres.create()
         postgres.execute(f"ALTER DATABASE {url.rpartition('/')[2]} SET synchronous_commit TO off")
         careless = PostgresStorage(url)
@@ -147,11 +141,11 @@ class TestPostgres:
         assert "runs with fsync off" in caplog.text, "the server of these tests does"
         careless.close()
 
-    def test_a_character_that_it_cannot_hold_is_the_callers_fault(self, storage: Storage) -> None:
+    def test_zero_character_is_refused(self, storage: Storage) -> None:
         with pytest.raises(Refusal, match=r"request\.value"):
             apply(storage, Save(replace(node(3), name="a\x00b"), None))
 
-    def test_a_lost_connection_is_said_and_made_anew(self, storage: Storage) -> None:
+    def test_lost_connection_is_an_error_and_made_anew(self, storage: Storage) -> None:
         def cut() -> None:
             with storage.write() as transaction:
                 others = "pg_stat_activity WHERE datname = current_database()"
@@ -162,12 +156,12 @@ class TestPostgres:
         with storage.read() as reader:
             assert len(reader.nodes()) == 2
 
-    def test_a_server_that_is_not_there(self) -> None:
+    def test_missing_server_is_named_without_the_password(self) -> None:
         with pytest.raises(ResourceError, match="is the server running") as caught:
             PostgresStorage("postgresql://me:secret@127.0.0.1:9/none")
         assert "secret" not in str(caught.value)
 
     @pytest.mark.parametrize("url", ["mysql://host/name", "not a url"])
-    def test_what_is_no_postgresql(self, url: str) -> None:
+    def test_url_of_another_database_is_refused(self, url: str) -> None:
         with pytest.raises(ConfigError, match="it looks like postgresql://"):
             PostgresStorage(url)

@@ -174,14 +174,14 @@ def published(request: Request, tmp_path: Path) -> Iterator[Published]:
         yield lab
 
 
-def test_a_source_has_no_head_before_anything_is_published_and_then_the_newest(published: Published) -> None:
+def test_head_is_missing_at_first_and_then_the_newest(published: Published) -> None:
     assert published.get("/head.json")[0] == 404
     manifest = published.publish(1)
     published.until_head_is("0.1")
     assert published.client(published.site.url).newest(WITHIN_S) == manifest.policy
 
 
-def test_it_serves_the_very_bytes_that_were_published_and_nothing_else(published: Published) -> None:
+def test_source_serves_exactly_what_was_published(published: Published) -> None:
     manifest = published.publish(1)
     published.until_head_is("0.1")
     published.fetch(manifest, published.site.url)  # by now a relay has everything
@@ -192,7 +192,7 @@ def test_it_serves_the_very_bytes_that_were_published_and_nothing_else(published
         assert published.get(target)[0] in (400, 403, 404)
 
 
-def test_the_newest_version_and_the_one_before_can_be_fetched_and_older_ones_are_gone(published: Published) -> None:
+def test_two_newest_versions_can_be_fetched(published: Published) -> None:
     client, manifests = published.client(published.site.url), list[PolicyManifest]()
     for version in range(3):
         manifests.append(published.publish(version))
@@ -205,7 +205,7 @@ def test_the_newest_version_and_the_one_before_can_be_fetched_and_older_ones_are
             published.client(published.site.url, name="other").fetch(manifests[0].policy, WITHIN_S)
 
 
-def test_a_later_version_is_fetched_by_its_difference(published: Published) -> None:
+def test_later_version_is_fetched_as_a_delta(published: Published) -> None:
     weights, client = np.zeros(40_000, np.uint16), published.client(published.site.url)
     for version in (1, 2):
         weights[version::2000] ^= 1

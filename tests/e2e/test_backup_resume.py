@@ -31,7 +31,7 @@ def trained_on(path: Path) -> list[list[tuple[int, tuple[float, ...]]]]:
     return [[(group.unit, tuple(group.rewards)) for group in batch.groups] for batch in batches(path)]
 
 
-def test_the_restored_run_comes_to_the_same_weights(tmp_path: Path) -> None:
+def test_restored_run_reaches_the_same_weights(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with start_run(first, OVERRIDES) as run:
         run.wait_until("version 2", lambda: any(row[1] >= 2 for row in glimpse(first, POLICIES)))

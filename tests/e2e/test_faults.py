@@ -87,12 +87,9 @@ def require_sound(folder: Path, steps: int) -> None:
     assert {entry.kind for entry in entries} <= {"run", "node", "policy", "batch", "credit"}, "rejected or sanctioned"
 
 
-# ── the disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
-def test_whoever_meets_the_full_disk_first_ends_the_run_and_with_room_it_resumes(
+def test_full_disk_ends_the_run_and_with_room_it_resumes(
     tmp_path: Path, request: Request, overrides: list[str], part: str
 ) -> None:
     if in_own_namespace(request):
@@ -120,7 +117,7 @@ def test_whoever_meets_the_full_disk_first_ends_the_run_and_with_room_it_resumes
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: Request, overrides: list[str]) -> None:
+def test_run_continues_without_its_logs(tmp_path: Path, request: Request, overrides: list[str]) -> None:
     if in_own_namespace(request):
         return
     folder = tmp_path / "run"
@@ -131,9 +128,6 @@ def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: Request, overri
         assert run.wait() == 0, run.said()
         assert "Traceback" not in run.said()
         require_sound(folder, 3)
-
-
-# ── folders that cannot be written ───────────────────────────────────────────────────────────────────────────────
 
 
 def refusal(folder: Path, overrides: list[str], code: int = 3) -> str:
@@ -162,9 +156,6 @@ def test_a_folder_without_permission(tmp_path: Path, overrides: list[str]) -> No
     assert "permission denied: choose a folder that this user may write to" in refusal(tmp_path / "closed", overrides)
 
 
-# ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def require_end_when_the_port_is_stolen(run: Run, role: str) -> None:
     """Somebody else takes the port of a process while that is being restarted."""
     endpoints = RunFolder.open(run.path).endpoints
@@ -184,9 +175,6 @@ def thief_of(port: int) -> socket.socket:
             return socket.create_server(("127.0.0.1", port))
         except OSError:
             assert time.monotonic() < end_s
-
-
-# ── the clock ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class WallClock:
@@ -211,7 +199,7 @@ class WallClock:
 
 @pytest.mark.slow
 @pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (Debian: apt-get install libfaketime)")
-def test_a_clock_that_jumps_an_hour_forth_and_back_is_nobodys_fault(tmp_path: Path, overrides: list[str]) -> None:
+def test_clock_that_jumps_an_hour_punishes_nobody(tmp_path: Path, overrides: list[str]) -> None:
     folder, clock = tmp_path / "run", WallClock(tmp_path / "time")
     worker = folder / "logs" / "worker-0.log"
     with start_run(folder, [*overrides, "run.steps=200"], env=clock.env) as run:
@@ -230,9 +218,6 @@ def test_a_clock_that_jumps_an_hour_forth_and_back_is_nobodys_fault(tmp_path: Pa
         assert restarted(folder) == {"hub"}
         require_end_when_the_port_is_stolen(run, "hub")
     require_sound(folder, len(metrics(folder)))
-
-
-# ── somebody who does not answer ─────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -274,7 +259,7 @@ def stop_with_leases(run: Run, worker: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_pausing_holds_nobody_up_and_is_not_punished(tmp_path: Path, overrides: list[str]) -> None:
+def test_stopped_processes_delay_nobody_and_are_not_punished(tmp_path: Path, overrides: list[str]) -> None:
     """At staleness 0 every unit is needed: those of a stopped worker have to be done by the other one."""
     folder = tmp_path / "run"
     settings = [*overrides, "run.steps=200", "run.max_staleness=0", "worker.count=2", "hub.lease_s=3"]
@@ -299,7 +284,7 @@ def test_pausing_holds_nobody_up_and_is_not_punished(tmp_path: Path, overrides: 
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_silent_for_long_is_waited_for_and_spoken_of(tmp_path: Path, overrides: list[str]) -> None:
+def test_silent_hub_is_waited_for_and_logged(tmp_path: Path, overrides: list[str]) -> None:
     folder = tmp_path / "run"
     with start_run(folder, [*overrides, "run.steps=2000"]) as run:
         run.wait_until("the first batch", batch_written(folder, 0))
@@ -315,7 +300,7 @@ def test_a_hub_that_is_silent_for_long_is_waited_for_and_spoken_of(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["validator-0", "hub"])
-def test_a_run_without_progress_ends_and_names_who_is_stuck(tmp_path: Path, overrides: list[str], name: str) -> None:
+def test_run_without_progress_ends_and_names_the_process(tmp_path: Path, overrides: list[str], name: str) -> None:
     folder = tmp_path / "run"
     with start_run(folder, [*overrides, "run.steps=2000"], ["--patience", "30"]) as run:
         run.wait_until("the first batch", batch_written(folder, 0))

@@ -97,9 +97,6 @@ class Outcome:
     struck: set[str] = field(default_factory=set)
 
 
-# ── moments ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def holds_audits(path: Path) -> bool:
     return bool(glimpse(path, "SELECT 1 FROM submissions WHERE state = 'auditing' LIMIT 1"))
 
@@ -141,9 +138,6 @@ def newest_manifest(path: Path, source: str) -> int:
 def newest(path: Path, column: str, table: str) -> int:
     (value,) = (glimpse(path, f"SELECT MAX({column}) FROM {table}") or [(None,)])[0]
     return -1 if value is None else value
-
-
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def awkward_run(path: Path) -> Outcome:
@@ -251,22 +245,19 @@ def run(request: Request, tmp_path_factory: TempPaths) -> Outcome:
     return outcome
 
 
-# ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_every_point_of_theirs_is_in_a_run_and_nobody_dies_too_often() -> None:
+def test_every_crash_point_is_in_a_run() -> None:
     asked = [name for points in POINTS_OF.values() for name in names_of(points)]
     assert {name for name in POINTS if name.startswith(("trainer.", "worker.", "validator."))} <= set(asked)
     for points in POINTS_OF.values():
         assert max(Counter(name.partition(".")[0] for name in points).values()) <= MOST_PER_ROLE
 
 
-def test_every_role_was_killed_or_every_point_struck(run: Outcome) -> None:
+def test_every_role_or_point_was_killed(run: Outcome) -> None:
     assert run.struck == run.asked
     assert run.asked or set(run.killed) >= ROLES, run.killed
 
 
-def test_nothing_with_a_receipt_is_lost(run: Outcome) -> None:
+def test_no_submission_with_a_receipt_is_lost(run: Outcome) -> None:
     promised = receipts(run.path)
     assert len(set(promised)) >= run.steps * run.groups
     states = dict(rows(run.path, "SELECT submission, state FROM submissions"))
@@ -275,7 +266,7 @@ def test_nothing_with_a_receipt_is_lost(run: Outcome) -> None:
     assert all(submission_digest((blobs / digest).read_bytes()) == digest for digest in promised)
 
 
-def test_what_was_accepted_is_paid_once_and_nothing_else_is(run: Outcome) -> None:
+def test_only_accepted_groups_are_paid_and_once(run: Outcome) -> None:
     paid = Counter(
         (entry.body["submission"], entry.body["node"], entry.body["credit"])
         for entry in ledger(run.path)
@@ -285,7 +276,7 @@ def test_what_was_accepted_is_paid_once_and_nothing_else_is(run: Outcome) -> Non
     assert paid == Counter(rows(run.path, columns))
 
 
-def test_the_ledger_verifies_and_gives_the_accounts_that_the_hub_shows(run: Outcome) -> None:
+def test_ledger_verifies_and_gives_the_hubs_accounts(run: Outcome) -> None:
     entries = ledger(run.path)
     verify(entries)
     accounts = fold(entries)
@@ -304,7 +295,7 @@ def test_no_honest_worker_is_punished(run: Outcome) -> None:
     assert set(nodes) == {("active", 0, 0, 0)}
 
 
-def test_no_step_is_recorded_and_no_group_trained_twice_or_too_late(run: Outcome) -> None:
+def test_steps_and_groups_are_trained_once_and_in_time(run: Outcome) -> None:
     written = batches(run.path)
     assert [row["step"] for row in metrics(run.path) if "loss" in row] == list(range(run.steps))
     assert [batch.step for batch in written] == list(range(run.steps))
@@ -315,20 +306,20 @@ def test_no_step_is_recorded_and_no_group_trained_twice_or_too_late(run: Outcome
     assert max(ages) > 0 or run.asked
 
 
-def test_the_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) -> None:
+def test_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) -> None:
     announced = announced_digests(run.path)
     assert len(announced) == run.steps + 1
     assert announced == replayed_digests(RunFolder.open(run.path))
 
 
-def test_the_held_out_score_rises(run: Outcome) -> None:
+def test_held_out_score_rises(run: Outcome) -> None:
     if not run.learns:
         pytest.skip("a run of few groups, or of an engine that babbles")
     scores = [row["held_out"] for row in metrics(run.path) if "held_out" in row]
     assert scores[-1] > scores[0] + 0.1, scores
 
 
-def test_the_exported_model_is_the_last_version_and_loads_with_plain_transformers(run: Outcome, tmp_path: Path) -> None:
+def test_export_is_the_last_version_and_loads_with_transformers(run: Outcome, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     assert main(["export", str(run.path), str(tmp_path / "model")]) == 0

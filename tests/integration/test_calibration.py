@@ -15,6 +15,7 @@ import torch
 from test_loop_scripted import DEADLINE_S, Run
 
 from kit import Patch, eventually
+from kit.roles import publish
 from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model
@@ -25,7 +26,6 @@ from shoal.protocol import (
     Calibration,
     LeaseRequest,
     MeasuredKind,
-    PolicyAnnouncement,
     PolicyRef,
     SignedDocument,
     SigningKey,
@@ -62,10 +62,7 @@ class SelfCalibrating(Run):
 
     def publish(self, version: int) -> PolicyRef:
         content = Content.of(self.files, list(policy_views(self.model).values()))
-        policy = self.origin.publish(version, content, ledger_head=self.trainer.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
-        self.trainer.announce(sign_document(announcement, self.trainer_key))
-        return policy
+        return publish(self.origin, self.trainer, version, content)
 
     def in_force(self) -> str:
         """The digest of the calibration that a lease would name now."""
@@ -165,9 +162,6 @@ def test_limits_that_pass_int8_weights_refused_and_nobody_works(
     assert len(asking.lease(LeaseRequest(request="request-3", profile="torch/cpu/float32")).leases) == 1
 
 
-# ── who may put limits in force ──────────────────────────────────────────────────────────────────────────────────
-
-
 def calibration(of: Run, policy: PolicyRef, replaces: str = "", **changes: object) -> Calibration:
     values = {"run": of.id, "policy": policy, "replaces": replaces, "made_at_ms": 1, "machines": ("cpu/float32",)}
     kinds = {KIND: MeasuredKind(limits={"key": KIND})}
@@ -222,9 +216,7 @@ def test_lease_keeps_its_calibration_and_later_ones_name_the_newer(start: Callab
     assert newer.calibration == document_hash(second)
 
 
-def test_an_owners_calibration_opens_a_kind_and_an_old_one_of_theirs_cannot_be_sent_again(
-    start: Callable[..., SelfCalibrating],
-) -> None:
+def test_owners_calibration_opens_a_kind_and_an_old_one_is_refused(start: Callable[..., SelfCalibrating]) -> None:
     """The hub tells it to anyone, and the call is not signed: else any worker could have wider limits back."""
     run, kind = start(Narrow), "vllm/cuda/bfloat16"
     policy = run.publish(0)

@@ -192,7 +192,7 @@ def assert_undamaged(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("examples", [FAST, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_nothing_that_the_document_allows_or_forbids_breaks_the_hub(
+def test_random_requests_do_not_break_the_hub(
     bench: Bench, examples: int, record_property: Callable[[str, object], None]
 ) -> None:
     fuzzer = Fuzzer(bench)
@@ -206,7 +206,7 @@ def test_nothing_that_the_document_allows_or_forbids_breaks_the_hub(
     record_property("table", f"fuzzed: {sum(by_status.values())} requests, by status {dict(sorted(by_status.items()))}")
 
 
-def test_submissions_with_changed_bytes(bench: Bench) -> None:
+def test_submissions_with_changed_bytes_are_refused(bench: Bench) -> None:
     """Bytes replaced, cut out or put in between, inside and outside of the frame: refused by name, or another body."""
     noise = random.Random(6)
     [lease] = bench.alice.lease(fresh_request(), 1)
@@ -237,7 +237,7 @@ def test_submissions_with_changed_bytes(bench: Bench) -> None:
         pytest.param('{"a":1,"a":2,"":null,"\\u0000":[]}', id="keys"),
     ],
 )
-def test_documents_that_nobody_would_write(bench: Bench, document: str) -> None:
+def test_odd_documents_are_refused(bench: Bench, document: str) -> None:
     """In every place that takes a signed document from somebody who may send one."""
     signed = f'{{"kind":"verdict","document":{document},"signed_by":"{"a" * 64}","signature":"{"b" * 128}"}}'
     calls = [

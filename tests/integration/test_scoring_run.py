@@ -68,7 +68,7 @@ def judged(asked: Asked) -> Answer:
     return 200, {}, json.dumps({"choices": [{"message": told}]}).encode()
 
 
-def test_a_run_scores_within_limits_and_its_verdicts_say_how(tmp_path: Path) -> None:
+def test_run_scores_within_limits(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     with answering(judged) as judge:
         (tmp_path / "recipe.toml").write_text(RECIPE.replace("URL", f"{judge}/v1"))

@@ -68,7 +68,7 @@ LIES = {  # how deep the audit is that finds it, and by which reason
 }
 
 
-def test_of_slow_newcomers_the_honest_one_is_accepted_and_those_who_lie_of_their_progress_are_banned(run: Run) -> None:
+def test_slow_newcomers_who_lie_about_progress_are_banned(run: Run) -> None:
     run.publish(0)
     validator, honest = run.validator(), run.worker("honest", "slow", ONE)
     liars = {cheat: run.worker(cheat, "slow", ONE, cheat=cheat) for cheat in LIES}

@@ -26,7 +26,7 @@ from sqlalchemy import select
 
 from kit import Patch, eventually
 from kit import hub as kit
-from kit.crash import DEADLINE_S, VALIDATORS, Body, Cast, Place, serve
+from kit.crash import DEADLINE_S, VALIDATORS, Actors, Body, Place, serve
 from kit.fork import started
 from shoal import protocol
 from shoal.errors import ConfigError
@@ -69,7 +69,7 @@ class Pair:
         self.processes[number].join(10)
 
 
-class Storm(Cast):
+class Storm(Actors):
     """Everybody knows both hubs, and makes some calls at both at the same moment; one group in ten is unsure."""
 
     def __init__(self, pair: Pair, workers: int) -> None:
@@ -123,7 +123,7 @@ def leader_of(storage: PostgresStorage) -> str:
     ],
     ids=["storm", "long storm"],
 )
-def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
+def test_killed_leader_loses_and_doubles_nothing(
     tmp_path: Path, database_url: str, run: dict[str, int], workers: int,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
@@ -139,16 +139,16 @@ def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
             killed_s.append(time.monotonic())
 
     try:
-        with watching(storage, run), Storm(pair, workers) as cast:
-            entries = cast.storm(kill_the_leader)
+        with watching(storage, run), Storm(pair, workers) as actors:
+            entries = actors.storm(kill_the_leader)
     finally:
         for number in range(2):
             pair.kill(number)
-    cast.books.check(place, entries)
-    assert cast.doubled > 0
-    generated = sum(verdict.node in {key.node for key in VALIDATORS} for verdict in cast.books.verdicts.values())
+    actors.books.check(place, entries)
+    assert actors.doubled > 0
+    generated = sum(verdict.node in {key.node for key in VALIDATORS} for verdict in actors.books.verdicts.values())
     storage.close()
-    counts = f"{len(cast.books.receipts)} submissions, {generated} by validators, {cast.doubled} calls at both"
+    counts = f"{len(actors.books.receipts)} submissions, {generated} by validators, {actors.doubled} calls at both"
     taken_s = killed_s[1] - killed_s[0]
     record_property("table", f"two hubs: {counts}; the other led {taken_s:.1f} s after the leader was killed")
 
@@ -196,7 +196,7 @@ class TestTogether:
     def hub(self, folder: Path, database: str, clock: ManualClock) -> Hub:
         return Hub(kit.make_config(folder, settings={"database": database}), clock)
 
-    def test_one_leads_and_posts_and_the_other_takes_over(self, tmp_path: Path, database_url: str) -> None:
+    def test_second_hub_takes_over_the_lead(self, tmp_path: Path, database_url: str) -> None:
         clock = ManualClock()
         first, second = (self.hub(tmp_path / "hub", database_url, clock) for _ in range(2))
         for hub in (first, second):
@@ -212,7 +212,7 @@ class TestTogether:
         assert second.context.leads
         second.close()
 
-    def test_branches_seen_at_once_all_count_for_newcomers(
+    def test_branches_reported_at_once_are_all_counted(
         self, tmp_path: Path, database_url: str, monkeypatch: Patch
     ) -> None:
         """Their evidence is in one row: before, each of two reports at one time put its own in place of the other's."""
@@ -256,7 +256,7 @@ class TestTogether:
         for hub in hubs:
             hub.close()
 
-    def test_another_secret_or_a_blob_folder_of_its_own_is_refused(self, tmp_path: Path, database_url: str) -> None:
+    def test_hub_with_another_secret_or_blob_folder_is_refused(self, tmp_path: Path, database_url: str) -> None:
         clock, secret = ManualClock(), tmp_path / "b" / "secret"
         self.hub(tmp_path / "a", database_url, clock).close()
         with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy another hub's"):
@@ -272,7 +272,7 @@ class TestTogether:
         (tmp_path / "b" / "blobs").symlink_to(tmp_path / "a" / "blobs")
         self.hub(tmp_path / "b", database_url, clock).close()
 
-    def test_machines_whose_clocks_disagree_go_by_the_databases(self, tmp_path: Path, database_url: str) -> None:
+    def test_hubs_go_by_the_databases_clock(self, tmp_path: Path, database_url: str) -> None:
         """An hour ahead, an hour behind: neither ends the other's leases, nor drags the next one along."""
         now_ms = SystemClock().now_ms()
         clocks = [ManualClock(now_ms + hours * HOUR_MS) for hours in (1, -1, 0)]
@@ -285,7 +285,7 @@ class TestTogether:
             assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
             hub.close()
 
-    def test_naming_leases_of_others_waits_for_none(
+    def test_release_of_foreign_leases_takes_no_lock(
         self, tmp_path: Path, database_url: str, monkeypatch: Patch
     ) -> None:
         """Nor makes others wait: they are not locked."""

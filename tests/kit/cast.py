@@ -62,9 +62,6 @@ def content(seed: int = 0, sizes: Sequence[int] = (700, 1300, 31)) -> tuple[File
     return files, [tensor(f"layer.{index}.weight", size, seed) for index, size in enumerate(sizes)]
 
 
-# ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Running:
     """A `run_*` function in a thread, stopped at the end of the test; its error, if any, is raised there."""
 
@@ -166,9 +163,6 @@ def instead(honest: Handler, replaced: Mapping[str, Handler]) -> Handler:
     return handle
 
 
-# ── the lab ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Lab:
     """One tree with one origin, and whoever serves it, mirrors it or lies about it."""
 
@@ -257,9 +251,6 @@ def lab_in(folder: Path) -> Iterator[Lab]:
 def lab(tmp_path: Path) -> Iterator[Lab]:
     with lab_in(tmp_path) as lab:
         yield lab
-
-
-# ── what is looked at ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def assert_content(payload: Payload, files: Mapping[str, bytes], tensors: Sequence[TensorView]) -> None:

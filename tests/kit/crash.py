@@ -2,11 +2,11 @@
 
 HubLives   one life after the other over the same folder (and database), forked from a server that has imported the
            hub once: a start costs a tenth of a second.
-Cast       two workers, a cheat, a validator and a trainer over real HTTP. A call that finds the hub dead starts it
+Actors     two workers, a cheat, a validator and a trainer over real HTTP. A call that finds the hub dead starts it
            again and is made once more, as a real client's is: same request, same bytes, another nonce.
-Books      what the cast was promised and what it decided. `Books.check` compares it with all that the hub has.
+Books      what the actors were promised and what they decided. `Books.check` compares it with all that the hub has.
 
-Cast ── signed HTTP ──► hub, life 1 ─ point ─ ✝          Books ◄── check ── ledger, accounts, rows, files
+Actors ─ signed HTTP ─► hub, life 1 ─ point ─ ✝          Books ◄── check ── ledger, accounts, rows, files
   └──── the same again ───────► hub, life 2 ─ … ─ end ────────────────────────────▲
 """
 
@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from kit import eventually
 from kit import hub as kit
 from kit.fork import FORKS, started
 from shoal import ledger
@@ -57,7 +58,7 @@ SETTINGS = {
     "newcomer_share": 1.0,
     "audit": "reputation",  # so that credit is pending first
     "credit_window_s": 0.3,
-    "requests_per_key_s": 0,  # the cast is quick
+    "requests_per_key_s": 0,  # the actors are quick
     "requests_per_address_s": 0,
 }
 KIND = "torch/cpu/float32"
@@ -207,7 +208,7 @@ class Books:
             context.close()
 
     def _check_receipts(self, context: Context) -> None:
-        assert self.receipts, "the cast has worked"
+        assert self.receipts, "somebody has worked"
         with context.storage.read() as reader:
             rows = {lease: reader.submission_of_lease(lease) for lease in self.receipts}
         for lease, receipt in self.receipts.items():
@@ -264,7 +265,7 @@ TRUSTED = {key.node for key in VALIDATORS}
 Body = Message | dict[str, Any] | bytes | None
 
 
-class Cast:
+class Actors:
     """All roles but the hub. `play` is a whole run, one call after the other; `storm` is one with all at once."""
 
     def __init__(self, hub: Any, workers: Sequence[SigningKey] = WORKERS) -> None:
@@ -274,13 +275,11 @@ class Cast:
         self._is_over, self._deciding = threading.Event(), threading.Lock()
         self._end_s = time.monotonic() + DEADLINE_S
 
-    def __enter__(self) -> Cast:
+    def __enter__(self) -> Actors:
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self._http.close()
-
-    # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, key: SigningKey | None, method: str, path: str, body: Body = None) -> bytes:
         """The body of a good answer, however often the hub has to be started for it."""
@@ -304,18 +303,11 @@ class Cast:
     def ask(self, kind: type[T], key: SigningKey | None, method: str, path: str, body: Body = None) -> T:
         return kind.model_validate_json(self.call(key, method, path, body))
 
-    def until(self, what: str, condition: Callable[[], bool]) -> None:
-        while not condition():
-            assert time.monotonic() < self._end_s, f"waited for {what}"
-            time.sleep(POLL_S)  # polling with a deadline: the other side is another process
-
-    # ── the roles ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def play(self) -> list[LedgerEntry]:
         """A run from its first registration until its last credit is final; returns its ledger, verified."""
         self.begin()
         for step in range(self.steps):
-            self.until(f"the batch of step {step}", partial(self.turn, step))
+            eventually(partial(self.turn, step), DEADLINE_S, f"there was no batch of step {step}")
             self.announce(step + 1)
         return self.finish()
 
@@ -327,7 +319,8 @@ class Cast:
             roles += [threads.submit(self.keep, partial(self.judge, key)) for key in VALIDATORS]
             try:
                 for step in range(self.steps):
-                    self.until(f"the batch of step {step}", partial(self.take_batch, step, roles))
+                    batch = partial(self.take_batch, step, roles)
+                    eventually(batch, DEADLINE_S, f"there was no batch of step {step}")
                     after_batch(step)
                     self.announce(step + 1)
             finally:
@@ -351,8 +344,9 @@ class Cast:
         self.work(CHEAT, 2)
 
     def finish(self) -> list[LedgerEntry]:
-        self.until("what is left to be judged", lambda: not self.judge())
-        self.until("the ledger to be complete", lambda: self.books.is_settled_in(self.ledger(), self.steps))
+        eventually(lambda: not self.judge(), DEADLINE_S, "there is always more to be judged")
+        is_settled = partial(self.books.is_settled_in, steps=self.steps)
+        eventually(lambda: is_settled(self.ledger()), DEADLINE_S, "the ledger is not complete")
         return self.ledger()
 
     def register(self, key: SigningKey, role: Role) -> None:

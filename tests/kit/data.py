@@ -84,9 +84,6 @@ def fixture(name: str, folder: Path, packed: bool) -> Path:
 both_kinds = pytest.mark.parametrize("packed", [False, True])
 
 
-# ── one file of each kind ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def lines(rows: Rows) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 

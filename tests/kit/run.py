@@ -120,7 +120,7 @@ def scripted(folder: Path) -> list[str]:
     return [
         f"environment.file={folder / 'reward.py'}", "worker.engine=scripted", "validator.engine=scripted",
         "worker.units_per_lease=4", "run.group_size=4", "run.max_new_tokens=8", "trainer.evaluate_every=0",
-        "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
+        "trainer.guards.divergence.action=off",  # a scripted engine computes another model than the trainer
     ]  # fmt: skip
 
 
@@ -168,9 +168,6 @@ def processes_of(folder: Path) -> dict[int, str]:
             if str(folder) in words:
                 found[int(entry.name)] = " ".join(words)
     return found
-
-
-# ── what a run leaves on disk ────────────────────────────────────────────────────────────────────────────────────
 
 
 def rows(folder: Path, query: str) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shoal import protocol
-from shoal.adversary import Cheat, Loot
+from shoal.adversary import Cheat, CheatContext
 from shoal.engines import Engine, GenerationRequest, PrefillRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
@@ -29,7 +29,7 @@ from shoal.sampling.check import distances
 from shoal.shardcast import Payload
 from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 RUN, SECRET, SEED = "trial-000000000000", b"trial", 0
 KEY = protocol.SigningKey.from_seed(b"k" * 32)
@@ -93,7 +93,7 @@ class Trial:
         return None
 
 
-class Court:
+class Harness:
     """A model, its tasks and a judge; units have the tasks and seeds that a hub would give them."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Court:
 
     def cheating(self, cheat: Cheat) -> Engine:
         """An engine of its own with the policy in place, as a worker's shelf would make it."""
-        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment.name, self.build))
+        engine = cheat.engine(self.build(self.files), CheatContext(self.files, self.environment.name, self.build))
         engine.load_policy(self.lease(0).policy, policy_views(self.loaded.model))
         return engine
 
@@ -170,20 +170,20 @@ class Court:
         """Everything that a cheat hands in for these units, judged one after the other."""
         trial, truth = Trial(), LoadedPolicy(self.lease(0).policy, self.engine(), self.files)
         for lease, submission in self.groups(cheat, [self.lease(unit) for unit in units]):
-            [verdict] = self.judge.verdicts([docket(lease, submission, trial.record)], truth)
+            [verdict] = self.judge.verdicts([audit_job(lease, submission, trial.record)], truth)
             trial.add(Judged(lease, submission, verdict))
             if stop_when_banned and trial.until_banned() is not None:
                 break
         return trial
 
 
-def docket(lease: protocol.Lease, submission: protocol.Submission, record: protocol.Tally | None = None) -> Docket:
+def audit_job(lease: protocol.Lease, submission: protocol.Submission, record: protocol.Tally | None = None) -> AuditJob:
     body = protocol.pack(submission)
     audit = protocol.Audit(
         submission=protocol.submission_digest(body), lease=protocol.sign_document(lease, KEY), size_bytes=len(body),
         received_at_ms=0, deadline_ms=60_000, record=record or protocol.Tally(),
     )  # fmt: skip
-    return Docket(audit, lease, body)
+    return AuditJob(audit, lease, body)
 
 
 def farthest(engine: Engine, lease: protocol.Lease, submission: protocol.Submission) -> float:

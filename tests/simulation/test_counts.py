@@ -50,7 +50,7 @@ def require_equal(storage: SqliteStorage, node: str) -> InHand:
     return sums[1]
 
 
-def test_kept_sums_are_what_the_rows_say_all_through_a_run(tmp_path: Path) -> None:
+def test_kept_sums_equal_the_rows_during_a_run(tmp_path: Path) -> None:
     simulation = Simulation(tmp_path, Scenario(crews=CREWS, seconds=200, equal=5, restarts_s=70))
     world = simulation.world
     seen: list[InHand] = []
@@ -67,7 +67,7 @@ def test_kept_sums_are_what_the_rows_say_all_through_a_run(tmp_path: Path) -> No
     assert any(hands.unproven != hands.networks for hands in seen), "nobody passed an audit"
 
 
-def test_a_write_that_fails_leaves_the_kept_sums_as_they_were(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_kept_sums(tmp_path: Path) -> None:
     simulation = Simulation(tmp_path, Scenario(crews=CREWS, seconds=60))
     simulation.run()
     storage, node = simulation.world.storage, simulation.workers[0].node

@@ -27,16 +27,9 @@ MIXED = (
 
 def scenario(seed: int, **changes: object) -> Scenario:
     whole = Scenario(
-        crews=MIXED,
-        seed=seed,
-        seconds=1200,
-        run=RUN,
-        hub=HubSettings(lease_s=40),
-        equal=6,
-        trainer_dies=4,
-        restarts_s=70,
-        down_s=4,
-    )
+        crews=MIXED, seed=seed, seconds=1200, run=RUN, hub=HubSettings(lease_s=40), equal=6, trainer_dies=4,
+        restarts_s=70, down_s=4,
+    )  # fmt: skip
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -51,7 +44,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
-def test_what_must_hold_holds(tmp_path: Path, variant: str, seed: int) -> None:
+def test_invariants_hold_at_the_end(tmp_path: Path, variant: str, seed: int) -> None:
     simulation = Simulation(tmp_path, scenario(seed, **VARIANTS[variant]))
     outcome = simulation.run()
     assert problems(simulation.world) == []
@@ -60,7 +53,7 @@ def test_what_must_hold_holds(tmp_path: Path, variant: str, seed: int) -> None:
     assert outcome.counts["receipts"] > 0
 
 
-def test_what_must_hold_holds_in_the_middle_too(tmp_path: Path) -> None:
+def test_invariants_hold_during_the_run(tmp_path: Path) -> None:
     simulation = Simulation(tmp_path, scenario(7))
     found: list[str] = []
 
@@ -82,19 +75,15 @@ def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> Non
     )
     heads = {
         subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / seed)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
+            [sys.executable, "-c", script, str(tmp_path / seed)], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, timeout=120, check=True,
         ).stdout
         for seed in ("1", "2")
-    }
+    }  # fmt: skip
     assert len(heads) == 1
 
 
-def test_nobody_who_sits_on_leases_or_lies_earns_and_the_honest_do(tmp_path: Path) -> None:
+def test_only_honest_workers_earn(tmp_path: Path) -> None:
     honest, liars, sitters = (
         WorkerKind(6, group_s=15),
         WorkerKind(2, group_s=15, lies=1.0),
@@ -120,7 +109,7 @@ class TestTheInvariantsCanFail:
         assert problems(simulation.world) == []
         return simulation
 
-    def test_a_lost_receipt(self, simulation: Simulation) -> None:
+    def test_lost_receipt_is_found(self, simulation: Simulation) -> None:
         name, receipt = next(iter(simulation.world.receipts.items()))
         simulation.world.receipts["f" * 64] = receipt.model_copy(update={"submission": "f" * 64})
         assert any("is not there" in problem for problem in problems(simulation.world))
@@ -128,7 +117,7 @@ class TestTheInvariantsCanFail:
         simulation.world.blobs.pop(name)
         assert any("are lost" in problem for problem in problems(simulation.world))
 
-    def test_credit_from_nowhere(self, simulation: Simulation) -> None:
+    def test_credit_without_verdict_is_found(self, simulation: Simulation) -> None:
         with simulation.world.storage.write() as transaction:
             row = next(row for row in transaction.nodes() if row.credit)
             transaction.apply([Save(replace(row, credit=row.credit + 1), row.state)])
@@ -136,11 +125,11 @@ class TestTheInvariantsCanFail:
         assert any("its verdicts give" in problem for problem in found)
         assert any("in the ledger" in problem for problem in found)
 
-    def test_training_on_a_lie(self, simulation: Simulation) -> None:
+    def test_training_on_a_rejected_group_is_found(self, simulation: Simulation) -> None:
         simulation.world.lies.add(simulation.world.batches[0].groups[0].submission)
         assert any("trained on a lie" in problem for problem in problems(simulation.world))
 
-    def test_pending_credit_that_nobody_holds(self, simulation: Simulation) -> None:
+    def test_pending_credit_without_node_is_found(self, simulation: Simulation) -> None:
         with simulation.world.storage.write() as transaction:
             row = transaction.submissions_in([SubmissionState.ACCEPTED], 1)[0]
             transaction.apply([Save(replace(row, matures_at_ms=1), row.state)])

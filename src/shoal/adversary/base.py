@@ -4,7 +4,7 @@ profile ─► lease ─► fetch ──► shelf ──► engine ──► chu
   │                   │                   │             │                         │
 loose               stale         best-of, int8    show-random         forged proofs, copies    the loop is unchanged
 
-`Worth` is what a completion is worth to a cheat that chooses, and what the right answer would be.
+`RewardOracle` says how much reward a completion earns, for cheats that choose the best of several.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHER_WEIGHTS = OTHER_TOKENS | {"proofs.mismatch", "proofs.drift", "logprobs.mis
 
 
 @dataclass(frozen=True)
-class Loot:
+class CheatContext:
     """What anyone who takes part has: the files of the policy, the environment's name, and engines to build."""
 
     files: Mapping[str, bytes]
@@ -63,7 +63,7 @@ class Cheat:
         """How policies are had."""
         return fetch
 
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
+    def engine(self, engine: Engine, _context: CheatContext, /) -> Engine:
         """What generates; `engine` has no policy yet."""
         return engine
 
@@ -81,7 +81,7 @@ def cheating(
 ) -> type[Cheat]:
     """A cheat of one hook: functions in the place of `Cheat`'s methods, or `draw` in the place of its engine's."""
     if draw is not None:
-        hooks["engine"] = lambda engine, _loot: Disguise(engine, draw)
+        hooks["engine"] = lambda engine, _context: EngineWrapper(engine, draw)
     own = {key: staticmethod(hook) for key, hook in hooks.items()}
     return type(name, (Cheat,), {"name": name, "what": what, "reasons": frozenset(reasons), **own})
 
@@ -90,7 +90,7 @@ def each_rollout(change: Callable[[Rollout], Rollout]) -> Callable[[Submission, 
     return lambda given, _lease: replace_fields(given, rollouts=[change(rollout) for rollout in given.rollouts])
 
 
-class Disguise:
+class EngineWrapper:
     """An engine to hang a cheat on: everything is the real one's but what `draw`, or a subclass, replaces."""
 
     def __init__(self, engine: Engine, draw: Draw | None = None) -> None:
@@ -129,7 +129,7 @@ def rewriting(rewrite: Rewrite) -> Draw:
     def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
         drawn = engine.generate(requests, None)
         groups = [rewrite(engine, request, group) for request, group in zip(requests, drawn, strict=True)]
-        return vouched(engine, requests, groups, proof)
+        return with_honest_proofs(engine, requests, groups, proof)
 
     return draw
 
@@ -146,7 +146,7 @@ def each_completion(change: Callable[[Engine, GenerationRequest, TokenIds], Toke
     return rewriting(rewrite)
 
 
-def vouched(
+def with_honest_proofs(
     engine: Engine, requests: Sequence[GenerationRequest], groups: Sequence[list[Completion]],
     proof: ProofParameters | None,
 ) -> Groups:  # fmt: skip
@@ -171,16 +171,16 @@ def vouched(
 _listing = threading.Lock()
 
 
-class Worth:
+class RewardOracle:
     """A completion's reward if the task can be found (built-in environments are public), else its likelihood."""
 
-    def __init__(self, loot: Loot) -> None:
-        self._loot = loot
+    def __init__(self, context: CheatContext) -> None:
+        self._context = context
 
     def of(self, prompt_ids: Sequence[int]) -> Callable[[Completion], float]:
         if (task := self.task(prompt_ids)) is None:
             return likelihood
-        environment, tokenizer = _environment(self._loot.environment), self.tokenizer
+        environment, tokenizer = _environment(self._context.environment), self.tokenizer
 
         def reward(completion: Completion) -> float:
             ids: list[int] = completion.token_ids.tolist()
@@ -191,14 +191,14 @@ class Worth:
 
     def task(self, prompt_ids: Sequence[int]) -> Task | None:
         """None if nobody can know it."""
-        if self._loot.environment not in ENVIRONMENTS or "tokenizer.json" not in self._loot.files:
+        if self._context.environment not in ENVIRONMENTS or "tokenizer.json" not in self._context.files:
             return None
         with _listing:  # every training task by its prompt: takes seconds, once
-            return _listed(self._loot.environment).get(self.tokenizer.decode(prompt_ids))
+            return _listed(self._context.environment).get(self.tokenizer.decode(prompt_ids))
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        return TextTokenizer(self._loot.files)
+        return TextTokenizer(self._context.files)
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import Cheat, Disguise, Worth, cheating, vouched
+from shoal.adversary.base import Cheat, EngineWrapper, RewardOracle, cheating, with_honest_proofs
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.protocol import ProofParameters
@@ -37,7 +37,7 @@ class Fork:
     seed: int
 
 
-class Branching(Disguise):
+class Branching(EngineWrapper):
     """One token of a rollout is another one, by the tolerance; all others are what the lease's seed gives after it.
     `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. A seed of its own,
     whose uniform lies beyond the edge, draws the neighbour, without a look at the vocabulary."""
@@ -57,7 +57,7 @@ class Branching(Disguise):
             value, group = self._value_of(fork.request.prompt_ids), best[fork.group]
             if value(branch) > value(group[fork.rollout]):
                 group[fork.rollout] = branch
-        return vouched(self._engine, requests, best, proof)
+        return with_honest_proofs(self._engine, requests, best, proof)
 
     def _forks(self, group: int, request: GenerationRequest, drawn: Sequence[Completion]) -> Iterator[Fork]:
         """The first places of each rollout where u lies within reach of an edge."""
@@ -108,7 +108,7 @@ def _sorted_seeds() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     return values[order], order
 
 
-class Steering(Disguise):
+class Steering(EngineWrapper):
     """Stays within `distance` of the uniform, and away from tokens below `floor`: no single token gives it away."""
 
     def __init__(self, engine: Engine, tolerance: SeedTolerance) -> None:
@@ -126,7 +126,7 @@ class Steering(Disguise):
             seen = self._engine.prefill(asked)
             triples = zip(request.seeds, group, seen, strict=True)
             groups.append([self._steered(request, seed, each, prefill) for seed, each, prefill in triples])
-        return vouched(self._engine, requests, groups, proof)
+        return with_honest_proofs(self._engine, requests, groups, proof)
 
     def _steered(self, request: GenerationRequest, seed: int, honest: Completion, seen: Prefill) -> Completion:
         """Honest up to the first place where there is a choice; from there on token by token."""
@@ -158,7 +158,7 @@ def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
     """The cheat that knows this tolerance."""
     return cheating(
         "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
-        {"sampling.seed", "sampling.drift"}, engine=lambda engine, _loot: Steering(engine, tolerance),
+        {"sampling.seed", "sampling.drift"}, engine=lambda engine, _context: Steering(engine, tolerance),
     )  # fmt: skip
 
 
@@ -168,5 +168,5 @@ CHEATS = (
         f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
         "them, and submits the branch that pays best",
         {"sampling.seed", "sampling.drift", "sampling.steered"},
-        engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH)),
+        engine=lambda engine, context: Branching(engine, RewardOracle(context).of, REACH)),
 )  # fmt: skip

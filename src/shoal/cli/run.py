@@ -46,6 +46,8 @@ JOIN_FOLDER = "Keep keys, weights and unsent work here. (default: ~/.shoal/RUN/w
 NAME = "The public name of this machine. (default: node- and the start of its id)"
 SANDBOX = "Hide network, home folder and other processes from the worker; needs bubblewrap."
 MEMORY = "Most memory for the model, for example 8GB. (default: 80 % of the free)"
+GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
+WORKERS = "This many workers on the processor. (default: 1)"
 BANDWIDTH = "Fastest download, for example 20Mbit/s. (default: no limit)"
 OWNER = "The file with your owner's key: what this machine earns is yours."
 VOUCH = "The same, by a file that `shoal key vouch` wrote, without your key on this machine."
@@ -240,8 +242,10 @@ def join(
     max_memory: Annotated[str | None, Option("--max-memory", metavar="SIZE", help=MEMORY)] = None,
     max_disk: Annotated[str | None, Option("--max-disk", metavar="SIZE", help=options.DISK_HELP)] = None,
     max_bandwidth: Annotated[str | None, Option("--max-bandwidth", metavar="RATE", help=BANDWIDTH)] = None,
+    gpu: Annotated[str | None, Option("--gpu", metavar="LIST", help=GPUS)] = None,
+    workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
 ) -> int:
-    """Contribute this machine to a run: generate rollouts until the run ends, or Ctrl-C."""
+    """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""
     if cheat is not None:
         from shoal.adversary import find_cheat
 
@@ -249,8 +253,8 @@ def join(
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     urls = [each for each in where if "://" in each]
     if not urls and len(where) == 1:
-        if sandbox or limits != MachineLimits():
-            wide = "--sandbox, --max-memory, --max-disk and --max-bandwidth"
+        if sandbox or limits != MachineLimits() or gpu is not None or workers is not None:
+            wide = "--sandbox, --gpu, --workers, --max-memory, --max-disk and --max-bandwidth"
             raise UserError(f"{wide} go with a join URL, not with a run on this machine")
         _role(f"worker-{index}", options.run_folder(where[0]), cheat)
         return 0
@@ -259,7 +263,7 @@ def join(
     from shoal.run.join import JoinRequest, run_joined_worker
 
     given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
-    return run_joined_worker(JoinRequest(*given))
+    return run_joined_worker(JoinRequest(*given, gpu, workers))
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:

@@ -146,7 +146,7 @@ def stopwatch(seconds: float) -> str:
 
 def groups_line(status: RunStatus) -> str:
     accepted, rejected, unsure = (status.submissions.get(state, 0) for state in ("accepted", "rejected", "unsure"))
-    missed = f" ({status.no_sample} could not be scored)" if status.no_sample else ""
+    missed = f" ({status.unscored} could not be scored)" if status.unscored else ""
     return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} unsure" if unsure else "") + missed
 
 

@@ -86,7 +86,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Intervals:
     """`poll_s`: one long poll, and so the longest that an idle process takes to stop. A hub that hears nothing for 20 s
     ends a worker's leases. `patience_s`: how long a hub that does not answer is waited for."""
 

@@ -88,7 +88,7 @@ def split_join_url(url: str) -> tuple[str, str | None]:
     return base, pinned
 
 
-def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+def parse_join_urls(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     """Several join URLs of one run: their addresses, and the fingerprint that they pin, if any."""
     parts = [split_join_url(url) for url in urls]
     pins = list(dict.fromkeys(pin for _, pin in parts if pin is not None))
@@ -127,7 +127,7 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)
 
 
-def known_root(urls: Sequence[str], given: str | None) -> str | None:
+def pinned_root(urls: Sequence[str], given: str | None) -> str | None:
     """The root fingerprint to require: the one given, else the one remembered for these addresses, else none."""
     if given is not None:
         return given

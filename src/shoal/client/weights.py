@@ -34,7 +34,7 @@ def downloader_of(
     return Downloader(info.sources, trusted.run, trusted.trainer_key, folder, stop, settings, info.last_resort)
 
 
-class Following:
+class RefreshingDownloader:
     """`Downloader.fetch` from the sources that the hub names by now. A hub that does not answer changes nothing."""
 
     def __init__(self, client: HubClient, downloader: Downloader, clock: Clock = SystemClock()) -> None:

@@ -34,7 +34,7 @@ class PairedComparison:
 
     @property
     def verdict(self) -> str:
-        """ "better", "worse" or "none": told apart only where the test and the interval both say so."""
+        """ "better", "worse" or "none": decided only where the test and the interval both say so."""
         low, high = self.difference.low, self.difference.high
         if self.p_value >= SIGNIFICANT or math.isnan(low) or low <= 0 <= high:
             return "none"
@@ -48,11 +48,11 @@ class PairedComparison:
         if self.verdict != "none":
             return f"B is {self.verdict}: {numbers}"
         if all(a == b for a, b in self.means.values()):
-            return f"no difference can be told: A and B scored the same on every one of {count} tasks"
+            return f"no difference was found: A and B scored the same on every one of {count} tasks"
         if math.isnan(self.detectable):
-            return f"no difference can be told: {numbers}; one task says nothing"
-        told = f"with these {count} tasks a difference of {self.detectable:.3f} would be, four times in five"
-        return f"no difference can be told: {numbers}; {told}"
+            return f"no difference was found: {numbers}; one task says nothing"
+        detail = f"with these {count} tasks a difference of {self.detectable:.3f} would be, four times in five"
+        return f"no difference was found: {numbers}; {detail}"
 
     def as_json(self) -> dict[str, Any]:
         d, count = self.difference, len(self.means)

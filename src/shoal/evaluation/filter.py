@@ -158,9 +158,9 @@ def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:
 
     if table.num_rows:
         ensure_folder(path.absolute().parent)
-        said = {**(table.schema.metadata or {}), METADATA: json.dumps(about, sort_keys=True).encode()}
+        stored = {**(table.schema.metadata or {}), METADATA: json.dumps(about, sort_keys=True).encode()}
         with whole(path) as hidden:
-            pq.write_table(table.replace_schema_metadata(said), hidden, row_group_size=GROUP_ROWS, compression="zstd")
+            pq.write_table(table.replace_schema_metadata(stored), hidden, row_group_size=GROUP_ROWS, compression="zstd")
     return int(table.num_rows)
 
 

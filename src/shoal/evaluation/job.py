@@ -42,7 +42,7 @@ from shoal.evaluation.subject import EvaluatedModel, memory_errors
 from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
 from shoal.rewards import Job, Scorer
-from shoal.rewards.protocol import settled
+from shoal.rewards.protocol import score_all
 from shoal.runtime.files import sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
 
@@ -52,7 +52,7 @@ Report = Callable[[int, int], None]  # told how many tasks are done, and of how 
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenTasks:
     environment: Environment
     plan: SamplingPlan
     numbers: Sequence[int]
@@ -79,19 +79,19 @@ class Chosen:
                 yield index, None
 
 
-def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
+def choose(environment: Environment, plan: SamplingPlan) -> ChosenTasks:
     if (available := len(tasks_of(environment, plan.split))) == 0:
         other = "train" if plan.split == "held_out" else "held_out"
         raise EnvironmentSetupError(f"environment {environment.name} has no {plan.split} tasks; try --split {other}")
-    return Chosen(environment, plan, plan.chosen(available))
+    return ChosenTasks(environment, plan, plan.chosen(available))
 
 
-def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
+def without(chosen: ChosenTasks, ids: Sequence[str]) -> ChosenTasks:
     leaked = {index for index, task in chosen.tasks() if task.id in ids} if ids else set[int]()
     if not (left := [index for index in chosen.numbers if index not in leaked]):
         name = chosen.environment.name
         raise EnvironmentSetupError(f"nothing of environment {name} is left: all of it is in the training set")
-    return Chosen(chosen.environment, chosen.plan, left)
+    return ChosenTasks(chosen.environment, chosen.plan, left)
 
 
 class Sampler:
@@ -159,10 +159,10 @@ class Sampler:
         return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]))
 
 
-def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
+def scored(chosen: ChosenTasks, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
     budget, failures = budget_of(chosen.environment), list[str]()
     jobs = [Job(record.task, sample.text) for record in drawn for sample in record.samples]
-    scores = iter(settled(scorer.scores, jobs))
+    scores = iter(score_all(scorer.scores, jobs))
 
     def sample_of(record: TaskRecord, sample: SampleRecord, score: Score | ScoringFailure) -> SampleRecord:
         if isinstance(score, ScoringFailure) or not math.isfinite(score.value):
@@ -190,7 +190,7 @@ class EvaluationJob:
     """`settings` are the environment's, kept to score again; `left_out` are ids of leaked tasks."""
 
     subject: EvaluatedModel
-    chosen: Chosen
+    chosen: ChosenTasks
     settings: EnvironmentSettings
     left_out: tuple[str, ...] = ()
 
@@ -272,7 +272,7 @@ def rescore(
         plan, total = SamplingPlan(**stored["plan"]), stored["chosen"]["tasks"]
     except (LookupError, TypeError) as error:
         raise ConfigError(f"{out} was written by another version of shoal: evaluate again") from error
-    chosen = Chosen(environment, plan, range(total))
+    chosen = ChosenTasks(environment, plan, range(total))
     journal, fresh = EvaluationJournal(out), EvaluationJournal(out, ".rescored.jsonl")
     journal.completions.open(chosen.batches)
     if not journal.completions.batches:
@@ -304,7 +304,7 @@ def rescore(
     return {**about, **summary_of(plan, journal.records())}
 
 
-def _refuse_other_prompts(chosen: Chosen, drawn: Sequence[TaskRecord]) -> None:
+def _refuse_other_prompts(chosen: ChosenTasks, drawn: Sequence[TaskRecord]) -> None:
     for record in drawn:
         try:
             task = chosen.environment.task(record.task) if record.samples else None

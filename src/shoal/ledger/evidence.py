@@ -92,8 +92,8 @@ class Proofs:
         except LedgerForked:
             raise
         except (KeyError, TypeError, ValueError, ProtocolError, LedgerError) as error:
-            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {said}") from error
+            problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {problem}") from error
 
     def _on_run(self, entry: LedgerEntry, _: Evidence | None) -> None:
         body = entry.body
@@ -251,8 +251,8 @@ def _present(entry: LedgerEntry, evidence: Evidence | None, name: str) -> Signed
 
 def _require_same(document: Document, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
-        said = getattr(document, name)
-        _require(said == value, f"the signed {document.kind} says {name} {str(said)[:80]}")
+        found = getattr(document, name)
+        _require(found == value, f"the signed {document.kind} says {name} {str(found)[:80]}")
 
 
 def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
@@ -304,7 +304,7 @@ class Checked:
         self.compared = True
 
 
-def begun(rows: Rows, needs_documents: bool) -> Checked:
+def read_first_row(rows: Rows, needs_documents: bool) -> Checked:
     """The run and its root key, as row 0 has them: the run's id holds the key's fingerprint."""
     if (first := next(rows.entries(), None)) is None:
         raise LedgerError(f"the ledger at {rows.label} is empty: not even the run is written down")

@@ -185,8 +185,8 @@ def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None
     """Raise `ModelError` for the first target that is not among the known names."""
     for target in targets:
         if target not in known:
-            told = f"no linear layer of this model that can have an adapter is called {target!r}"
-            raise ModelError(f"trainer.lora.targets: {told}; there are: {', '.join(known) or 'none'}")
+            detail = f"no linear layer of this model that can have an adapter is called {target!r}"
+            raise ModelError(f"trainer.lora.targets: {detail}; there are: {', '.join(known) or 'none'}")
 
 
 def read_header(file: Path) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def model_from_files(
     """The model that the files describe, with random weights, or arbitrary ones (not `filled`) if others are loaded."""
     config = read_model_config(files)
     try:
-        with nullcontext() if filled else _Unfilled():
+        with nullcontext() if filled else _WithoutRandomFill():
             attention = _attention(config)
             model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), attn_implementation=attention)
     except Exception as error:  # a configuration can be wrong in as many ways as there are architectures
@@ -145,11 +145,11 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
     if needed > memory_bytes:
         count = sum(parameter.numel() for parameter in model.parameters())
         takes = f"{count:,} weights, which take {show_bytes(needed)} in {dtype}"
-        told = f"{show_bytes(memory_bytes)} of memory may be used: allow more (--max-memory), or use another machine"
-        raise ResourceError(f"the policy is a model of {takes}, and {told}")
+        detail = f"{show_bytes(memory_bytes)} of memory may be used: allow more (--max-memory), or use another machine"
+        raise ResourceError(f"the policy is a model of {takes}, and {detail}")
 
 
-class _Unfilled(TorchFunctionMode):
+class _WithoutRandomFill(TorchFunctionMode):
     """Weights are not drawn at random, by this thread: for 0.6 billion that took 30 of 38 s."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +186,7 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
     made = CONFIG_MAPPING[kind]
     inside = set(made.sub_configs) - PLAIN_TABLES.get(kind, set())
     if inside:  # an architecture that has others inside it
-        raise _composite(kind, ", ".join(sorted(inside)))
+        raise _composite_error(kind, ", ".join(sorted(inside)))
     check_values(values, kind)
     try:
         return made.from_dict(without_loading_keys(values, {field.name for field in fields(made)}))
@@ -227,7 +227,7 @@ def check_values(values: Mapping[str, Any], kind: str) -> None:
             raise ModelError(f"the model's config.json has more than {MAX_VALUES} values or {MAX_DEPTH} levels")
         inner = isinstance(value, dict) and path
         if inner and value.get("model_type"):
-            raise _composite(kind, ".".join(path))
+            raise _composite_error(kind, ".".join(path))
         if path and path[-1] in ("quantization_config", "compression_config") and value:
             raise ModelError(f"config.json has {path[-1]}: quantized models are not supported; use the unquantized one")
         if isinstance(value, int) and not isinstance(value, bool):
@@ -269,7 +269,7 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
             yield from _walk(each, (*path, path[-1] if path else ""))
 
 
-def _composite(kind: str, inner: str) -> ModelError:
+def _composite_error(kind: str, inner: str) -> ModelError:
     return ModelError(
         f"a model of type {kind[:80]!r} is a composite ({inner[:200]} describes a model inside it): only models of "
         "text alone are supported; if it has a text model, use that one's own config.json (for example gemma3_text)"

@@ -100,8 +100,8 @@ def _rescaling(config: Any) -> tuple[float, float | None]:
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ModelError(f"{name} in config.json is {value!r}; it has to be a positive number")
         if not hasattr(type(text), name) and name not in inspect.signature(type(text).__init__).parameters:
-            told = f"which transformers does not look at in a model of type {text.model_type}: remove it"
-            raise ModelError(f"config.json has {name}, {told}")
+            detail = f"which transformers does not look at in a model of type {text.model_type}: remove it"
+            raise ModelError(f"config.json has {name}, {detail}")
         if name in CAPS:
             cap = float(value)
         else:

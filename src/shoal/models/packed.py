@@ -258,8 +258,8 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     count = model.config.get_text_config().num_hidden_layers
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if not lists:
-        told = f"no list of {count} layers; switch trainer.memory.recompute and .compile off"
-        raise ModelError(f"{type(model).__name__} has {told}")
+        detail = f"no list of {count} layers; switch trainer.memory.recompute and .compile off"
+        raise ModelError(f"{type(model).__name__} has {detail}")
     # The largest: there may be lists of the same length that hold one small part of each layer.
     largest = max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
     return list(largest)

@@ -38,11 +38,11 @@ class PromptEncoder:
         self._system, self._thinking = system, thinking
         source = template_source(files) if chat is not False else None
         if chat and source is None:
-            told = "has no chat template (chat_template.jinja, or in tokenizer_config.json)"
-            raise ModelError(f"environment.prompt.chat is true, but the model {told}: leave chat out")
+            detail = "has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+            raise ModelError(f"environment.prompt.chat is true, but the model {detail}: leave chat out")
         self._template, self._words, self._controls = None, dict[str, str](), dict[str, int]()
         if source is not None:
-            self._template, self._words = _compiled(source), special_words(files)
+            self._template, self._words = _compiled(source), special_token_texts(files)
             self._controls = _control_tokens(files)
 
     @property
@@ -60,7 +60,7 @@ class PromptEncoder:
         if self._template is None:
             ids = self.tokenizer.encode("\n".join(text for _role, text in messages))
             return ids + self.tokenizer.encode(self._thinking) if self._thinking else ids
-        text, words = self._begun(self._render(self._disarmed(messages))), list(self._controls)
+        text, words = self._with_thinking(self._render(self._escaped(messages))), list(self._controls)
         ids = ()
         for index, piece in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
             if index % 2:  # a control token that a message spelt, letter by letter
@@ -76,7 +76,7 @@ class PromptEncoder:
             after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
             return self.tokenizer.encode("\n"), after
         turn, words = f"{OPENING}turn{CLOSING}", f"{OPENING}words{CLOSING}"
-        text = self._begun(self._render([("user", "?"), ("assistant", turn), ("user", words)]))
+        text = self._with_thinking(self._render([("user", "?"), ("assistant", turn), ("user", words)]))
         _prompt, found, rest = text.partition(turn)
         between, found_too, after_text = rest.partition(words)
         if not found or not found_too:
@@ -84,12 +84,12 @@ class PromptEncoder:
         ended = self.tokenizer.decode([self.tokenizer.eos_token_id, self.tokenizer.eos_token_id])
         return self.tokenizer.encode(between.removeprefix(ended)), self.tokenizer.encode(after_text)
 
-    def _begun(self, text: str) -> str:
+    def _with_thinking(self, text: str) -> str:
         """The rendered text with the thinking prefix, unless the template begins the answer that way by itself."""
         prefix = self._thinking.strip()
         return text if prefix and text.rstrip().endswith(prefix) else text + self._thinking
 
-    def _disarmed(self, messages: Sequence[Message]) -> list[Message]:
+    def _escaped(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with each control token that they spell replaced by its number between two private marks."""
         found = []
         for role, text in messages:
@@ -106,10 +106,10 @@ class PromptEncoder:
         import jinja2
 
         assert self._template is not None
-        said = [{"role": role, "content": text} for role, text in messages]
+        listed = [{"role": role, "content": text} for role, text in messages]
         try:
             options = {"add_generation_prompt": True, "tools": None, "documents": None, **self._words}
-            return self._template.render(messages=said, **options)
+            return self._template.render(messages=listed, **options)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ModelError(f"the model's chat template refuses the prompt: {why}") from error
@@ -130,7 +130,7 @@ def template_source(files: Mapping[str, bytes]) -> str | None:
     return given if isinstance(given, str) and given else None
 
 
-def special_words(files: Mapping[str, bytes]) -> dict[str, str]:
+def special_token_texts(files: Mapping[str, bytes]) -> dict[str, str]:
     """`bos_token` and its like, by name, as templates write them."""
     words: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -144,7 +144,7 @@ def special_words(files: Mapping[str, bytes]) -> dict[str, str]:
 def _control_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
     """The special tokens of tokenizer.json with their ids, the longest first: one may be the beginning of another."""
     listed = read_config(files, "tokenizer.json").get("added_tokens")
-    unknown = special_words(files).get("unk_token")
+    unknown = special_token_texts(files).get("unk_token")
     found = {
         str(token["content"]): int(token["id"])
         for token in (listed if isinstance(listed, list) else [])

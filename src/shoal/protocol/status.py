@@ -62,7 +62,7 @@ class OwnerOrders(Message):
 class RunStatus(Message):
     """Everything `shoal status` and the dashboard show. `nodes` are those that matter most of very many; `node_counts`
     counts all, by `role.state`. `outbox`: entries that wait to be appended to the ledger. `pools`: tasks by difficulty,
-    if they are drawn by it. `no_sample`: groups that the validators could not score since they were started.
+    if they are drawn by it. `unscored`: groups that the validators could not score since they were started.
     `standstill`: who is missing to train, check or work, why, and what to do."""
 
     run: str
@@ -87,7 +87,7 @@ class RunStatus(Message):
     outbox_since_ms: Milliseconds | None = Field(default=None)
     pools: dict[str, int] = Field(default={})
     evaluations: tuple[Evaluation, ...] = Field(default=())
-    no_sample: int = Field(default=0, ge=0)
+    unscored: int = Field(default=0, ge=0)
     standstill: tuple[str, ...] = Field(default=())
 
 

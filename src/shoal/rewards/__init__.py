@@ -1,6 +1,6 @@
 """What completions are worth, computed: scoring in processes with limits, length budgets, judges, and their sum.
 
-    protocol    Job, Scorer, NotBegun: completions in, scores or failures out; ScoringPatience
+    protocol    Job, Scorer, NotStarted: completions in, scores or failures out; ScoringPatience
     pool        ScoringPool: in processes of their own, with limits; who is to blame for a job that ends its process
     child       what runs in it
     frames      what the two say to each other
@@ -12,6 +12,6 @@ Needs no tensor library unless a classifier is asked for.
 """
 
 from shoal.rewards.pool import ScoringPool
-from shoal.rewards.protocol import DirectScorer, Job, NotBegun, Scorer, ScoringPatience
+from shoal.rewards.protocol import DirectScorer, Job, NotStarted, Scorer, ScoringPatience
 
-__all__ = ["DirectScorer", "Job", "NotBegun", "Scorer", "ScoringPatience", "ScoringPool"]
+__all__ = ["DirectScorer", "Job", "NotStarted", "Scorer", "ScoringPatience", "ScoringPool"]

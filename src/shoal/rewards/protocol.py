@@ -1,4 +1,4 @@
-"""What a scorer is; what one job may take; and the scorer that scores in this process: no limits, nothing to start."""
+"""The scorer's interface, its time limits, and a scorer without limits that runs in this process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.environments import Environment, Score
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
-MOST_PROCESSES = 8  # unless the settings ask for more: every process builds the environment, which takes memory
+MOST_PROCESSES = 8  # unless the settings ask for more: each process builds the environment, which takes memory
 
 
-class NotBegun(ScoringFailure):
-    """There was no time for it: nothing is known of the job, and nothing is wrong with it. It may be asked again."""
+class NotStarted(ScoringFailure):
+    """There was no time to start the job. It may be asked again."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ Scores = list[Score | ScoringFailure]
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Scores completions of one environment. A failure of the machinery is returned, not raised; so is `NotBegun`."""
+    """Scores completions of one environment. Failures of the machinery, and `NotStarted`, are returned, not raised."""
 
     def scores(self, jobs: Sequence[Job]) -> Scores:
         """One result per job, in order. Equal jobs have equal results."""
@@ -40,12 +40,12 @@ class Scorer(Protocol):
     def close(self) -> None: ...
 
 
-def settled(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
-    """In order, however long it takes: what was not begun is asked again. Each time something is begun, and settled."""
+def score_all(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
+    """All scores, in order. Jobs that were not started are asked again; each round finishes at least one."""
     found = ask(jobs)
-    while left := [place for place, said in enumerate(found) if isinstance(said, NotBegun)]:
-        for place, said in zip(left, ask([jobs[place] for place in left]), strict=True):
-            found[place] = said
+    while left := [place for place, result in enumerate(found) if isinstance(result, NotStarted)]:
+        for place, result in zip(left, ask([jobs[place] for place in left]), strict=True):
+            found[place] = result
     return found
 
 
@@ -70,9 +70,9 @@ class DirectScorer:
 
 @dataclass(frozen=True)
 class ScoringPatience:
-    """How long the parent waits: for a process to be ready once it is asked, for one job, for all asked at once.
-    `job_s` is time on the clock, against jobs that wait for something; a busy machine uses up no processor time. None:
-    a minute more than three times the limit of processor time. What a grader allows (a sandbox) comes on top."""
+    """How long the parent waits for a process to be ready, for one job, and for all jobs of a call. `job_s` is clock
+    time, for jobs that wait instead of computing; None: three times the limit of processor time, and a minute. The time
+    that a grader allows (a sandbox) is added."""
 
     start_s: float = 120.0
     job_s: float | None = None
@@ -80,6 +80,6 @@ class ScoringPatience:
 
 
 def process_count(settings: ScoringSettings) -> int:
-    """How many processes score: what the settings say, or one for each core that this process may use."""
+    """The number in the settings, or one for each core that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return settings.processes or min(MOST_PROCESSES, usable)

@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, TrustedRun
-from shoal.client.trust import known_root, one_run
+from shoal.client.trust import parse_join_urls, pinned_root
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
 from shoal.protocol import MAX_SKEW_MS, RunInfo, SigningKey
 from shoal.runtime.clock import SystemClock
@@ -69,12 +69,12 @@ def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
 
 def _torch() -> Finding:
     """Read from the package's metadata: importing torch takes seconds."""
-    version = _torch_version() or "0.0 (not installed; a relay or a hub does without)"
+    version = torch_version() or "0.0 (not installed; a relay or a hub does without)"
     numbers = tuple(int(part) for part in version.split()[0].split("+")[0].split(".")[:2])
     return _judged("torch", numbers >= LEAST_TORCH, version, "install torch 2.11 or newer (see README)")
 
 
-def _torch_version() -> str | None:
+def torch_version() -> str | None:
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -86,12 +86,16 @@ def _memory() -> Finding:
     return _judged("memory", total >= LEAST_MEMORY_BYTES, f"{total / GIB:.1f} GiB", "torch and a tiny model need 2 GiB")
 
 
+def gpu_files() -> list[str]:
+    return [name for name in GPU_FILES if (DEVICES / name).exists()]
+
+
 def _device() -> Finding:
     """By what drivers leave in /dev: torch would take seconds to say."""
-    gpus = [name for name in GPU_FILES if (DEVICES / name).exists()]
+    gpus = gpu_files()
     if not gpus:
         return Finding("device", True, "cpu (no GPU, or no driver for it)")
-    can_use = "+cpu" not in (_torch_version() or "+cpu")
+    can_use = "+cpu" not in (torch_version() or "+cpu")
     remedy = "the installed torch has no CUDA: install one that has"
     return _judged("device", can_use, f"a GPU ({', '.join(gpus)})", remedy)
 
@@ -114,8 +118,8 @@ def _writable(folder: Path) -> Finding:
 def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[Finding]:
     """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
     try:
-        bases, given = one_run(urls)
-        pinned, proxy = known_root(bases, given), proxy_of(bases[0])
+        bases, given = parse_join_urls(urls)
+        pinned, proxy = pinned_root(bases, given), proxy_of(bases[0])
         yield Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
     except UserError as error:
         yield Finding("hub", False, str(error), error.exit_code)
@@ -131,7 +135,7 @@ def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterato
                 yield _clock(client)
     if met is not None:
         yield _weights(met)
-        if _torch_version() is not None:
+        if torch_version() is not None:
             yield _compute(met.info, engine, device, dtype)
 
 

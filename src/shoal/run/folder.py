@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal import protocol
 from shoal.client import split_join_url
-from shoal.client.trust import known_root, run_id
+from shoal.client.trust import pinned_root, run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
 from shoal.runtime.clock import SystemClock
@@ -237,7 +237,7 @@ def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
     """Its address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)
-        return url, wait_s, known_root([url], pinned)
+        return url, wait_s, pinned_root([url], pinned)
     folder = RunFolder.open(Path(where))
     return folder.endpoints.hub, wait_s, protocol.fingerprint(folder.root_key)
 

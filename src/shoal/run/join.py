@@ -1,7 +1,7 @@
 """Taking part in a run that is elsewhere, knowing only its URL: a worker, or a relay.
 
-choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work
-exit 2      exit 1, 4                    exit 3, else warnings                  worker/loop
+choices ─► hub (its root key pinned) ─► this machine (doctor) ─┬─► key, vouch ─► register, fetch, work: worker/loop
+exit 2      exit 1, 4                    exit 3, else warnings  └─► several workers: each of them by `fleet`
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.client import HubClient
-from shoal.client.trust import known_root, one_run, remember_root
+from shoal.client.trust import parse_join_urls, pinned_root, remember_root
 from shoal.errors import ResourceError, UserError
+from shoal.run import fleet
 from shoal.run.folder import hub_of
 from shoal.run.roles import begin
 from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 log = logging.getLogger(__name__)
@@ -43,22 +44,26 @@ class JoinRequest:
     check: bool = True
     limits: MachineLimits = field(default_factory=MachineLimits)
     sandbox: bool = False
+    gpu: str | None = None
+    workers: int | None = None
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """The exit code, when the run has ended or this process is stopped."""
-    from shoal.engines import check_engine
+    """The exit code, when the run has ended or this process is stopped; one that a supervisor has started is not done
+    when a signal stops it."""
+    from shoal.engines import ENGINES, check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 
-    urls, pinned = one_run(request.urls)
+    urls, pinned = parse_join_urls(request.urls)
     if request.owner is not None and request.vouch is not None:
         raise UserError("--owner and --vouch say the same thing: give one of them")
     check_engine(request.engine, request.device, request.dtype)
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
-    stop = begin("worker", None, is_verbose())
+    places = _places(request)
+    supervised, stop = SUPERVISED in os.environ, begin("worker", None, is_verbose())
 
     def say_when_stopping() -> None:
         """At once: the group that is being generated may take long to end."""
@@ -69,11 +74,18 @@ def run_joined_worker(request: JoinRequest) -> int:
     if SANDBOX not in os.environ:  # else the process around the sandbox says it
         threading.Thread(target=say_when_stopping, name="stopping", daemon=True).start()
     with ending_quietly(stop):
-        folder, root_fingerprint = arrive(urls, pinned, request, stop)
+        folder, root_fingerprint, profiles = arrive(urls, pinned, request, stop)
+        on_gpus = f"{ENGINES[request.engine].profile}/cuda/"
+        if places and places[0].gpu is not None and not any(kind.startswith(on_gpus) for kind in profiles):
+            log.warning("the run takes no work of GPUs: one worker computes on the processor (--workers: more)")
+            places = []
+        if places:
+            return fleet.run_fleet(request, urls, stop, folder.absolute(), root_fingerprint, places)
         if request.sandbox:
             from shoal.run.sandbox import run_in_sandbox
 
-            return run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
+            code = run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
+            return TOLD_TO_STOP_CODE if code == 0 and supervised and stop.is_set() else code
         config = WorkerConfig(
             folder=folder, settings=settings, engine=request.engine, hub_url=urls[0],
             root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
@@ -81,7 +93,17 @@ def run_joined_worker(request: JoinRequest) -> int:
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
         )  # fmt: skip
         run_worker(config, stop)
-    return 0
+    return TOLD_TO_STOP_CODE if supervised and stop.is_set() else 0
+
+
+def _places(request: JoinRequest) -> list[fleet.Place]:
+    """The workers of this machine, if they are several; what cannot be is refused before a hub is asked."""
+    from shoal.engines.registry import ENGINES, TorchEntry
+
+    counts = isinstance(ENGINES[request.engine], TorchEntry) and request.device != "cpu" and request.workers != 1
+    places = fleet.plan_workers(fleet.visible_gpus() if counts else [], request.device, request.gpu, request.workers)
+    fleet.refuse_one_vouch(places, request)
+    return places
 
 
 def run_standalone_relay(
@@ -107,11 +129,14 @@ def run_standalone_relay(
     run_relay(config, stop, lambda _url: None)
 
 
-def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> tuple[Path, str]:
-    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint."""
+def arrive(
+    urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken
+) -> tuple[Path, str, tuple[str, ...]]:
+    """Meet the hub, then look at this machine; the folder to work in, the run's root fingerprint, and the kinds of
+    workers that it takes."""
     from shoal.run.doctor import examine_worker
 
-    with closing(HubClient.of_a_person(urls, request.wait_s, known_root(urls, pinned), stop)) as client:
+    with closing(HubClient.of_a_person(urls, request.wait_s, pinned_root(urls, pinned), stop)) as client:
         trusted = client.trusted_run()  # whoever is no hub of the run is told before anything is written here
         remember_root(client.url, trusted.root_fingerprint)
         folder = request.folder or run_home(trusted.run) / "worker"
@@ -122,7 +147,7 @@ def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: 
             raise ResourceError(f"this machine cannot work: {finding.text} {more}")
         if not finding.ok:
             log.warning("%s: %s", finding.name, finding.text)
-    return folder, trusted.root_fingerprint
+    return folder, trusted.root_fingerprint, trusted.info.profiles
 
 
 def run_home(run: str) -> Path:

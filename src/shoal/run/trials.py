@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.client import HubClient, split_join_url
-from shoal.client.trust import known_root
+from shoal.client.trust import pinned_root
 from shoal.client.weights import downloader_of
 from shoal.engines import build, choose, kind_of
 from shoal.engines.registry import resolved
@@ -88,7 +88,7 @@ def _policy_of_run(
     url: str, stop: StopToken
 ) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
     base, pinned = split_join_url(url)
-    with closing(HubClient.of_a_person(base, 10.0, known_root([base], pinned), stop)) as hub:
+    with closing(HubClient.of_a_person(base, 10.0, pinned_root([base], pinned), stop)) as hub:
         trusted, status = hub.trusted_run(), hub.status()
     if status.policy is None:
         raise HubUnreachable(f"the run at {base} has not published a policy yet: try again when it has")

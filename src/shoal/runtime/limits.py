@@ -34,6 +34,18 @@ class MachineLimits:
             None if bandwidth is None else parse_rate(bandwidth, "--max-bandwidth"),
         )
 
+    def shared_by(self, count: int, on_processor: bool) -> MachineLimits:
+        """What each of `count` processes may take. A processor's memory is one for all, so that a share of what is free
+        now becomes a limit; each GPU has its own."""
+        memory, bandwidth = self.memory() if on_processor else self.memory_bytes, self.bandwidth_bytes_s
+        if bandwidth is not None and bandwidth < count * LEAST_RATE_BYTES_S:
+            raise ConfigError(f"--max-bandwidth is too little for {count} workers: give each at least 64kbit/s")
+        return MachineLimits(
+            None if memory is None else memory // count,
+            None if self.disk_bytes is None else self.disk_bytes // count,
+            None if bandwidth is None else bandwidth / count,
+        )
+
     def memory(self) -> int:
         return int(FREE_SHARE * free_memory_bytes()) if self.memory_bytes is None else self.memory_bytes
 

@@ -64,9 +64,10 @@ class StopToken(Flag):
         self.hurry = Flag()
 
 
-def stop_on_signals(supervising: bool = False) -> StopToken:
-    """A token set by SIGTERM and SIGINT; a second signal ends the process at once, or makes a supervisor hurry."""
-    token = StopToken()
+def stop_on_signals(supervising: bool = False, token: StopToken | None = None) -> StopToken:
+    """A token set by SIGTERM and SIGINT; a second signal ends the process at once, or makes a supervisor hurry.
+    `token`: an earlier one, of a process that has become a supervisor."""
+    token = token or StopToken()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if token.is_set():

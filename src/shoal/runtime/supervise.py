@@ -41,13 +41,15 @@ TAIL_BYTES = 4096
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """An `essential` process that keeps dying ends the run; another is given up on."""
+    """An `essential` process that keeps dying ends the run; another is given up on. With one of the exit codes
+    `rests_with` it is not started again, and the others continue."""
 
     name: str
     argv: tuple[str, ...]
     log: Path
     essential: bool = True
     when_done: Literal["restart", "rest", "end"] = "restart"
+    rests_with: tuple[int, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -74,7 +76,8 @@ ProcessState = Literal["running", "restarting", "resting", "given up"]
 
 @dataclass(frozen=True)
 class ProcessView:
-    """For `since_s` it has been in this state. `why`: how its last life ended: `was killed by SIGKILL`."""
+    """For `since_s` it has been in this state. `why`: how its last life ended: `was killed by SIGKILL`; `code`: its
+    exit code, below 0 the signal that ended it."""
 
     name: str
     state: ProcessState
@@ -82,6 +85,7 @@ class ProcessView:
     restarts: int
     why: str
     since_s: float
+    code: int | None = None
 
 
 @dataclass
@@ -94,6 +98,7 @@ class _Child:
     restart_at_s: float | None = 0.0  # None: not to be started (again)
     given_up: bool = False
     why: str = ""
+    code: int | None = None
 
     def view(self, now_s: float) -> ProcessView:
         state: ProcessState = "given up" if self.given_up else "resting"
@@ -101,7 +106,7 @@ class _Child:
             state = "restarting" if self.process is None else "running"
         pid = None if self.process is None else self.process.pid
         since_s = max(0.0, now_s - self.changed_s)
-        return ProcessView(self.spec.name, state, pid, max(0, self.lives - 1), self.why, since_s)
+        return ProcessView(self.spec.name, state, pid, max(0, self.lives - 1), self.why, since_s, self.code)
 
 
 class Supervisor:
@@ -197,13 +202,17 @@ class Supervisor:
         assert child.process is not None
         assert child.process.stdin is not None
         child.process.stdin.close()
-        child.process = None
+        child.process, child.code = None, code
         self._record()
         if code == 0 and spec.when_done != "restart":
             child.why = "is done"
             log.info("%s is done", spec.name)
             return Ending(0, "") if spec.when_done == "end" else None
         said, child.why = last_line(spec.log), describe_exit(code)
+        if code in spec.rests_with:
+            child.why += f": {said}"
+            log.error("%s %s", spec.name, child.why)
+            return None
         if code in HOPELESS_CODES or (code == SHUT_OUT_CODE and spec.essential):
             return Ending(code, f"{spec.name}: {said}")
         if code == SHUT_OUT_CODE:

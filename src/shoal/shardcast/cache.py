@@ -31,15 +31,15 @@ from shoal.runtime.files import ensure_folder, open_in_place, resource_error, wr
 from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.lookup import Route, Step
 from shoal.shardcast.manifest import read_manifest
-from shoal.shardcast.payload import Payload, open_payload, read_fully, reporting
+from shoal.shardcast.payload import Payload, open_payload, os_errors, read_fully
 
 if TYPE_CHECKING:
-    from shoal.shardcast.delta import Made
+    from shoal.shardcast.delta import AppliedDeltas
 
 Places = Mapping[str, tuple[Path, int]]  # chunk → the file where it may lie, and the offset
 
 
-class Filling:
+class PartFiles:
     """What one pool fills, as its `Keeper`: a chunk goes to every place that wants it; `lying`: where it may lie."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Filling:
 
     def add(self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, lying: Places | None = None) -> None:
         resumed = path.exists()
-        with reporting("write", path):
+        with os_errors("write", path):
             self._files[path] = os.fdopen(open_in_place(path, os.O_RDWR), "r+b", buffering=0)
             os.ftruncate(self._files[path].fileno(), sum(chunk.size_bytes for chunk in chunks))
         for index, chunk in enumerate(chunks):
@@ -77,7 +77,7 @@ class Filling:
 
     def _write(self, places: Iterable[tuple[Path, int]], data: memoryview) -> None:
         for path, offset in places:
-            with reporting("write", path), self._writing:
+            with os_errors("write", path), self._writing:
                 written = 0
                 while written < data.nbytes:
                     written += os.pwrite(self._files[path].fileno(), data[written:], offset + written)
@@ -91,7 +91,7 @@ class PayloadCache:
         self.run = run
         self._remember_changes, self._trusted_key = remember_changes, trusted_key
         self._verified: dict[str, PolicyManifest] = {}  # payloads that this process has hashed from end to end
-        self._made: dict[str, Made] = {}  # how those that came by deltas did so
+        self._made: dict[str, AppliedDeltas] = {}  # how those that came by deltas did so
 
     def manifest(self, ref: PolicyRef) -> PolicyManifest | None:
         manifest = self._read_manifest(ref.digest)
@@ -124,7 +124,7 @@ class PayloadCache:
         self._verified[manifest.policy.digest] = manifest
         return True
 
-    def fill(self, manifest: PolicyManifest, filling: Filling) -> None:
+    def fill(self, manifest: PolicyManifest, filling: PartFiles) -> None:
         wanted = {chunk.hash for chunk in manifest.chunks}
         lying = {
             chunk.hash: (self._path(digest, "bin"), index * other.chunk_size_bytes)
@@ -134,17 +134,17 @@ class PayloadCache:
         }
         filling.add(self._reopen(manifest.policy.digest), manifest.chunks, manifest.chunk_size_bytes, lying)
 
-    def fill_delta(self, step: Step, filling: Filling) -> None:
+    def fill_delta(self, step: Step, filling: PartFiles) -> None:
         filling.add(self._delta_path(step), step.delta.chunks, step.manifest.chunk_size_bytes)
 
     def finish(self, manifest: PolicyManifest) -> None:
         digest, part = manifest.policy.digest, self._path(manifest.policy.digest, "part")
-        with reporting("rename", part):
+        with os_errors("rename", part):
             part.replace(self._path(digest, "bin"))
         self._verified[digest] = manifest
         self._made.pop(digest, None)
 
-    def travel(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
+    def apply_deltas(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
         """Make the last step's payload from that of `begin`; `DeltaRefused` if it is not what was signed."""
         from shoal.shardcast.delta import make_payload  # needs numpy; a client that never sees a delta does not
 
@@ -155,13 +155,13 @@ class PayloadCache:
         part.unlink(missing_ok=True)
         deltas = [self._delta_path(step) for step in steps]
         try:
-            with reporting("write", part):
-                made = make_payload(target, base, deltas, part, begin, self._remember_changes)
+            with os_errors("write", part):
+                applied = make_payload(target, base, deltas, part, begin, self._remember_changes)
         except DeltaRefused:
             part.unlink(missing_ok=True)
             raise
         self.finish(target)
-        self._made = {target.policy.digest: made}  # an engine is never further back than one version
+        self._made = {target.policy.digest: applied}  # an engine is never further back than one version
 
     def is_whole(self, ref: PolicyRef) -> bool:
         if (manifest := self.held().get(ref.digest)) is None:
@@ -179,7 +179,7 @@ class PayloadCache:
 
     def load(self, manifest: PolicyManifest) -> Payload:
         path = self._path(manifest.policy.digest, "bin")
-        with reporting("read", path), path.open("rb") as file:
+        with os_errors("read", path), path.open("rb") as file:
             os.utime(path)  # the order in which `retain` removes
             whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if manifest.size_bytes else b""
         return open_payload(manifest, memoryview(whole), path, self._made.get(manifest.policy.digest))

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from shoal.errors import BroadcastError, ConfigError
 from shoal.protocol import Chunk, Entry, TensorView, content_digest, first_problem
 from shoal.shardcast.manifest import chunk_size_for, entries_problem
-from shoal.shardcast.payload import read_fully, reporting
+from shoal.shardcast.payload import os_errors, read_fully
 
 SMALL_BYTES = 64 * 1024
 CHANGED = "{} was changed while it was being published; publish it again"
@@ -39,7 +39,7 @@ class FileSpan:
     changed_ns: int
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        with reporting("read", self.path), self.path.open("rb", buffering=0) as file:
+        with os_errors("read", self.path), self.path.open("rb", buffering=0) as file:
             whole = read_fully(file.fileno(), offset, buffer)
         if not whole:
             raise BroadcastError(CHANGED.format(self.path))
@@ -120,7 +120,7 @@ class Content:
     def check_unchanged(self) -> None:
         """Raise `BroadcastError` if a file has changed since; what was read of it may then be half old, half new."""
         for span in (span for span in self._spans if isinstance(span, FileSpan)):
-            with reporting("read", span.path):
+            with os_errors("read", span.path):
                 status = span.path.stat()
             if (status.st_size, status.st_mtime_ns) != (span.size_bytes, span.changed_ns):
                 raise BroadcastError(CHANGED.format(span.path))

@@ -227,7 +227,7 @@ def differences(
     scratch, readers = threading.local(), [open_delta(delta) for delta in deltas]
     fast = content.size_bytes >= COMPILED_FROM_BYTES
 
-    def tell(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:
+    def encode(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:
         block, changes = job
         if not hasattr(scratch, "old"):
             scratch.old, scratch.new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
@@ -237,16 +237,16 @@ def differences(
         if np.frombuffer(new, np.uint8).ctypes.data % 8:  # between tensors of other widths
             scratch.new[: block.size_bytes] = new
             new = scratch.new[: block.size_bytes]
-        told = {}
+        encoded = {}
         for number in range(len(changes) + 1):
             if number:
                 changes[number - 1].apply(old, block.width, fast)
             if number in wanted:
-                told[number] = encode_block(old, new, block.width, fast)
-        return block.end, told
+                encoded[number] = encode_block(old, new, block.width, fast)
+        return block.end, encoded
 
     blocks = blocks_of(content.entries)
-    return in_order(tell, ((block, [block.read(reader) for reader in readers]) for block in blocks))
+    return in_order(encode, ((block, [block.read(reader) for reader in readers]) for block in blocks))
 
 
 # What may be remembered of how a payload differs from the one before: a share of its size, and no more than this.
@@ -255,10 +255,10 @@ REMEMBERED_SHARE, REMEMBERED_BYTES = 0.25, 1 << 30
 
 def make_payload(
     target: PolicyManifest, base: Path, deltas: Sequence[Path], output: Path, begin: PolicyRef, remember: bool = True
-) -> Made:
+) -> AppliedDeltas:
     """Write the payload of `target` into `output`; `DeltaRefused` if that would not be what was signed."""
     room = min(int(REMEMBERED_SHARE * target.size_bytes), REMEMBERED_BYTES) if remember else -1
-    made = Made(begin, target, room, forgotten=not remember)
+    applied = AppliedDeltas(begin, target, room, forgotten=not remember)
     scratch, fast = memoryview(bytearray(BLOCK_BYTES)), target.size_bytes >= COMPILED_FROM_BYTES
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(base.open("rb", buffering=0))
@@ -270,15 +270,15 @@ def make_payload(
                 raise DeltaRefused("the payload that a delta starts from is shorter than its manifest says")
             where = [block.read(reader).apply(part, block.width, fast) for reader in readers]
             verifying.write(part)
-            made.note(block, where, part)
+            applied.note(block, where, part)
         if any(reader.read(1) for reader in readers):
             raise DeltaRefused("a delta continues after its last block")
         verifying.finish()
-    return made
+    return applied
 
 
 @dataclass
-class Made:
+class AppliedDeltas:
     """From which payload one was made, and what changed, unless that is too much to remember."""
 
     begin: PolicyRef

@@ -26,14 +26,14 @@ from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.files import write_atomically
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.cache import Filling, PayloadCache
+from shoal.shardcast.cache import PartFiles, PayloadCache
 from shoal.shardcast.connection import Deadline
 from shoal.shardcast.limits import PoolSettings
-from shoal.shardcast.lookup import Lookup, Route, plan
+from shoal.shardcast.lookup import Lookup, Route, find_route
 from shoal.shardcast.manifest import read_head
 from shoal.shardcast.payload import Payload
-from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class DownloadSettings:
 
 
 @dataclass(frozen=True)
-class _Fetch:
+class Fetch:
     target: PolicyManifest
     deadline: Deadline
     on_progress: OnProgress | None
@@ -121,7 +121,7 @@ class Downloader:
     def newest(self, deadline_s: float) -> PolicyRef:
         """The newest version that any source offers; `ManifestRefused` if that is older than one seen before."""
         deadline = Deadline(deadline_s)
-        with self._turn(deadline, "the newest version"):
+        with self._exclusive(deadline, "the newest version"):
             head, data = self._lookup.newest(self._head, deadline)
             self._cache.run = head.run
             if self._head is None or head.policy.place > self._head.policy.place:
@@ -140,7 +140,7 @@ class Downloader:
     ) -> Payload:
         """The payload of `ref`, verified. One in the background gives way to one that somebody waits for."""
         deadline = Deadline(deadline_s)
-        with self._turn(deadline, f"policy {ref.label}", background):
+        with self._exclusive(deadline, f"policy {ref.label}", background):
             self._scores.restore()
             if (manifest := self._cache.manifest(ref)) is None:
                 manifest, data = self._lookup.manifest(ref, deadline.tighter(self._settings.patience_s))
@@ -153,7 +153,7 @@ class Downloader:
                 self._cache.remember(manifest, data)
             if not self._cache.is_verified(ref) and not self._cache.adopt(manifest):
                 try:
-                    self._obtain(_Fetch(manifest, deadline, on_progress, background))
+                    self._fetch_missing(Fetch(manifest, deadline, on_progress, background))
                 except ShoalError:
                     self._cache.forget_unused(ref)
                     raise
@@ -163,14 +163,14 @@ class Downloader:
 
     def forget(self) -> None:
         """Remove every payload: the run is finished. What is mapped stays valid."""
-        with suppress(BroadcastError), self._turn(Deadline(FORGET_S), "the cache"):
+        with suppress(BroadcastError), self._exclusive(Deadline(FORGET_S), "the cache"):
             self._cache.retain(0)
 
     def close(self) -> None:
         self._lookup.close()
 
     @contextmanager
-    def _turn(self, deadline: Deadline, wanted: str, background: bool = False) -> Iterator[None]:
+    def _exclusive(self, deadline: Deadline, wanted: str, background: bool = False) -> Iterator[None]:
         self._waiting += not background
         try:
             if not self._lock.acquire(timeout=max(0.0, deadline.remaining_s())):
@@ -186,7 +186,7 @@ class Downloader:
         most = self._settings.max_payload_bytes
         return most is not None and manifest.size_bytes > most
 
-    def _obtain(self, fetch: _Fetch) -> None:
+    def _fetch_missing(self, fetch: Fetch) -> None:
         manifest, closed = fetch.target, set[str]()
         refusal: DeltaRefused | None = None
 
@@ -197,14 +197,14 @@ class Downloader:
         while True:
             held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
             try:
-                route = plan(manifest, held, between, closed)
+                route = find_route(manifest, held, between, closed)
             except VersionNotFound as error:
                 raise refusal or error from None
             self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
             if self._settings.limits is not None:
                 self._cache.make_room(manifest, route, self._settings.limits)
             try:
-                return self._take(route, fetch)
+                return self._follow_route(route, fetch)
             except (RouteClosed, DeltaRefused) as error:
                 log.warning("%s; another route is taken", error)
                 refusal = error if isinstance(error, DeltaRefused) else refusal
@@ -215,10 +215,10 @@ class Downloader:
             else:
                 closed.update(step.name for step in route.steps)
 
-    def _take(self, route: Route, fetch: _Fetch) -> None:
+    def _follow_route(self, route: Route, fetch: Fetch) -> None:
         """Fetch what the route needs and apply it."""
         cache, target = self._cache, fetch.target
-        with closing(Filling()) as files:
+        with closing(PartFiles()) as files:
             pool = ChunkPool(self._scores, files, self._settings.pool)
             if route.whole is not None:
                 cache.fill(route.whole, files)
@@ -228,20 +228,20 @@ class Downloader:
                 pool.want(step.manifest, step.delta.chunks)
             pool.start()
             try:
-                self._await(route, pool, fetch)
+                self._wait(route, pool, fetch)
             finally:
                 pool.close(self._stop.reason or "done")
         if route.whole is not None:
             cache.finish(route.whole)
         if route.steps:
-            cache.travel(route.begin, route.steps)
+            cache.apply_deltas(route.begin, route.steps)
         log.info(
             "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
             target.policy.label, pool.fetched_bytes.total() / 1e6, target.size_bytes / 1e6,
             time.monotonic() - fetch.started_s, route.describe(), pool.shares(),
         )  # fmt: skip
 
-    def _await(self, route: Route, pool: ChunkPool, fetch: _Fetch) -> None:
+    def _wait(self, route: Route, pool: ChunkPool, fetch: Fetch) -> None:
         scores, policy, patience_s = self._scores, f"policy {fetch.target.policy.label}", self._settings.patience_s
         patience, next_check, here = Deadline(patience_s), Deadline(GONE_CHECK_S), -1
         while True:
@@ -271,7 +271,7 @@ class Downloader:
                 self._check_not_gone(route, fetch)
                 next_check = Deadline(GONE_CHECK_S)
 
-    def _check_not_gone(self, route: Route, fetch: _Fetch) -> None:
+    def _check_not_gone(self, route: Route, fetch: Fetch) -> None:
         """Whether the target or a version of its route is no longer offered; sources are asked at most once."""
         heads = self._lookup.heads(fetch.deadline)
         self._lookup.close()

@@ -13,7 +13,7 @@ from shoal.shardcast.connection import Throttle, Timeouts
 
 # Eight chunks at a time over a slow link all arrive late; so a source begins with few, and gets as many as its link
 # bears at this rate each.
-FEW_FLIGHTS, FLIGHT_BYTES_S = 3, 128 * 1024
+FEW_ATTEMPTS, ATTEMPT_BYTES_S = 3, 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PoolSettings:
         """With so few connections that each is worth having; no source is left because this side is slow."""
         if rate_bytes_s is None:
             return cls(timeouts=Timeouts(reach=reach))
-        connections = max(1, min(cls.connections, int(rate_bytes_s / FLIGHT_BYTES_S)))
+        connections = max(1, min(cls.connections, int(rate_bytes_s / ATTEMPT_BYTES_S)))
         least = min(cls.min_rate_bytes_s, rate_bytes_s / connections / 4)
         return cls(connections, least, Timeouts(throttle=Throttle(rate_bytes_s), reach=reach))
 

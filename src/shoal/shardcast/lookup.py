@@ -26,7 +26,7 @@ from shoal.runtime.text import count_of
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
-from shoal.shardcast.plan import SourceScores
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.tree import HEAD, manifest_key
 
 PAUSE_S = 0.05
@@ -219,7 +219,7 @@ class Route:
         return f"{begin} and {count_of(len(self.steps), 'delta')}" if self.steps else begin
 
 
-def plan(
+def find_route(
     target: PolicyManifest, held: Collection[str], manifest_of: Callable[[PolicyRef], PolicyManifest | None],
     closed: Collection[str] = (),
 ) -> Route:  # fmt: skip

@@ -33,7 +33,7 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.content import THREADS, Content, chunk_of, in_order
-from shoal.shardcast.lookup import Route, plan
+from shoal.shardcast.lookup import Route, find_route
 from shoal.shardcast.manifest import Place, offered
 from shoal.shardcast.tree import HEAD, ChunkFiles, Tree, chunk_key, manifest_key
 
@@ -60,7 +60,7 @@ class OriginSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     place: Place
     content: Content
     chunk_size_bytes: int
@@ -132,14 +132,14 @@ class Origin:
                 published = None  # written before a crash and never announced: nobody knows it
             size = self._settings.chunk_size_bytes or manifests.chunk_size_for(content.size_bytes)
             size = size if published is None else published.chunk_size_bytes
-            draft = _Draft(place, content, size, head, ledger_head)
+            draft = Draft(place, content, size, head, ledger_head)
             if published is not None or superseded:
-                manifest = self._again(draft, published)
+                manifest = self._republish(draft, published)
             else:
                 try:
-                    manifest = self._first_time(draft, on_progress)
+                    manifest = self._publish_new(draft, on_progress)
                 except Exception:
-                    self._collect(self.known())  # what it has written is of no use, and the disk may be full of it
+                    self._remove_old(self.known())  # what it has written is of no use, and the disk may be full of it
                     raise
             if not superseded and (head is None or head.policy.place != place):
                 self._advance(manifest, self._settings.kept_versions)
@@ -153,7 +153,7 @@ class Origin:
             if newest is not None:
                 self._advance(newest, versions)
 
-    def _again(self, draft: _Draft, published: PolicyManifest | None) -> PolicyManifest:
+    def _republish(self, draft: Draft, published: PolicyManifest | None) -> PolicyManifest:
         """A version that was published before, or is too old to be: nothing is written."""
         chunks = [chunk_of(data) for data in draft.content.cut(draft.chunk_size_bytes)]
         manifest = self._manifest(draft, chunks, True, ())
@@ -165,7 +165,7 @@ class Origin:
             raise PolicyMismatch(f"{what}; continue under a new incarnation")
         return published
 
-    def _first_time(self, draft: _Draft, on_progress: OnProgress | None) -> PolicyManifest:
+    def _publish_new(self, draft: Draft, on_progress: OnProgress | None) -> PolicyManifest:
         content, chunk_size = draft.content, draft.chunk_size_bytes
         routes = self._routes(draft.place)
         # A small payload (an adapter) travels whole: one chunk more or less costs nobody anything.
@@ -206,10 +206,10 @@ class Origin:
         routes: dict[Place, Route] = {}
         for manifest in known.values():
             with suppress(VersionNotFound):
-                routes[manifest.policy.place] = plan(manifest, (), known.get)
+                routes[manifest.policy.place] = find_route(manifest, (), known.get)
         return routes
 
-    def _deltas(self, draft: _Draft, route: Route) -> tuple[Delta, ...]:
+    def _deltas(self, draft: Draft, route: Route) -> tuple[Delta, ...]:
         """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.
         A version whose number is a multiple of a longer stride also skips back by that stride, so that whoever lags by
         n versions needs about log n deltas. All these bases lie on the route to the version before, unless an anchor
@@ -263,7 +263,7 @@ class Origin:
         return chunk
 
     def _manifest(
-        self, draft: _Draft, chunks: Sequence[Chunk], anchor: bool, deltas: tuple[Delta, ...]
+        self, draft: Draft, chunks: Sequence[Chunk], anchor: bool, deltas: tuple[Delta, ...]
     ) -> PolicyManifest:
         (incarnation, version), head, entries = draft.place, draft.head, draft.content.entries
         digest = content_digest(entries, draft.chunk_size_bytes, tuple(chunks))
@@ -297,7 +297,7 @@ class Origin:
         )  # fmt: skip
         point("trainer.publish.before_head")
         self._tree.write(HEAD, manifests.encode(head, self._key))
-        self._collect(known, kept)
+        self._remove_old(known, kept)
 
     def known(self) -> dict[Place, PolicyManifest]:
         """The manifests here; one that cannot be read is left out (and no chunks are removed this time)."""
@@ -310,7 +310,7 @@ class Origin:
                 log.warning("%s", error)
         return known
 
-    def _collect(self, known: dict[Place, PolicyManifest], kept: Collection[Place] = ()) -> None:
+    def _remove_old(self, known: dict[Place, PolicyManifest], kept: Collection[Place] = ()) -> None:
         """Remove the manifests behind the kept ones, then the chunks of none: no manifest here ever lacks a chunk."""
         for place in self._tree.places():
             if kept and place not in kept and place < max(kept):

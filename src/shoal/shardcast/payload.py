@@ -16,7 +16,7 @@ from shoal.protocol import PolicyManifest, PolicyRef, TensorView
 from shoal.runtime.files import ensure_folder, resource_error
 
 if TYPE_CHECKING:
-    from shoal.shardcast.delta import Bits, Integers, Made
+    from shoal.shardcast.delta import AppliedDeltas, Bits, Integers
 
 COPY_BYTES = 8 * 1024 * 1024
 
@@ -47,7 +47,7 @@ class Payload:
     files: Mapping[str, bytes]
     tensors: list[TensorView]
     path: Path | None = None
-    made: Made | None = field(default=None, repr=False)
+    applied: AppliedDeltas | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         what = f"{len(self.files)} files, {len(self.tensors)} tensors, {self.manifest.size_bytes} bytes"
@@ -56,9 +56,9 @@ class Payload:
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
         """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas. A
         position may come twice. Files must be compared by their bytes."""
-        if ref is None or self.made is None or self.made.forgotten or self.made.begin.digest != ref.digest:
+        if ref is None or self.applied is None or self.applied.forgotten or self.applied.begin.digest != ref.digest:
             return None
-        return self.made.changes()
+        return self.applied.changes()
 
     def export(self, target: Path) -> list[Path]:
         """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it."""
@@ -72,7 +72,7 @@ class Payload:
                     raise BroadcastError(f"{entry.name} is not written: {path} is a link, and might lead elsewhere")
                 ensure_folder(path)
             written.append(path / entry.name.split("/")[-1])
-            with appearing(written[-1]) as temporary, temporary.open("xb") as output:
+            with atomic_file(written[-1]) as temporary, temporary.open("xb") as output:
                 if self.path is None:
                     output.write(self.files[entry.name])
                     continue
@@ -84,7 +84,7 @@ class Payload:
 
 
 @contextlib.contextmanager
-def reporting(action: str, path: Path) -> Iterator[None]:
+def os_errors(action: str, path: Path) -> Iterator[None]:
     """An `OSError` in the block becomes a `ResourceError` of one sentence."""
     try:
         yield
@@ -93,11 +93,11 @@ def reporting(action: str, path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_file(target: Path) -> Iterator[Path]:
     """A hidden name beside `target`, which becomes `target` at the end of the block, or goes."""
     temporary = target.with_name(f".shoal-{os.urandom(4).hex()}")
     try:
-        with reporting("write", target):
+        with os_errors("write", target):
             yield temporary
             temporary.replace(target)
     finally:
@@ -105,7 +105,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def open_payload(
-    manifest: PolicyManifest, whole: memoryview, path: Path | None = None, made: Made | None = None
+    manifest: PolicyManifest, whole: memoryview, path: Path | None = None, applied: AppliedDeltas | None = None
 ) -> Payload:
     files: dict[str, memoryview] = {}
     tensors: list[TensorView] = []
@@ -115,12 +115,12 @@ def open_payload(
             files[entry.name] = span
         elif entry.dtype is not None and entry.shape is not None:
             tensors.append(TensorView(entry.name, entry.dtype, entry.shape, span))
-    return Payload(manifest, LazyFiles(files), tensors, path, made)
+    return Payload(manifest, LazyFiles(files), tensors, path, applied)
 
 
 def copy_or_link(source: Path, target: Path) -> None:
     """Give `source` a second name, or copy it where that is impossible (another disk)."""
-    with appearing(target) as temporary:
+    with atomic_file(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:

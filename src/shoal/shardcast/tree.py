@@ -22,7 +22,7 @@ from shoal.errors import DeltaRefused
 from shoal.protocol import Chunk
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.shardcast.manifest import Place
-from shoal.shardcast.payload import appearing, reporting
+from shoal.shardcast.payload import atomic_file, os_errors
 
 HEAD = "head.json"
 SYNCING = 32  # threads that wait for the disk
@@ -102,9 +102,9 @@ class Tree:
     def put_chunk(self, chunk_hash: str, data: memoryview, durable: bool) -> None:
         """Write a chunk. `durable`: its bytes are on the disk on return, its name after `sync_chunks`."""
         path = self.path(chunk_key(chunk_hash))
-        with reporting("write", path):
+        with os_errors("write", path):
             path.parent.mkdir(exist_ok=True)
-        with appearing(path) as temporary, temporary.open("xb", buffering=0) as file:
+        with atomic_file(path) as temporary, temporary.open("xb", buffering=0) as file:
             written = 0
             while written < data.nbytes:
                 written += file.write(data[written:]) or 0

@@ -142,8 +142,8 @@ class Guard:
     limit: float
     of_step: Measure
     of_update: Measure | None = None
-    react: str = "warn"
-    reactions: tuple[str, ...] = ("off", "warn", "stop")
+    action: str = "warn"
+    actions: tuple[str, ...] = ("off", "warn", "stop")
     seen: str = field(kw_only=True)
     advice: str = field(kw_only=True)
     below: bool = False
@@ -201,11 +201,11 @@ class GuardRule(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     limit: Real | None = Field(default=None, description="what the guard fires beyond")
-    react: Literal["off", "warn", "skip", "stop"] | None = Field(default=None, description="what is done then")
+    action: Literal["off", "warn", "skip", "stop"] | None = Field(default=None, description="what is done then")
 
 
 class GuardSettings(BaseModel):
-    """The [trainer.guards] table. A guard is a table of its own: `[trainer.guards.entropy_rise]`, `react = "off"`."""
+    """The [trainer.guards] table. A guard is a table of its own: `[trainer.guards.entropy_rise]`, `action = "off"`."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, GuardRule]
@@ -213,7 +213,7 @@ class GuardSettings(BaseModel):
     @property
     def lookback(self) -> int:
         """How old a checkpoint must be kept: some guard stops the run on what began some steps ago."""
-        stops = any(guard.rows > 1 and self.rule(guard.name).react == "stop" for guard in GUARDS)
+        stops = any(guard.rows > 1 and self.rule(guard.name).action == "stop" for guard in GUARDS)
         return LOOKBACK if stops else 0
 
     def rule(self, name: str) -> Any:
@@ -226,13 +226,13 @@ class GuardSettings(BaseModel):
             raise ValueError(f"there is no guard {unknown[0]!r}; there are {', '.join(RULES)}")
         for name, guard in RULES.items():
             given = rules.pop(name, GuardRule())
-            limit, react = guard.limit if given.limit is None else given.limit, given.react or guard.react
-            reactions = (*guard.reactions, *(["skip"] if guard.of_update else []))
+            limit, action = guard.limit if given.limit is None else given.limit, given.action or guard.action
+            actions = (*guard.actions, *(["skip"] if guard.of_update else []))
             if not guard.least < limit <= guard.most:
                 raise ValueError(f"{name}.limit = {limit:g} must be above {guard.least:g}, at most {guard.most:g}")
-            if react not in reactions:
-                raise ValueError(f"{name}.react = {react!r}: it may be {', '.join(reactions)}")
-            rules[name] = given.model_copy(update={"limit": limit, "react": react})
+            if action not in actions:
+                raise ValueError(f"{name}.action = {action!r}: it may be {', '.join(actions)}")
+            rules[name] = given.model_copy(update={"limit": limit, "action": action})
         return self
 
 
@@ -242,7 +242,7 @@ class Alarm(NamedTuple):
     name: str
     step: int
     value: float
-    react: str
+    action: str
     is_new: bool
     message: str
 
@@ -255,11 +255,11 @@ class Judged(NamedTuple):
 
     def news(self) -> dict[str, str]:
         """Code → sentence, of those that people should hear of now."""
-        return {f"guard.{each.name}": each.message for each in self.alarms if each.is_new or each.react == "stop"}
+        return {f"guard.{each.name}": each.message for each in self.alarms if each.is_new or each.action == "stop"}
 
     @property
     def stopping(self) -> Alarm | None:
-        return next((alarm for alarm in self.alarms if alarm.react == "stop"), None)
+        return next((alarm for alarm in self.alarms if alarm.action == "stop"), None)
 
     def refuse(self, folder: Path, versions: Iterable[int]) -> None:
         """Raise `TrainingDiverged` if a guard stops the run; `versions` are those of the checkpoints in `folder`."""
@@ -294,17 +294,17 @@ class Watch:
     def veto(self, numbers: Row) -> str | None:
         """Why this update must not be made; None if it may. A stop, or `of_beginning`, refuses the whole step."""
         for refused in self._refused.values():
-            if refused.react == "stop" or RULES[refused.name].of_beginning:
+            if refused.action == "stop" or RULES[refused.name].of_beginning:
                 return refused.message
         if all(math.isfinite(numbers.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._not_finite = 0
             found = (self._alarm(each, each.of_update(self.rows, numbers)) for each in GUARDS if each.of_update)
-            alarm = next((alarm for alarm in found if alarm and alarm.react in ("skip", "stop")), None)
+            alarm = next((alarm for alarm in found if alarm and alarm.action in ("skip", "stop")), None)
         else:
             self._not_finite += 1
             own = self.settings.rule("not_finite")
-            react = "stop" if own.react == "stop" or self._not_finite >= own.limit else "skip"
-            alarm = self._alarm(RULES["not_finite"], float(self._not_finite), react=react)
+            action = "stop" if own.action == "stop" or self._not_finite >= own.limit else "skip"
+            alarm = self._alarm(RULES["not_finite"], float(self._not_finite), action=action)
         self._refused |= {alarm.name: alarm} if alarm else {}
         return alarm.message if alarm else None
 
@@ -333,14 +333,14 @@ class Watch:
             log.warning("%s", sentence)
         return judged
 
-    def _alarm(self, guard: Guard, value: float | None, when: str = "", react: str = "") -> Alarm | None:
-        """The alarm of a guard that is not off and has measured something beyond its limit. `react`: it surely has."""
+    def _alarm(self, guard: Guard, value: float | None, when: str = "", action: str = "") -> Alarm | None:
+        """The alarm of a guard that is not off and has measured something beyond its limit. `action`: it surely has."""
         name, own = guard.name, self.settings.rule(guard.name)
-        beyond = value is not None and (react or (value < own.limit if guard.below else value > own.limit))
-        if value is None or not beyond or own.react == "off":
+        beyond = value is not None and (action or (value < own.limit if guard.below else value > own.limit))
+        if value is None or not beyond or own.action == "off":
             return None
         value = min(value, sys.float_info.max)  # a quotient of huge numbers may be infinite, which no row holds
         is_new = not any(f"{ALARM}{name}" in row for row in self.rows[-CALM:])
         limit = f"trainer.guards.{name}.limit = {own.limit:g}"
         said = f"{when or f'step {self._step}'}: {guard.seen.format(value)} ({limit}). {guard.advice}"
-        return Alarm(name, self._step, value, react or own.react, is_new, said)
+        return Alarm(name, self._step, value, action or own.action, is_new, said)

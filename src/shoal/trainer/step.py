@@ -344,6 +344,6 @@ def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
         "staleness_max": float(ages.max(initial=0)),
         "groups": float(len(prepared.groups)),
         "dropped_groups": float(prepared.without_signal),
-        "no_sample": float(prepared.unscored),
+        "unscored": float(prepared.unscored),
         "truncated_fraction": prepared.truncated / max(1, prepared.rollouts),
     }

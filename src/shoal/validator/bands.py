@@ -76,15 +76,15 @@ class Bands:
         limits, accidents = _sum_limits(single, judged), single.accidents
         if accidents.first > 0:  # how often parts of rollouts are odd, where that happens at all
             first_C = np.concatenate([case.part for case in every]) == 0
-            first = min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first_C]))
-            later = min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first_C]))
+            first = min(MOST_ACCIDENTS.first, accidents.first + _accident_rate(odd_C[first_C]))
+            later = min(MOST_ACCIDENTS.later, accidents.later + _accident_rate(odd_C[~first_C]))
             limits = limits.model_copy(update={"accidents": AccidentLimits(first=first, later=later)})
         if not is_exact and int(pool.outside.sum()) < FEW_OUTSIDE:
             limits = _with_usual_seeds(limits)
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
-            tokens=len(pool.distance), limits=functools.reduce(_raised, beside, limits),
+            tokens=len(pool.distance), limits=functools.reduce(_with_raised_means, beside, limits),
             outside_rate=float(pool.outside.mean()),
             outside_distance=float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
             distance_max=float(pool.distance.max()), logprob_mean=float(np.abs(pool.delta).mean()),
@@ -176,11 +176,11 @@ def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
         ),
         logprobs=LogprobLimits(largest=max(usual.logprobs.largest, _tail(error_T, TOKEN_DECADES))),
         accidents=ACCIDENTS if is_coarse else usual.accidents,
-        noise=_capped(pool, error_T, means) if is_coarse else usual.noise,
+        noise=_with_caps(pool, error_T, means) if is_coarse else usual.noise,
     )
 
 
-def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
+def _with_caps(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
     """The float32 limits, with what one token or proof counts for at most, by the means that were seen."""
     distance = float(pool.distance.sum()) / max(1, int(pool.outside.sum()))
     seen = {"distance": distance, "logprobs": float(error_T.mean()), "mantissa": float(means.mean())}
@@ -201,14 +201,14 @@ def _tail(values: Floats, decades: float) -> float:
 def _sum_limits(single: Profile, cases: Sequence[Case]) -> Profile:
     """The same with the limits of sums, of cases that are judged by `single`."""
     measures, pool, noise = [case.measures for case in cases], _Pool.of(cases), {}
-    logprobs = _leaning(measures, pool, single.logprobs)
+    logprobs = _logprob_moments(measures, pool, single.logprobs)
     for name in NoiseLimits.model_fields:
         most = getattr(single.noise, name).most
         noise[name] = _channel(name, measures, pool, logprobs).model_copy(update={"most": most})
     return single.model_copy(update={"logprobs": logprobs, "noise": NoiseLimits(**noise)})
 
 
-def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
+def _with_raised_means(limits: Profile, cases: Sequence[Case]) -> Profile:
     """The limits with the means of these cases where they are larger. Where each error is, their spread grows with
     it."""
     measures = [replace(case, profile=limits).measures for case in cases]
@@ -223,12 +223,12 @@ def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
     return limits.model_copy(update={"noise": NoiseLimits(**noise)})
 
 
-def _share(odd: npt.NDArray[np.bool_]) -> float:
+def _accident_rate(odd: npt.NDArray[np.bool_]) -> float:
     count = int(odd.sum())
     return (count + 2 * math.sqrt(count)) / max(1, len(odd))
 
 
-def _leaning(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) -> LogprobLimits:
+def _logprob_moments(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) -> LogprobLimits:
     """The moments of log-probability errors: of a token, and those that the tokens of a rollout share."""
     weight_T = weights(pool.logprobs)
     lean = float(pool.delta.sum() / weight_T.sum())

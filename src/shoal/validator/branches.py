@@ -1,6 +1,6 @@
 """Branches: at tokens that pass only by the tolerance, what the seed gives is decoded, scored, and compared.
 
-    accepted so far ─► which rollouts, where (`look_at`) ─► engine.generate from there ─► scored ─► differences
+    accepted so far ─► which rollouts, where (`branch_of`) ─► engine.generate from there ─► scored ─► differences
 
 A worker that knows the tolerance may submit the neighbour of a token whose uniform lies near an edge, draw honestly
 afterwards, and keep whichever branch pays: every token of it passes. But of two branches that only rounding told apart,
@@ -67,7 +67,7 @@ def block_around(position: int, size: int, phase: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class BranchLook:
+class Branch:
     """The branch of a rollout from `token` on; it has `limit` tokens to end in."""
 
     case: Case
@@ -96,7 +96,7 @@ class BranchLook:
         return Rollout(tokens=pack_tokens(ids), logprobs=pack_logprobs(np.zeros(len(ids))), finish=finish)
 
 
-def look_at(case: Case, rollout: int, size: int, phase: int) -> BranchLook | None:
+def branch_of(case: Case, rollout: int, size: int, phase: int) -> Branch | None:
     """Where to branch off, if there is a token for it in the block in which the rollout ends."""
     start, length = int(case.starts[rollout]), case.lengths[rollout]
     begin, end = block_around(length - 1, size, phase)
@@ -104,7 +104,7 @@ def look_at(case: Case, rollout: int, size: int, phase: int) -> BranchLook | Non
     if len(found) == 0:
         return None
     token = begin + int(found[0])
-    return BranchLook(case, rollout, token, min(end, case.lease.sampling.max_new_tokens) - token)
+    return Branch(case, rollout, token, min(end, case.lease.sampling.max_new_tokens) - token)
 
 
 def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]]) -> tuple[float, ...]:
@@ -122,7 +122,7 @@ def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]])
 
 
 @dataclass
-class Lookout:
+class BranchChecker:
     """Looks at branches as far as their share and time allow; `rng` is this validator's secret."""
 
     time_share: float = TIME_SHARE
@@ -159,7 +159,7 @@ class Lookout:
         self._spent_s += self.clock.monotonic_s() - began_s
         return found
 
-    def _chosen(self, case: Case, share: float) -> Iterator[BranchLook]:
+    def _chosen(self, case: Case, share: float) -> Iterator[Branch]:
         """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded. Of
         rollouts that are alike up to there one: rounding errs in all of them for the same side."""
         if case.replay is None or case.dialogue:
@@ -169,7 +169,7 @@ class Lookout:
             whole = longest <= LONGEST
             size, phase = (longest, longest) if whole else (LONGEST, self.rng.randrange(LONGEST))
             if self.rng.random() < (share if whole else min(1.0, share * case.lengths[rollout] / LONGEST)):
-                look = look_at(case, rollout, size, phase)
+                look = branch_of(case, rollout, size, phase)
                 kept = b"" if look is None else case.rollouts[rollout].tokens[: 4 * look.token]
                 if look is not None and kept not in begun:
                     begun.add(kept)

@@ -38,7 +38,7 @@ from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.evidence import SEEDS, STRIKE, Measures, Odd, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import Measured, Profile
-from shoal.validator.verdicts import Terms, seeds_of
+from shoal.validator.verdicts import LeaseTemplate, seeds_of
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class Subject:
         plan, prompts = self._plan, prompts or self._plan.prompts
         eos, worker, size = plan.eos_token_id, self._worker, min(rows, plan.group_size)
         sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=eos)
-        terms = Terms(label, size, sampling, plan.proof, worker.kind)
+        terms = LeaseTemplate(label, size, sampling, plan.proof, worker.kind)
         leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // size)]
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
         shape, profile, cases = (worker.vocabulary_size, worker.hidden_size), Profile(key=worker.kind), list[Case]()

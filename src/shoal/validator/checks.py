@@ -191,7 +191,7 @@ def dialogue(case: Case) -> Finding:
     return passed("dialogue", given=len(case.tokens) - case.generated)
 
 
-def talk(case: Case) -> Finding:
+def shown_dialogue(case: Case) -> Finding:
     """Of shown progress: as far as the rollout goes, the tool's words are where its turns ask for them."""
     if case.dialogue is None:
         return passed("dialogue")
@@ -381,7 +381,7 @@ def record(case: Case) -> Finding:
     return failed(reason, message, Severity.STATISTICAL, channel=worst, **evidence)
 
 
-def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
+def reward_steering(case: Case, audit: Audit, branches: Branches) -> Finding:
     """Where only the tolerance lets a token pass, the submission is worth no more than what the seed gives instead."""
     gains = audit.gains.after(branches.differences)
     evidence = {
@@ -426,7 +426,7 @@ def accident(case: Case) -> Finding:
 
 BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, progress, dialogue, termination, duplicate)
 AFTER_PREFILL: Sequence[Check] = (proofs, sampling, logprobs, likelihood, record, accident)
-SHOWN_BEFORE_PREFILL: Sequence[Check] = (lease, policy, prompt, shape, talk)
+SHOWN_BEFORE_PREFILL: Sequence[Check] = (lease, policy, prompt, shape, shown_dialogue)
 SHOWN_AFTER_PREFILL: Sequence[Check] = (proofs, sampling, accident)
 
 

@@ -3,7 +3,7 @@
     group ─► texts ─► scores ─► length budget ─► judges ─► rewards with their parts
 
 A failure of the scoring machinery is `ScoringFailure`: the group is then unscored, never a reward of 0. Groups for
-which there was no time are `NotBegun`: they are left for later.
+which there was no time are `NotStarted`: they are left for later.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.protocol import Lease, Rollout, RolloutReward
 from shoal.protocol.submission import unpack_spans
 from shoal.protocol.verdict import MAX_REWARD
-from shoal.rewards import Job, NotBegun, Scorer
-from shoal.rewards.panel import Panel, Piece, ScoredPiece
-from shoal.rewards.protocol import settled
+from shoal.rewards import Job, NotStarted, Scorer
+from shoal.rewards.panel import JudgedText, Panel, ScoredText
+from shoal.rewards.protocol import score_all
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the environment says of a group: its rewards, and notes (rollout, note) for the owner (`Notebook`)."""
+    """What the environment says of a group: its rewards, and notes (rollout, note) for the owner (`RewardNotes`)."""
 
     rewards: tuple[RolloutReward, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()
@@ -87,9 +87,9 @@ class Scoring:
     panel: Panel = field(default_factory=Panel)
 
     def score(self, groups: Sequence[Group], decode: Decode) -> list[Scored | ScoringFailure]:
-        """One result per group, in order. Of groups that can be scored at all, one at least is not `NotBegun`."""
+        """One result per group, in order. Of groups that can be scored at all, one at least is not `NotStarted`."""
         results: dict[int, Scored | ScoringFailure] = {}
-        texts, pieces = dict[int, _Text](), dict[int, list[ScoredPiece]]()
+        texts, pieces = dict[int, _Text](), dict[int, list[ScoredText]]()
         for index, group in enumerate(groups):
             try:
                 texts[index] = self._read(group, decode)
@@ -118,20 +118,20 @@ class Scoring:
         jobs = [job for text in texts.values() for job in text.jobs]
         found = dict(zip(jobs, self.scorer.scores(jobs), strict=True))
         groups = {index: _whole([found[job] for job in text.jobs]) for index, text in texts.items()}
-        if groups and all(isinstance(group, NotBegun) for group in groups.values()):
+        if groups and all(isinstance(group, NotStarted) for group in groups.values()):
             first = next(iter(texts))
-            open_ = [job for job in texts[first].jobs if isinstance(found[job], NotBegun)]
-            found |= zip(open_, settled(self.scorer.scores, open_), strict=True)
+            open_ = [job for job in texts[first].jobs if isinstance(found[job], NotStarted)]
+            found |= zip(open_, score_all(self.scorer.scores, open_), strict=True)
             groups[first] = _whole([found[job] for job in texts[first].jobs])
         return groups
 
-    def _pieces(self, text: _Text, scores: Sequence[Score]) -> list[ScoredPiece]:
+    def _pieces(self, text: _Text, scores: Sequence[Score]) -> list[ScoredText]:
         budget, begun = budget_of(self.environment), prompt_settings_of(self.environment).thinking
         pieces = []
         for job, tokens, score in zip(text.jobs, text.lengths, scores, strict=True):
             if budget is not None and text.target is not None:
                 score = budget.worth(score, text.target, tokens)
-            pieces.append(ScoredPiece(Piece.of(text.task, begun + job.completion), score))
+            pieces.append(ScoredText(JudgedText.of(text.task, begun + job.completion), score))
         return pieces
 
     def _final(self, task: Task, scores: Sequence[Score]) -> Scored | ScoringFailure:
@@ -151,10 +151,10 @@ class Scoring:
 
 
 def _whole(results: Sequence[Score | ScoringFailure]) -> list[Score] | ScoringFailure:
-    """All that was said; or the first failure, `NotBegun` only if there is no other: more time would not help."""
+    """All that was said; or the first failure, `NotStarted` only if there is no other: more time would not help."""
     failures = [result for result in results if isinstance(result, ScoringFailure)]
     if failures:
-        return next((failure for failure in failures if not isinstance(failure, NotBegun)), failures[0])
+        return next((failure for failure in failures if not isinstance(failure, NotStarted)), failures[0])
     return [result for result in results if not isinstance(result, ScoringFailure)]
 
 
@@ -174,7 +174,7 @@ MOST_BYTES = 16 * 1024 * 1024
 NOTES_NAME = "notes.jsonl"
 
 
-class Notebook:
+class RewardNotes:
     """Notes of the reward as lines of JSON, in the validator's folder and nowhere else: a reward function may name the
     answer in them, and contributors read verdicts. The newest `most_bytes` or so are kept, in two files."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines.registry import DTYPES
 from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
@@ -73,4 +73,4 @@ class ValidatorConfig:
     shuffle_rewards: bool = False
     scored_by: EnvironmentSettings | None = None
     http: httpx.Client | None = None
-    pace: Pace = field(default_factory=Pace)
+    pace: Intervals = field(default_factory=Intervals)

@@ -1,12 +1,12 @@
 """What a validator does beside audits: it evaluates, generates what nobody could judge, and loads ahead.
 
-SliceRunner   a slice of held-out tasks, answered greedily by a published policy and scored: when nothing is to be
+SliceEvaluator   a slice of held-out tasks, answered greedily by a published policy and scored: when nothing is to be
               checked, or when slices have had less than their `SHARE` of the time. What fails is reported, and
               somebody tries again: no score is made up. Nothing here touches a verdict.
-Generating    units that nobody could judge are generated here and submitted like a worker's, for a light audit and
+UnitGenerator    units that nobody could judge are generated here and submitted like a worker's, for a light audit and
               no credit: no worker whose groups are unsure can keep a step from its units. What this machine cannot
               do is `left` with the next request.
-Ahead         the newest policy is loaded while nothing is to be audited. Of the first, a group is drawn, checked
+Preloader         the newest policy is loaded while nothing is to be audited. Of the first, a group is drawn, checked
               and scored once, for nobody: imports, kernels and scoring processes are ready before a submission is.
 """
 
@@ -37,14 +37,14 @@ from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, 
 from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
-from shoal.rewards.protocol import settled
+from shoal.rewards.protocol import score_all
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.case import ENGINE_ERRORS, Case, Replay, passed, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.verdicts import POLICY, Terms
+from shoal.validator.verdicts import POLICY, LeaseTemplate
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ PROBLEM_LIMIT = 200
 
 
 @dataclass
-class SliceRunner:
+class SliceEvaluator:
     """When this validator is ready for a slice, and one slice from the hub to the hub. Without a `scorer`, scores it
     here."""
 
@@ -126,7 +126,7 @@ class SliceRunner:
             return self._report(part, problem=f"the validator's engine failed: {error}")
         texts = texts_of(loaded.files).decode_many(answers)
         jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
-        results = settled((self.scorer or DirectScorer(self.environment)).scores, jobs)
+        results = score_all((self.scorer or DirectScorer(self.environment)).scores, jobs)
         failures = [result for result in results if isinstance(result, ScoringFailure)]
         if failures:
             log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])
@@ -147,7 +147,7 @@ MAX_LEFT = 16
 
 
 @dataclass
-class Generating:
+class UnitGenerator:
     """A validator's part in generating. `left` are leases that it could not do: the hub gives them to another."""
 
     client: HubClient
@@ -201,7 +201,7 @@ PROMPT_TOKENS = 32
 
 
 @dataclass
-class Ahead:
+class Preloader:
     """Which policy is the newest, and whether it is loaded. `hear` may be called by another thread than the rest.
     `keeps_others`: a newer policy is loaded beside those in use. Otherwise only the first is loaded ahead. `rehearsed`:
     an audit was computed once, so that no rehearsal is needed. `has_measured`: limits were measured in this process."""
@@ -268,7 +268,7 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
     engine, tokens = loaded.engine, min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
     sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
     prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
-    lease = Terms("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
+    lease = LeaseTemplate("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
     found = passed("rehearsal")
     try:
         if not has_measured:

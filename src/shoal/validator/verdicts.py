@@ -1,6 +1,6 @@
 """From findings to a verdict. Only a failed check rejects; a failure of the machinery is unsure.
 
-Specimens: leases and submissions of no run, to try checks on and to measure with (`Terms`, `docket_of`).
+Specimens: leases and submissions of no run, to try checks on and to measure with (`LeaseTemplate`, `audit_job_of`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_ENVIRONMENT = Identity(name="", version=0, digest="")
 
 
 @dataclass(frozen=True)
-class Docket:
+class AuditJob:
     """One audit on the table, and the lease that it is measured by. `environment` is the one that it is scored with;
     every verdict names it. `unsure_rate` is how likely honest work of this kind and length is to be unsure."""
 
@@ -110,7 +110,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LeaseTemplate:
     """What all leases of a series have in common."""
 
     label: str
@@ -135,8 +135,8 @@ def seeds_of(label: str, number: int, count: int) -> tuple[str, ...]:
     return tuple(hashlib.sha256(name.encode()).hexdigest()[:16] for name in names)
 
 
-def docket_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: SigningKey) -> Docket:
+def audit_job_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: SigningKey) -> AuditJob:
     """The same as a validator gets it on the table."""
     body, signed = pack(submission_of(lease, group, engine.name)), sign_document(lease, key)
     name, size = submission_digest(body), len(body)
-    return Docket(Audit(submission=name, size_bytes=size, lease=signed, received_at_ms=0, deadline_ms=0), lease, body)
+    return AuditJob(Audit(submission=name, size_bytes=size, lease=signed, received_at_ms=0, deadline_ms=0), lease, body)

@@ -13,7 +13,7 @@ import pytest
 
 from kit import Capture, Patch, TempPaths, fork
 from kit.cli import told
-from kit.folder import Play
+from kit.folder import LocalRun
 from shoal.cli.main import main
 from shoal.errors import CheckpointError, ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run import backup
@@ -33,26 +33,26 @@ def quiet(_line: str) -> None:
 def taken(tmp_path_factory: TempPaths) -> Path:
     """A backup of a run that stands at version 1; the run's folder lies beside it."""
     folder = tmp_path_factory.mktemp("taken")
-    play = Play(folder / "run")
-    play.step()
-    play.close()
+    run = LocalRun(folder / "run")
+    run.step()
+    run.close()
     backup_run(folder / "run", folder / "run.tar", quiet)
     return folder / "run.tar"
 
 
 class TestLive:
     def test_a_run_that_is_going_on_goes_on_from_its_backup_and_nothing_promised_is_lost(self, tmp_path: Path) -> None:
-        play = Play(tmp_path / "run")
-        play.step()
-        promised = list(play.receipts)
+        run = LocalRun(tmp_path / "run")
+        run.step()
+        promised = list(run.receipts)
         busy, failures = threading.Event(), list[Exception]()
 
         def go_on() -> None:
             try:
-                while not play.finished:
-                    play.work()
+                while not run.finished:
+                    run.work()
                     busy.set()
-                    play.step()
+                    run.step()
             except Exception as error:  # noqa: BLE001  looked at where the test ends
                 failures.append(error)
 
@@ -62,13 +62,13 @@ class TestLive:
         summary = backup_run(tmp_path / "run", tmp_path / "run.tar", quiet)
         going.join(120)
         assert failures == []
-        play.check()
-        play.close()
+        run.check()
+        run.close()
         assert len(summary.submissions) >= len(promised)
         assert not list((tmp_path / "run").glob(".backup-*"))
         restore_run(tmp_path / "run.tar", tmp_path / "elsewhere" / "run")
-        restored = Play(tmp_path / "elsewhere" / "run", receipts=promised)
-        assert (restored.folder.run_id, restored.endpoints) == (play.folder.run_id, play.endpoints)
+        restored = LocalRun(tmp_path / "elsewhere" / "run", receipts=promised)
+        assert (restored.folder.run_id, restored.endpoints) == (run.folder.run_id, run.endpoints)
         while not restored.finished:
             restored.step()
         restored.check()

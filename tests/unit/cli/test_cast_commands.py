@@ -56,9 +56,6 @@ def published(folder: Path, run: str = "files", key: SigningKey = KEY, files: di
     return folder
 
 
-# ── whom it believes ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_key_may_stand_behind_any_of_the_urls() -> None:
     key = "AB" * 32
     assert Sources.parse([f"http://a:1/#{key}", "http://b:1/"]) == Sources(("http://a:1", "http://b:1"), key.lower())
@@ -94,9 +91,6 @@ def test_what_another_key_signed_and_another_broadcast_are_refused(here: Path, s
     capsys.readouterr()
     code, said = complaint(capsys, "fetch", f"{sibling}/#{KEY.public_key}", "--out", "out", "--wait", "1")
     assert (code, "belongs to run others" in said) == (1, True), said
-
-
-# ── where it puts things ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fetched(tmp_path: Path, serve: Serve, files: dict[str, bytes]) -> Payload:
@@ -146,9 +140,6 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
         deliver(payload, str(tmp_path / "file"))
 
 
-# ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
@@ -164,9 +155,6 @@ def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture) -> 
     assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
     assert public_url("http://[::1]:7", "fe80::1") == "http://[fe80::1]:7"
     assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"
-
-
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def complaint(capsys: Capture, *arguments: str) -> tuple[int, str]:

@@ -59,11 +59,11 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
 COMMANDS: Any = typer.main.get_command(app)
 OPTIONS = """
     against all allow-leaks assume batch batch-rows best calibrate chat cheat check count data device devices
-    dry-run dtype engine env epochs every folder for force form from gpu-hour-price head host index json
+    dry-run dtype engine env epochs every folder for force form from gpu gpu-hour-price head host index json
     keep-versions key keys max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
     name once order origin out owner parameters pass-rate passphrase-file patience peer port prepare profile rank
     reason recheck require rescore samples sandbox seed selftest serve set split staleness step steps tasks
-    temperature trained-on upstream validation verify version vouch wait without-evidence witness
+    temperature trained-on upstream validation verify version vouch wait without-evidence witness workers
 """
 
 
@@ -98,9 +98,6 @@ def test_help_is_sentences_with_an_example(name: str, command: Any, capsys: Capt
         assert text[0].isupper(), said
         assert text.endswith("."), said
     assert all(each.metavar for each in command.params if not getattr(each, "is_flag", False))
-
-
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("command", [["join", NOWHERE], ["status", NOWHERE], ["relay", NOWHERE]])
@@ -148,9 +145,6 @@ def _failing(error: Exception) -> Callable[..., None]:
         raise error
 
     return fail
-
-
-# ── what works ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ CHANGEABLE = (
     "run.steps=99", "worker.count=3", "relay.count=0", "hub.lease_s=5",
     'trainer.tracking=["tensorboard"]', "trainer.batch_deadline_s=60.0", "trainer.keep_checkpoints=3",
     "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.evaluate_every=3",
-    "trainer.guards.no_signal.limit=9.0", "trainer.guards.divergence.react=warn",
+    "trainer.guards.no_signal.limit=9.0", "trainer.guards.divergence.action=warn",
 )  # fmt: skip
 TRAINED = (
     "trainer.learning_rate=0.5", "trainer.objective.kl=0.1", "trainer.memory.precision=bfloat16",
@@ -188,9 +188,6 @@ def test_a_certificate_that_is_not_this_processs_is_refused(folder: RunFolder) -
     path.unlink()
     with pytest.raises(ConfigError, match="cannot read the certificate"):
         folder.certificate("trainer")
-
-
-# ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_addresses_are_written_down_and_kept_for_the_next_start(folder: RunFolder) -> None:

@@ -159,16 +159,10 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
         ({"validator": {"engine": "vllm"}}, "validators check with torch"),
     ],
     ids=[
-        "worker-dtype",
-        "validator-dtype",
-        "not-published",
-        "other-engine",
-        "no-profile-file",
-        "proxy",
-        "no-engine",
+        "worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine",
         "vllm-checks",
     ],
-)
+)  # fmt: skip
 def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check_ingredients(Recipe.model_validate(changes, strict=False))
@@ -197,8 +191,6 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     check_machine(recipe, tmp_path)
     check_machine(Recipe.model_validate({"worker": {"device": "cuda", "count": 0}}), tmp_path / "empty")
 
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
 
 LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 

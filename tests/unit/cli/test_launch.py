@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kit import Patch
-from kit.scene import Memory
+from kit.cli import RecordingDisplay
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
@@ -67,7 +67,7 @@ def stand_ins(monkeypatch: Patch, trainer: str) -> None:
 
 
 def start(folder: RunFolder, patience_s: float = 600.0) -> Launched:
-    return launch(folder, patience_s, StopToken(), Memory())
+    return launch(folder, patience_s, StopToken(), RecordingDisplay())
 
 
 def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised_like_the_rest(
@@ -77,7 +77,7 @@ def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised
     gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
     stand_ins(monkeypatch, gate)
     up = (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}")
-    extra, display = ProcessSpec("worker-2", up, log, False, "rest"), Memory()
+    extra, display = ProcessSpec("worker-2", up, log, False, "rest"), RecordingDisplay()
     launched = launch(folder, 600.0, StopToken(), display, (extra,), {"worker-2": "cheats"})
     assert launched.ending == Ending(0, "")
     assert launched.status is None
@@ -136,7 +136,7 @@ def test_a_run_that_cannot_go_on_ends_and_says_why(
 
 def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, SERVE)
-    stop, display = StopToken(), Memory()
+    stop, display = StopToken(), RecordingDisplay()
     timer = threading.Timer(0.3, stop.set, ["SIGINT"])
     timer.start()
     launched = launch(folder, 600.0, stop, display)
@@ -171,7 +171,7 @@ def test_how_a_run_ended_decides_what_to_do_next(
 def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folder: RunFolder) -> None:
     other = folder.recipe.model_copy(update={"run": folder.recipe.run.model_copy(update={"seed": 7})})
     with pytest.raises(ConfigError, match="another start has just made another run"):
-        launch(RunFolder(folder.path, other), 600.0, StopToken(), Memory())
+        launch(RunFolder(folder.path, other), 600.0, StopToken(), RecordingDisplay())
     assert not (folder.path / "endpoints.json").exists()
 
 
@@ -191,9 +191,6 @@ def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: Patch, 
         with pytest.raises(ResourceError, match="worker-1 is in use"):
             start(folder)
     assert start(folder).ending.exit_code == 0
-
-
-# ── roles ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

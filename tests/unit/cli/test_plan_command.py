@@ -171,9 +171,6 @@ def test_help_and_mistakes_need_no_torch() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-# -- at the trainer's start, and later ---------------------------------------------------------------------------------
-
-
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(files: Mapping[str, bytes], monkeypatch: Patch) -> None:
     monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 2 * GIB))
     with pytest.raises(ResourceError, match=r"takes about .* GiB on each device \(weights 0.8.*moments .*2.0 GiB") as e:

@@ -14,15 +14,12 @@ import httpx
 import pytest
 
 from kit import eventually
-from kit.cli import NODE, report, status, wait
-from kit.scene import Memory, at_step, process, verdict, worker
+from kit.cli import NODE, RecordingDisplay, at_step, process, report, status, verdict, wait, worker
 from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus
 from shoal.run.launch import steps_in, summary
 from shoal.run.progress import History, Reporter, StatusPoller, Watchdog, blame, labels, troubles, waits_line
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.supervise import Ending, ProcessView
-
-# ── history ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_rewards_and_scores_are_kept_by_step_even_when_the_hub_shows_them_no_more() -> None:
@@ -81,9 +78,6 @@ def test_a_run_that_was_set_back_forgets_its_pace() -> None:
         assert history.left_s(at_s) == (left_s and pytest.approx(left_s))
 
 
-# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_nodes_of_one_name_are_told_apart() -> None:
     alone, one, other = (worker(index) for index in range(3))
     twin = NodeView(node="cd" * 16, name="worker-1", role="worker", state=NodeState.ACTIVE)
@@ -102,9 +96,6 @@ def test_waits_are_told_longest_first_and_not_without_end() -> None:
     several = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
     told = "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
     assert waits_line(status(waits=several)) == told
-
-
-# ── what it came to ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def written(path: Path, *rows: dict[str, float]) -> Path:
@@ -161,9 +152,6 @@ def answer(seen: RunStatus) -> httpx.Response:
     return httpx.Response(200, text=seen.model_dump_json())
 
 
-# ── the poller ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def taken(poller: StatusPoller) -> RunStatus:
     seen: list[RunStatus | None] = []
     eventually(lambda: seen.append(poller.take()) or seen[-1], DEADLINE_S, "no answer came")
@@ -204,7 +192,7 @@ def test_a_hub_that_never_answers_holds_up_nobody() -> None:
         socket.create_server(("127.0.0.1", 0)) as deaf,  # takes connections and never answers, like a halted hub
         StatusPoller(f"http://127.0.0.1:{deaf.getsockname()[1]}", every_s=0.001) as poller,
     ):
-        reporter = Reporter(poller, Memory(), Watchdog(600.0))
+        reporter = Reporter(poller, RecordingDisplay(), Watchdog(600.0))
         began_s = time.monotonic()
         for _ in range(100):
             assert reporter.tick() is None
@@ -212,9 +200,6 @@ def test_a_hub_that_never_answers_holds_up_nobody() -> None:
         assert polling()
         deaf.close()  # the hub is gone, and so are its connections
     assert not polling()
-
-
-# ── the reporter ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Answers:
@@ -231,7 +216,7 @@ class Answers:
 
 
 def test_the_reporter_shows_scenes_as_often_as_the_display_wants_them() -> None:
-    clock, display, source = ManualClock(), Memory(), Answers()
+    clock, display, source = ManualClock(), RecordingDisplay(), Answers()
     reporter = Reporter(source, display, Watchdog(1000), {"worker-2": "cheats"}, clock)
     reporter.processes = lambda: [process("hub")]
     source.next = at_step(1)
@@ -248,7 +233,7 @@ def test_the_reporter_shows_scenes_as_often_as_the_display_wants_them() -> None:
 
 def test_the_watchdog_is_told_everything() -> None:
     clock, source = ManualClock(), Answers()
-    reporter = Reporter(source, Memory(), Watchdog(60), clock=clock)
+    reporter = Reporter(source, RecordingDisplay(), Watchdog(60), clock=clock)
     reporter.processes = lambda: [process("hub"), process("relay-0", state="given up", why="ended with exit code 1")]
     source.next = status(waits=(wait("trainer", "a batch", 5),))
     for _ in range(60):
@@ -262,7 +247,7 @@ def test_the_watchdog_is_told_everything() -> None:
 def test_who_was_suspended_blames_nobody() -> None:
     """Ctrl-Z and fg, or a laptop that slept: the others may have gone on all the while."""
     clock, source = ManualClock(), Answers()
-    reporter = Reporter(source, Memory(), Watchdog(60), clock=clock)
+    reporter = Reporter(source, RecordingDisplay(), Watchdog(60), clock=clock)
     source.next = status()
     assert reporter.tick() is None
     clock.advance(3600)
@@ -277,9 +262,6 @@ def test_who_was_suspended_blames_nobody() -> None:
 
 
 HUB = process("hub", pid=None)
-
-
-# ── the end of a run without progress ────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None:
@@ -338,9 +320,6 @@ def test_symptom_and_cause_are_both_named(
     seen: RunStatus, processes: list[ProcessView], silent_s: float, words: str
 ) -> None:
     assert blame(seen, processes, silent_s) == words
-
-
-# ── what is wrong with a process ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -408,9 +387,6 @@ def test_a_hub_that_does_not_answer(since_s: float, silent_s: float, said: str |
     found = troubles(status(), [process("hub", since_s=since_s)], silent_s).get("hub")
     expected = said and f"hub (pid 4711) has not answered for {said}: is it stuck? (see logs/hub.log)"
     assert found == expected
-
-
-# ── what the run's owner ordered ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_paused_or_drained_run_is_left_alone_for_as_long_as_it_takes() -> None:

@@ -9,16 +9,13 @@ import pytest
 from rich.console import Console
 
 from kit import Patch
-from kit.cli import report, status, wait
-from kit.scene import at_step, process, scene, verdict, worker
+from kit.cli import at_step, process, report, scene, status, verdict, wait, worker
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display, frame
 from shoal.protocol import NodeState, NodeView, OwnerOrders
 from shoal.run.progress import History, Scene
 
 BANNED = worker(2, state=NodeState.BANNED, reason="sampling.seed: token 3 has another seed", rejected=7)
 REPORTS = (report(0, reward_mean=0.1, held_out=0.4), report(1, reward_mean=0.5, staleness_mean=0.25))
-
-# ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lines(*scenes: Scene) -> list[list[str]]:
@@ -110,9 +107,6 @@ def test_control_characters_stay_out_of_lines() -> None:
     display.say("hello\x1b[31m")
     assert len(said) == 4
     assert all(line.isprintable() for line in said)
-
-
-# ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def drawn(moment: Scene, width: int = 80, colours: bool = False) -> str:
@@ -231,7 +225,7 @@ def test_a_status_alone_is_drawn_with_all_nodes_and_what_concerns_their_owners()
     judge = NodeView(node="ee" * 16, name="judge", role="validator", state=NodeState.ACTIVE, doing="auditing unit 7")
     ref = {"incarnation": 0, "version": 4, "digest": "a" * 64}
     seen = at_step(
-        2, nodes=(new, gone, away, judge), node_counts={"worker.active": 998, "worker.banned": 2}, no_sample=3,
+        2, nodes=(new, gone, away, judge), node_counts={"worker.active": 998, "worker.banned": 2}, unscored=3,
         submissions={"unsure": 4}, standing=OwnerOrders(conduct="paused", since_ms=99_000, reason="[/power] cut"),
         pools={"easy": 3, "retired": 2}, evaluations=({"policy": ref, "tasks": 128, "scored": 32},),
     )  # fmt: skip
@@ -244,9 +238,6 @@ def test_a_status_alone_is_drawn_with_all_nodes_and_what_concerns_their_owners()
     }.items():  # fmt: skip
         assert words in " ".join(rows[name].split()), name
     assert "1:05" not in rows["shoal"]
-
-
-# ── in a terminal ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

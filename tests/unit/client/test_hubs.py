@@ -28,7 +28,7 @@ from fake_run import (
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.transport import FIRST_REST_S, LEAST_ATTEMPT_S, LONGEST_REST_S, Hubs
-from shoal.client.trust import one_run, run_id
+from shoal.client.trust import parse_join_urls, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, LeaseReply, LeaseRequest, Receipt, fingerprint, submission_digest
 from shoal.runtime.clock import Backoff, ManualClock
@@ -110,10 +110,10 @@ def test_no_address_at_all_is_said_to_be_so() -> None:
 
 def test_join_urls_of_one_run_are_put_together_and_of_two_refused() -> None:
     pin = "ab" * 20
-    assert one_run([f"{A}/#{pin}", B, f"{A}/#{pin}"]) == ((A, B), pin)
-    assert one_run([A, B]) == ((A, B), None)
+    assert parse_join_urls([f"{A}/#{pin}", B, f"{A}/#{pin}"]) == ((A, B), pin)
+    assert parse_join_urls([A, B]) == ((A, B), None)
     with pytest.raises(ConfigError, match="different runs"):
-        one_run([f"{A}/#{pin}", f"{B}/#{'cd' * 20}"])
+        parse_join_urls([f"{A}/#{pin}", f"{B}/#{'cd' * 20}"])
 
 
 # ── through a client ─────────────────────────────────────────────────────────────────────────────────────────────

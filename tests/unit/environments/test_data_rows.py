@@ -175,7 +175,7 @@ def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
     path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
     environment = open_data(path, bad_rows="skip")
     assert [(row, reason.startswith(said)) for row, reason in environment.problems.first] == [(7, True)]
-    assert f"1 of 20 rows left out, for they cannot be used: row 7 ({where}): {said}" in caplog.text
+    assert f"1 of 20 rows cannot be used and are left out: row 7 ({where}): {said}" in caplog.text
     assert [task.id for task in tasks_of(environment)] == [f"{row}/p{row}" for row in range(20) if row != 7]
     assert environment.task("8/p8").prompt == "What is 8 + 8?"
     with pytest.raises(UnusableTask):
@@ -223,7 +223,7 @@ def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: py
     prompts = {**{number: f"Other {number}?" for number in range(6)}, 2: ""}
     path = write_jsonl(tmp_path / "test.jsonl", described(6, verification_info={4: "{"}, prompt=prompts))
     environment = open_data(train, held_out=path)
-    assert "1 of 6 rows left out, for they cannot be used: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
+    assert "1 of 6 rows cannot be used and are left out: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
     good, found = environment.check(lambda *_: None)
     assert good.problems.count == 0
     assert [found.where(row) for row, _ in found.problems.first] == ["test.jsonl line 3", "test.jsonl line 5"]

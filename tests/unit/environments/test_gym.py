@@ -156,7 +156,7 @@ def test_a_wrong_sign_is_a_wrong_answer() -> None:
 CALLS = {"eval", "exec", "compile", "parse_expr", "sympify", "S"}
 
 
-@pytest.mark.parametrize("name", [*source.EVALUATORS, *source.PARSERS])
+@pytest.mark.parametrize("name", [*source.EVAL_MODULES, *source.PARSER_MODULES])
 def test_nothing_that_an_answer_says_is_run(name: str, tmp_path: Path) -> None:
     made = generator(name.rpartition(".")[2])
     mark = tmp_path / "was_run"
@@ -172,7 +172,7 @@ def test_nothing_that_an_answer_says_is_run(name: str, tmp_path: Path) -> None:
 
 def test_every_scorer_that_evaluates_is_known() -> None:
     """The list of modules to mend is complete: no other scorer calls anything that evaluates."""
-    known = {f"reasoning_gym.{name}" for name in (*source.EVALUATORS, *source.PARSERS)}
+    known = {f"reasoning_gym.{name}" for name in (*source.EVAL_MODULES, *source.PARSER_MODULES)}
     harmless = {  # these evaluate what they made themselves, or have a parser of their own
         f"reasoning_gym.{name}"
         for name in ("algorithmic.number_sorting", "arithmetic.bitwise_arithmetic", "logic.propositional_logic")

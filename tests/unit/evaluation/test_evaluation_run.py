@@ -29,7 +29,7 @@ from shoal.evaluation.plan import SamplingPlan, sample_seed, tasks_of
 from shoal.evaluation.records import COMPLETIONS, IDENTITY, PROGRESS, EvaluationJournal
 from shoal.evaluation.subject import EngineChoice, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
-from shoal.rewards import DirectScorer, Job, NotBegun
+from shoal.rewards import DirectScorer, Job, NotStarted
 from shoal.runtime.stop import StopToken
 
 GREEDY = SamplingPlan(max_new_tokens=16)
@@ -232,7 +232,7 @@ class Interrupting(DirectScorer):
             self._stop.set("test")
             if self._raises:
                 raise DeadlineExceeded("told to stop")
-        return [*super().scores(jobs[:1]), *(NotBegun("no time") for _ in jobs[1:])]
+        return [*super().scores(jobs[:1]), *(NotStarted("no time") for _ in jobs[1:])]
 
 
 @pytest.mark.parametrize("raises", [True, False])

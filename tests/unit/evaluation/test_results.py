@@ -68,10 +68,10 @@ def test_a_difference_is_told_only_where_it_is(tmp_path: Path) -> None:
     assert (found.verdict, compare(b, a).verdict) == ("better", "worse")
     found = compare(*shifted(tmp_path, tasks=60, gain=0))
     assert found.verdict == "none"
-    assert found.sentence.startswith("no difference can be told: ")
+    assert found.sentence.startswith("no difference was found: ")
     assert f"with these 60 tasks a difference of {found.detectable:.3f} would be" in found.sentence
     assert found.detectable > abs(found.difference.value)
-    assert compare(a, a).sentence == "no difference can be told: A and B scored the same on every one of 60 tasks"
+    assert compare(a, a).sentence == "no difference was found: A and B scored the same on every one of 60 tasks"
     a = results(tmp_path, "a", [record(f"t{n}", 0.5) for n in range(9)])
     moved = compare(a, results(tmp_path, "b", [record(f"t{n}", n / 8) for n in range(9)])).as_json()
     assert [each["task"] for each in moved["gained"]] == ["t8", "t7", "t6", "t5"]

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shoal.errors import ModelError
 from shoal.models import PromptEncoder, TextTokenizer, model_folder, read_files
-from shoal.models.prompts import special_words, template_source
+from shoal.models.prompts import special_token_texts, template_source
 
 SPECIAL = ("<|end|>", "<|user|>", "<|bot|>", "<|sys|>", "<s>", "<s>x")
 CHAT = (
@@ -132,7 +132,7 @@ def test_where_templates_come_from() -> None:
     assert template_source(model(None, chat_template="in the configuration")) == "in the configuration"
     assert template_source(model(None, chat_template=listed)) == "yes"
     assert template_source(model("a file", chat_template="in the configuration")) == "a file"
-    assert special_words(model()) == {"bos_token": "<s>", "eos_token": "<|end|>"}
+    assert special_token_texts(model()) == {"bos_token": "<s>", "eos_token": "<|end|>"}
 
 
 def test_chat_without_a_template_is_refused_and_can_be_switched_off() -> None:

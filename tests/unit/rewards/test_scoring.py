@@ -21,11 +21,11 @@ from kit.sandbox import needs_bubblewrap
 from shoal.environments import EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
-from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, ScoringPool
+from shoal.rewards import DirectScorer, Job, NotStarted, Scorer, ScoringPatience, ScoringPool
 from shoal.rewards.child import _answer
 from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Work, frame_of, read_message
-from shoal.rewards.pool import Ground, ScoringProcess, _Round
-from shoal.rewards.protocol import process_count, settled
+from shoal.rewards.pool import PoolContext, ScoringProcess, ScoringRound
+from shoal.rewards.protocol import process_count, score_all
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -142,7 +142,7 @@ def test_trouble_in_the_middle_of_many_jobs_costs_only_those_who_make_it(pool: S
 class Timed(ScoringProcess):
     """Takes so many milliseconds for each job."""
 
-    def __init__(self, ground: Ground, clock: ManualClock, takes_ms: int) -> None:
+    def __init__(self, ground: PoolContext, clock: ManualClock, takes_ms: int) -> None:
         super().__init__(ground)
         self._clock, self._takes_ms, self.sizes = clock, takes_ms, list[int]()
 
@@ -166,11 +166,11 @@ def test_jobs_in_a_message_grow_with_the_speed_and_end_with_the_time(
     takes_ms: int, all_s: float, sizes: list[int], scored: int
 ) -> None:
     clock = ManualClock()
-    ground = Ground(EnvironmentSettings(), LIMITS, "", ScoringPatience(all_s=all_s), StopToken(), clock)
+    ground = PoolContext(EnvironmentSettings(), LIMITS, "", ScoringPatience(all_s=all_s), StopToken(), clock)
     process, jobs = Timed(ground, clock, takes_ms), [Job("plain", str(n)) for n in range(800)]
-    found = list(_Round(ground, jobs).run([process]).values())
+    found = list(ScoringRound(ground, jobs).run([process]).values())
     assert process.sizes[:7] == sizes
-    assert (found.count(JobAnswer(1.0)), sum(isinstance(each, NotBegun) for each in found)) == (scored, 800 - scored)
+    assert (found.count(JobAnswer(1.0)), sum(isinstance(each, NotStarted) for each in found)) == (scored, 800 - scored)
 
 
 @pytest.mark.parametrize("trouble", ["print", "threads", "fork", "\ud800 half a pair"])
@@ -217,7 +217,7 @@ def test_all_together_have_a_deadline(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
         one(pool, "fine")
         begun, left = pool.scores([Job("plain", "sleep"), Job("plain", "sleep:2")])
-    assert (type(begun), type(left)) == (ScoringFailure, NotBegun)
+    assert (type(begun), type(left)) == (ScoringFailure, NotStarted)
     assert "longer than 0.2 s in all: this was not begun" in str(left)
 
 
@@ -226,9 +226,9 @@ def test_what_was_not_begun_is_asked_again_until_all_is_settled() -> None:
 
     def one_at_a_time(given: Sequence[Job]) -> list[Score | ScoringFailure]:
         asked.append(len(given))
-        return [Score(float(given[0].completion)), *([NotBegun("no time")] * (len(given) - 1))]
+        return [Score(float(given[0].completion)), *([NotStarted("no time")] * (len(given) - 1))]
 
-    assert settled(one_at_a_time, [Job("plain", str(n)) for n in range(3)]) == [Score(0.0), Score(1.0), Score(2.0)]
+    assert score_all(one_at_a_time, [Job("plain", str(n)) for n in range(3)]) == [Score(0.0), Score(1.0), Score(2.0)]
     assert asked == [3, 2, 1]
 
 

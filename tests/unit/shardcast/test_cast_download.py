@@ -23,7 +23,7 @@ from shoal.protocol import PolicyRef
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, Prefetch, digest_of
-from shoal.shardcast.cache import Filling
+from shoal.shardcast.cache import PartFiles
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.tree import chunk_key
 
@@ -123,7 +123,7 @@ def test_a_stop_ends_a_fetch_at_once(lab: Lab) -> None:
 
 def test_a_full_disk_is_a_resource_error_and_does_not_hang(lab: Lab, monkeypatch: Patch) -> None:
     manifest = lab.publish(1)
-    monkeypatch.setattr(Filling, "keep", Mock(side_effect=ResourceError("the disk is full")))
+    monkeypatch.setattr(PartFiles, "keep", Mock(side_effect=ResourceError("the disk is full")))
     with pytest.raises(ResourceError, match="disk is full"):
         lab.client(lab.honest().url).fetch(manifest.policy, 60)
 

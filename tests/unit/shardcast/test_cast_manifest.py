@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.cast import CHUNK, KEY, RUN, Lab, content
-from kit.liar import manifest_of, write_tree
+from kit.forged import manifest_of, write_tree
 from shoal.errors import BroadcastError, ManifestRefused
 from shoal.protocol import PolicyManifest, TensorView, content_digest
 from shoal.shardcast.content import Content, digest_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kit import Patch, TempPaths
 from kit.cast import KEY, OTHER_KEY, RUN, Lab, chunk_paths, chunks_in, content, manifest_path
-from kit.liar import write
+from kit.forged import write
 from shoal.errors import ManifestRefused, PolicyMismatch
 from shoal.protocol import LedgerHead, PolicyManifest, TensorView
 from shoal.runtime.clock import ManualClock

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import VersionNotFound
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
-from shoal.shardcast.lookup import Route, Step, plan
+from shoal.shardcast.lookup import Route, Step, find_route
 from shoal.shardcast.manifest import Place, kept_places, select_versions, size_of
 from shoal.shardcast.server import Inventory
 
@@ -47,7 +47,7 @@ class Web:
 
     def route(self, target: int, held: Collection[int] = (), closed: Collection[str] = ()) -> Route:
         here = {ref(version).digest for version in held}
-        return plan(self._known[target], here, self.manifest_of, closed)
+        return find_route(self._known[target], here, self.manifest_of, closed)
 
 
 def versions(route: Route) -> list[int]:
@@ -133,7 +133,7 @@ def test_weights_that_come_back_are_not_walked_through_twice() -> None:
         deltas = () if version == 1 else (Delta(base=named(version - 1), size_bytes=10, chunks=(chunk,)),)
         return manifest(version, anchor=version == 1).model_copy(update={"policy": found, "deltas": deltas})
 
-    route = plan(at(named(5)), set(), at)
+    route = find_route(at(named(5)), set(), at)
     assert len({step.name for step in route.steps}) == len(route.steps)
     assert [step.manifest.policy.digest[0] for step in route.steps] == ["b", "c"]
 

@@ -10,11 +10,11 @@ import pytest
 from blake3 import blake3
 
 from kit.cast import Lab, ScriptedSource, reply, says
-from kit.liar import hanging_up
+from kit.forged import hanging_up
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
-from shoal.shardcast.plan import Kind, SourceScores
+from shoal.shardcast.scheduler import Kind, SourceScores
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 

@@ -26,8 +26,8 @@ def rows_of(name: str) -> Rows:
     return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
 
 
-def with_rule(name: str, react: str, **more: Any) -> GuardSettings:
-    return GuardSettings.model_validate({name: {"react": react, **more}})
+def with_rule(name: str, action: str, **more: Any) -> GuardSettings:
+    return GuardSettings.model_validate({name: {"action": action, **more}})
 
 
 def alarms(rows: Rows, given: GuardSettings = DEFAULT) -> dict[str, list[int]]:
@@ -161,18 +161,18 @@ def test_each_episode_is_said_once() -> None:
     assert written[30]["alarm_clip_fraction"] == 0.9
 
 
-@pytest.mark.parametrize("react", ["warn", "skip", "stop"])
-def test_an_update_may_be_refused_before_it_is_made_and_end_the_run(react: str) -> None:
-    watch = Watch(with_rule("gradient_spike", react, limit=10), steady(20))
+@pytest.mark.parametrize("action", ["warn", "skip", "stop"])
+def test_an_update_may_be_refused_before_it_is_made_and_end_the_run(action: str) -> None:
+    watch = Watch(with_rule("gradient_spike", action, limit=10), steady(20))
     watch.begin(20)
     norms = (5.0, 50.0, 5.0)
     seen = {"loss": 0.1, "clip_fraction": 1.0, "mismatch_kl": 99.0}
     refused = [watch.veto({**seen, "grad_norm": norm}) for norm in norms]
-    assert [bool(each) for each in refused] == [False, react != "warn", react == "stop"], "skip judges each by itself"
-    assert react == "warn" or "times the median" in (refused[1] or "")
+    assert [bool(each) for each in refused] == [False, action != "warn", action == "stop"], "skip judges each by itself"
+    assert action == "warn" or "times the median" in (refused[1] or "")
     judged = watch.judge({"step": 20})  # nothing was updated, so nothing else was measured
-    assert judged.numbers == ({} if react == "warn" else {"alarm_gradient_spike": pytest.approx(50 / 1.2)})
-    if react == "stop":
+    assert judged.numbers == ({} if action == "warn" else {"alarm_gradient_spike": pytest.approx(50 / 1.2)})
+    if action == "stop":
         with pytest.raises(TrainingDiverged, match=r"gradient norm.*last good checkpoint.*version 20 in checkpoints"):
             judged.refuse(Path("checkpoints"), [0, 19, 20])
     else:
@@ -202,8 +202,8 @@ def test_one_from_before_the_lookback_is_always_kept_and_few_are(newest: int, ke
         kept = rule.kept([*kept, (version, 0)], {})
         assert len(kept) <= keep + 3
         assert any(place <= max(0, version - LOOKBACK) for place, _ in kept)
-    calm = {"reward_collapse": {"react": "warn"}, "divergence": {"react": "warn"}}
-    reacting = ({"clip_fraction": {"react": "stop"}}, {"gradient_slope": {"react": "stop"}})
+    calm = {"reward_collapse": {"action": "warn"}, "divergence": {"action": "warn"}}
+    reacting = ({"clip_fraction": {"action": "stop"}}, {"gradient_slope": {"action": "stop"}})
     found = [GuardSettings.model_validate(given).lookback for given in ({}, calm, *({**calm, **r} for r in reacting))]
     assert [bool(each) for each in found] == [True, False, False, True], "for a guard that stops on a trend"
 
@@ -239,8 +239,8 @@ JUDGED = sorted(set(RULES) - {"not_finite"})
 
 @settings(max_examples=60, deadline=None)
 @given(ANY_ROWS, st.dictionaries(st.sampled_from(JUDGED), REACTIONS), st.integers(0, 39))
-def test_guards_never_fail_and_always_decide_the_same(rows: Rows, reactions: dict[str, str], cut: int) -> None:
-    given = GuardSettings.model_validate({name: {"react": react} for name, react in reactions.items()})
+def test_guards_never_fail_and_always_decide_the_same(rows: Rows, actions: dict[str, str], cut: int) -> None:
+    given = GuardSettings.model_validate({name: {"action": action} for name, action in actions.items()})
     numbered: Rows = [{**row, "step": step} for step, row in enumerate(rows)]
     written, news = replayed(numbered, given)
     assert (written, news) == replayed(numbered, given, resumed_at=cut)

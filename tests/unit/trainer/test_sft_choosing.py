@@ -20,7 +20,7 @@ from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, ScoringFailure, UnusableTask
 from shoal.models import PromptEncoder, TextTokenizer
 from shoal.rewards import DirectScorer
-from shoal.rewards.panel import Piece
+from shoal.rewards.panel import JudgedText
 from shoal.trainer.demonstrations.choosing import Asking, Course
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder, Tokens
 
@@ -112,7 +112,7 @@ def test_verified_by_the_environment(tmp_path: Path) -> None:
 
 
 def test_the_best_by_rank(tmp_path: Path) -> None:
-    def longest(pieces: Sequence[Piece]) -> list[Any]:
+    def longest(pieces: Sequence[JudgedText]) -> list[Any]:
         return [ScoringFailure("no") if piece.completion == "?" else float(len(piece.completion)) for piece in pieces]
 
     pairs = [("a", "x"), ("a", "xxx"), ("a", "xxx."), ("b", "y"), ("b", "yy"), ("b", "?")]

@@ -250,17 +250,19 @@ def test_what_an_earlier_step_destroyed_is_seen_as_well(tmp_path: Path, corpus: 
     assert "There is no checkpoint from before it began" in diverges(tmp_path, run), "nobody knows which one is good"
 
 
-@pytest.mark.parametrize("react", ["warn", "off", ""])
+@pytest.mark.parametrize("action", ["warn", "off", ""])
 def test_a_guard_that_does_not_stop_lets_it_out_and_a_sound_end_is_in_the_rows(
-    tmp_path: Path, corpus: Corpus, react: str
+    tmp_path: Path, corpus: Corpus, action: str
 ) -> None:
-    guarded = {"learning_rate": 10.0, "guards": {"divergence": {"react": react}}} if react else {"learning_rate": 1e-3}
+    guarded = (
+        {"learning_rate": 10.0, "guards": {"divergence": {"action": action}}} if action else {"learning_rate": 1e-3}
+    )
     assert warm_start(tmp_path, corpus, settings(**guarded), steps=2).run()
     assert (tmp_path / "out").exists()
     first, last_step, end = rows(tmp_path)
-    assert ("alarm_divergence" in last_step) == (react == "warn")
+    assert ("alarm_divergence" in last_step) == (action == "warn")
     assert (end["step"], saved(tmp_path)) == (2, [1, 2])
-    if not react:
+    if not action:
         assert end[LAST_BATCH] < last_step["loss"] < first["loss"]
         assert not any(name.startswith("alarm_") for name in end)
 

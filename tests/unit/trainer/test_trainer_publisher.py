@@ -185,7 +185,7 @@ POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]
 
 def without_stops() -> GuardSettings:
     """No guard that stops a run: for one of those, older checkpoints are kept too."""
-    return GuardSettings.model_validate({name: {"react": "warn"} for name in ("divergence", "reward_collapse")})
+    return GuardSettings.model_validate({name: {"action": "warn"} for name in ("divergence", "reward_collapse")})
 
 
 PLAIN = SETTINGS.model_copy(update={"guards": without_stops()})

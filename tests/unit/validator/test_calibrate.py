@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from honest import LengthEnvironment, docket, lease, loaded
+from honest import LengthEnvironment, audit_job, lease, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +72,7 @@ def test_a_bfloat16_validator_takes_no_float32_work() -> None:
 def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_tell() -> None:
     key = "scripted/cpu/float32"
     narrow = BUILT_IN[key].model_copy(update={"validators": ("float64",)})
-    [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([docket(lease())], loaded())
+    [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([audit_job(lease())], loaded())
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
     assert "scripted/cpu/float32" in verdict.message
 
@@ -87,7 +87,7 @@ def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(
     noise = NoiseLimits(**dict.fromkeys(NoiseLimits.model_fields, channel))
     logprobs = LogprobLimits(spread=value, lean=value, drift=value)
     profile = Profile(key=of.profile, noise=noise, logprobs=logprobs)
-    [verdict] = Judge(LengthEnvironment(), {of.profile: profile}).verdicts([docket(of)], loaded())
+    [verdict] = Judge(LengthEnvironment(), {of.profile: profile}).verdicts([audit_job(of)], loaded())
     assert verdict.model_dump_json()
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from honest import POLICY, LengthEnvironment, completions, docket, lease, loaded, submission
+from honest import POLICY, LengthEnvironment, audit_job, completions, lease, loaded, submission
 
 from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
@@ -26,7 +26,7 @@ from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
 from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profiles, limits_for, widest
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 DIGEST = "c" * 64
@@ -282,11 +282,11 @@ def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
     )  # fmt: skip
 
 
-def off_by_little(of: Lease) -> Docket:
+def off_by_little(of: Lease) -> AuditJob:
     """An honest group with log-probabilities that only limits of nothing reject."""
     honest, replace = submission(of), msgspec.structs.replace
     rollouts = [replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6)) for each in honest.rollouts]
-    return docket(of, replace(honest, rollouts=rollouts))
+    return audit_job(of, replace(honest, rollouts=rollouts))
 
 
 NOTHING = LogprobLimits(largest=1e-30)
@@ -299,7 +299,7 @@ def test_a_verdict_goes_by_the_limits_of_its_leases_calibration_and_names_it() -
     assert (verdict.reason, verdict.calibration, verdict.measured) == ("logprobs.mismatch", DIGEST, True)
     [verdict] = by_limits({OURS: BUILT_IN[OURS]}).verdicts([handed_in], loaded())
     assert (verdict.outcome, verdict.calibration) == (Outcome.ACCEPTED, DIGEST)
-    [verdict] = by_limits({}).verdicts([docket(lease(calibration="d" * 64))], loaded())
+    [verdict] = by_limits({}).verdicts([audit_job(lease(calibration="d" * 64))], loaded())
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile"), "it cannot be had"
 
 
@@ -307,11 +307,11 @@ def test_of_a_kind_that_nobody_measured_a_statistical_failure_is_unsure_and_a_ce
     of = lease(calibration=DIGEST)
     court = by_limits({THEIRS: Profile(key=THEIRS, logprobs=NOTHING)}, known={})
     other_seeds = submission(of, completions(of, seeds=[seed + 10**6 for seed in of.seed_numbers]))
-    unsure, rejected = court.verdicts([off_by_little(of), docket(of, other_seeds)], loaded())
+    unsure, rejected = court.verdicts([off_by_little(of), audit_job(of, other_seeds)], loaded())
     assert (unsure.outcome, unsure.reason, unsure.severity) == (Outcome.UNSURE, "machinery.kind", None)
     assert "no trusted machine has measured scripted/cpu/float32" in unsure.message
     assert (rejected.outcome, rejected.severity) == (Outcome.REJECTED, Severity.CERTAIN)
-    [passed] = by_limits({THEIRS: Profile(key=THEIRS)}, known={}).verdicts([docket(of)], loaded())
+    [passed] = by_limits({THEIRS: Profile(key=THEIRS)}, known={}).verdicts([audit_job(of)], loaded())
     assert (passed.outcome, passed.measured) == (Outcome.ACCEPTED, False)
 
 

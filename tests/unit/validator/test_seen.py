@@ -6,7 +6,18 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from honest import LengthEnvironment, completions, docket, engine, judge, lease, loaded, long_lease, proved, submission
+from honest import (
+    LengthEnvironment,
+    audit_job,
+    completions,
+    engine,
+    judge,
+    lease,
+    loaded,
+    long_lease,
+    proved,
+    submission,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +41,7 @@ def hot(unit: int = 5, **changes: object) -> Lease:
 
 
 def judged(by: Judge, of: Lease, what: Submission | None = None, **audit: object) -> Verdict:
-    [verdict] = by.verdicts([docket(of, what, **audit)], loaded())
+    [verdict] = by.verdicts([audit_job(of, what, **audit)], loaded())
     return verdict
 
 
@@ -54,8 +65,8 @@ def test_a_rollout_twice_in_one_submission_is_a_copy() -> None:
 @pytest.mark.parametrize("depth", ["full", "light"])
 def test_a_rollout_of_an_earlier_submission_or_of_the_same_batch_is_a_copy_whoever_made_it(depth: str) -> None:
     by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
-    dockets = [docket(first), docket(second, copied_group(second, first), depth="light")]
-    one, two = judge().verdicts(dockets, loaded())
+    audit_jobs = [audit_job(first), audit_job(second, copied_group(second, first), depth="light")]
+    one, two = judge().verdicts(audit_jobs, loaded())
     assert (one.outcome, two.reason) == (Outcome.ACCEPTED, "duplicate.rollout")
     assert judged(by, first).outcome is Outcome.ACCEPTED
     verdict = judged(by, second, copied_group(second, first), depth=depth)
@@ -196,7 +207,7 @@ def verdicts(
     of: Lease, what: Submission, by: LoadedPolicy | None = None, limits: Profiles | None = None
 ) -> list[Verdict]:
     judge = Judge(LengthEnvironment(), limits or load_profiles(), clock=ManualClock())
-    return judge.verdicts([docket(of, what, depth="progress")], by or loaded())
+    return judge.verdicts([audit_job(of, what, depth="progress")], by or loaded())
 
 
 def prefix(index: int, rollout: Rollout) -> ShownPrefix:
@@ -269,7 +280,7 @@ def test_what_is_doubtful_a_fault_of_one_prefill_and_a_validator_that_cannot_tel
 
 def judged_with(of: Lease, what: Submission, *prefixes: ShownPrefix, depth: str = "full") -> Verdict:
     judge = Judge(LengthEnvironment(), load_profiles(), clock=ManualClock())
-    [verdict] = judge.verdicts([docket(of, what, shown=prefixes, depth=depth)], loaded())
+    [verdict] = judge.verdicts([audit_job(of, what, shown=prefixes, depth=depth)], loaded())
     return verdict
 
 

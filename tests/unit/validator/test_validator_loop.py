@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, docket, engine, lease, weights
+from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, audit_job, engine, lease, weights
 
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines import Prefill
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
@@ -26,8 +26,8 @@ from shoal.runtime.stop import StopToken
 from shoal.validator import Judge, ValidatorConfig, ValidatorSettings, load_profiles, side_jobs
 from shoal.validator.checks import run_all
 from shoal.validator.loop import Validator, run_validator
-from shoal.validator.side_jobs import Ahead
-from shoal.validator.verdicts import Docket
+from shoal.validator.side_jobs import Preloader
+from shoal.validator.verdicts import AuditJob
 
 KEY = SigningKey.from_seed(b"v" * 32)
 
@@ -85,7 +85,7 @@ class ListHub:
         return VerdictReply(refused=tuple(RefusedVerdict(submission=each.submission, **why) for each in verdicts))
 
     def audit(self, of: Lease, body: bytes | None = None) -> Audit:
-        case = docket(of, body)
+        case = audit_job(of, body)
         self.bodies[case.audit.submission] = case.body
         return case.audit
 
@@ -169,13 +169,13 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
     hub.newest = POLICY
     role = validator(hub, shelf)
-    role._ahead.has_measured = has_measured
+    role._preloader.has_measured = has_measured
     role.run()
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
     assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
         (1.0, "no"),
-        (Pace().poll_s, "no"),
-        (Pace().poll_s, "now"),
+        (Intervals().poll_s, "no"),
+        (Intervals().poll_s, "now"),
     ], "the run is finished: asked once more, ready to measure the last version"
 
 
@@ -253,7 +253,7 @@ def test_later_policies_are_loaded_ahead_only_where_there_is_room_for_several(
 
     judge = Judge(LengthEnvironment(), load_profiles(), scorer=Scorer(LengthEnvironment()))
     client: Any = ListHub()
-    ahead = Ahead(client, shelf, judge, keeps_others, SystemClock())
+    ahead = Preloader(client, shelf, judge, keeps_others, SystemClock())
     for version in (3, 3, 4):
         client.newest = old(version)
         ahead.hear(client.heartbeat(Heartbeat()))
@@ -264,8 +264,8 @@ def test_later_policies_are_loaded_ahead_only_where_there_is_room_for_several(
 class InNoTime(Judge):
     """Manages two groups at a time."""
 
-    def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
-        return super().verdicts(dockets[:2], loaded)
+    def verdicts(self, audit_jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[Verdict]:
+        return super().verdicts(audit_jobs[:2], loaded)
 
 
 def test_what_there_is_no_time_for_is_left_for_later_and_no_more_is_claimed_than_is_managed() -> None:
@@ -394,8 +394,8 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
     class Blind(Judge):
         """Accepts whatever was made of an accepted one."""
 
-        def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
-            honest = [docket(each.lease) for each in dockets]
+        def verdicts(self, audit_jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[Verdict]:
+            honest = [audit_job(each.lease) for each in audit_jobs]
             return super().verdicts(honest, loaded)
 
     told: list[dict[str, float]] = []

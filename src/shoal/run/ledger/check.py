@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
-from shoal.ledger.evidence import Checked, begun, check_rows, pages
+from shoal.ledger.evidence import Checked, check_rows, pages, read_first_row
 from shoal.protocol import LedgerEntry
 from shoal.run.ledger import places
 from shoal.run.ledger.places import FolderPlace, Place, evidence_file, head_file, open_place
@@ -41,7 +41,7 @@ def check_place(
         why = "without the signed receipts and verdicts nobody can tell whether credit was earned"
         remedy = "Export it by `shoal ledger verify RUN --out FILE`; --without-evidence checks the rest and proves less"
         raise LedgerError(f"{missing}: {why}. {remedy}")
-    checked = begun(place, needs_documents)
+    checked = read_first_row(place, needs_documents)
     given = [] if head is None else places.read_head_file(head, checked.run)
     seen = [witness_pins(place, witness, checked.run, given) for witness in witnesses]
     others = [pin for pins in seen for pin in pins]

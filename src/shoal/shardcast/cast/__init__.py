@@ -12,7 +12,7 @@ from shoal.errors import UserError
 from shoal.protocol.identity import PUBLIC_KEY_HEX, check_public_key
 from shoal.runtime.targets import own_address
 from shoal.shardcast.connection import Address
-from shoal.shardcast.server import EVERYWHERE, local_url
+from shoal.shardcast.server import WILDCARD_HOSTS, local_url
 
 
 class Terminal(Protocol):
@@ -57,7 +57,7 @@ def say_commands(terminal: Terminal, url: str, host: str, key: str, output: str)
 
 def public_url(url: str, host: str) -> str:
     """`url` as others reach it: for a server that listens everywhere, by this machine's own address."""
-    return local_url(own_address() if host in EVERYWHERE else host, int(url.rpartition(":")[2]))
+    return local_url(own_address() if host in WILDCARD_HOSTS else host, int(url.rpartition(":")[2]))
 
 
 def megabytes(size_bytes: int) -> str:

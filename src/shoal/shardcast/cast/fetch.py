@@ -28,7 +28,7 @@ from shoal.runtime.stop import StopToken
 from shoal.runtime.text import visible
 from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
 from shoal.shardcast.cast import Sources, Terminal, megabytes
-from shoal.shardcast.payload import copy_or_link, reporting
+from shoal.shardcast.payload import copy_or_link, os_errors
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
                 while True:
                     ref = downloader.newest(request.wait_s)
                     try:
-                        _bring(ref, downloader, delivery, terminal)
+                        _fetch_version(ref, downloader, delivery, terminal)
                         return 0
                     except VersionNotFound:
                         if downloader.newest(request.wait_s) == ref:
@@ -82,7 +82,7 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
         return STOPPED_CODE
 
 
-def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal: Terminal) -> None:
+def _fetch_version(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal: Terminal) -> None:
     last: Progress | None = None
     started_s = time.monotonic()
     with terminal.metered(f"fetching version {ref.version}") as report:
@@ -94,15 +94,15 @@ def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal:
 
         payload = downloader.fetch(ref, DEADLINE_S, on_progress)
     seconds, whole = time.monotonic() - started_s, megabytes(payload.manifest.size_bytes)
-    said = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
+    line = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
     fetched = sum(last.by_source.values()) if last is not None else 0
     if last is None or not fetched:
-        said += f", all of it here already; verified in {seconds:.1f} s"
+        line += f", all of it here already; verified in {seconds:.1f} s"
     else:
         part = "" if megabytes(fetched) == whole else f", {megabytes(fetched)} of it fetched"
         rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
-        said += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
-    terminal.say(visible(said))
+        line += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
+    terminal.say(visible(line))
 
 
 def shares(by_source: Mapping[str, int]) -> str:
@@ -133,7 +133,7 @@ class Delivery:
         self._remove_old({str(path) for path in targets})  # first: a file may have become a folder
         if targets == [target]:
             assert payload.path is not None
-            with reporting("write", target):
+            with os_errors("write", target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not (target.exists() and target.samefile(payload.path)):
                     copy_or_link(payload.path, target)

@@ -29,7 +29,7 @@ from shoal.shardcast.cast import Sources, Terminal, megabytes, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
 from shoal.shardcast.lookup import Lookup
 from shoal.shardcast.manifest import read_head
-from shoal.shardcast.plan import SourceScores
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.tree import HEAD, Tree
 
 log = logging.getLogger(__name__)
@@ -143,10 +143,10 @@ def _publish(
         terminal.say(f"{name} version {version} is published already, and nothing has changed since")
         return
     seconds, size = time.monotonic() - started_s, megabytes(manifest.size_bytes)
-    said = f"published {name} version {version}: {size} in {seconds:.1f} s, digest {manifest.policy.digest}"
+    line = f"published {name} version {version}: {size} in {seconds:.1f} s, digest {manifest.policy.digest}"
     for delta in manifest.deltas[:1]:
-        said += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
-    terminal.say(said)
+        line += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
+    terminal.say(line)
 
 
 def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
@@ -173,7 +173,7 @@ class RelayRequest:
 
 
 def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
-    """Mirror until told to stop; `begin` is called once the request is known to make sense."""
+    """Mirror until stopped; `begin` is called when the request was found valid."""
     sources, peers = Sources.parse(request.upstreams), tuple(peer.partition("#")[0] for peer in request.peers)
     for peer in peers:
         Address.parse(peer)

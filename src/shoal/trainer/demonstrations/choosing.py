@@ -32,8 +32,8 @@ from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import GeneratingEnvironment, prompt_digest, question_digest, task_digest, task_digests
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.rewards import Job, Scorer
-from shoal.rewards.panel import PartJudge, Piece
-from shoal.rewards.protocol import settled
+from shoal.rewards.panel import JudgedText, PartJudge
+from shoal.rewards.protocol import score_all
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder
 from shoal.trainer.settings import LossName, TrainerSettings
 
@@ -142,7 +142,7 @@ class Asking:
         tasks = {index: task for index, each in enumerate(candidates) if (task := self._task(each))}
         jobs = [Job(task, candidates[index].completion.removeprefix(begun)) for index, task in tasks.items()]
         reasons = ["it names no task of the environment that asks this"] * len(candidates)
-        for index, score in zip(tasks, settled(self.scorer.scores, jobs) if jobs else (), strict=True):
+        for index, score in zip(tasks, score_all(self.scorer.scores, jobs) if jobs else (), strict=True):
             if isinstance(score, ScoringFailure):
                 reasons[index] = f"could not be scored: {' '.join(str(score).split())[:160]}"
             else:
@@ -216,7 +216,9 @@ def choose(
         """Leaves out only what could not be judged."""
         assert judge is not None
         answers = [after_thinking(each.completion) for each in candidates]
-        pieces = [Piece(c.prompt, said, history=c.messages[:-2]) for c, said in zip(candidates, answers, strict=True)]
+        pieces = [
+            JudgedText(c.prompt, said, history=c.messages[:-2]) for c, said in zip(candidates, answers, strict=True)
+        ]
         values, reasons = judge.values(pieces), [""] * len(candidates)
         for number, value in enumerate(values):
             if isinstance(value, ScoringFailure) or not math.isfinite(value):

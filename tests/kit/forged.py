@@ -1,4 +1,4 @@
-"""Lies about a broadcast: documents that no honest origin would write, and servers that never do what they should.
+"""A forged broadcast: documents that no honest origin would write, and servers that never do what they should.
 
 `sign` makes such documents with the right key: signatures alone must not be enough.
 """
@@ -31,9 +31,6 @@ def tensors_of(seed: int, size: int = 4000) -> list[TensorView]:
         for _ in range(size // 100):
             values[2 * dice.randrange(size)] ^= 1
     return [TensorView("weight", "BF16", (size,), memoryview(bytes(values)))]
-
-
-# ── documents that no honest origin would write ──────────────────────────────────────────────────────────────────
 
 
 def sign(document: Document, key: SigningKey = KEY) -> bytes:
@@ -91,9 +88,6 @@ def head_of(manifest: PolicyManifest, data: bytes, **changes: Any) -> BroadcastH
 def write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-
-
-# ── servers that never do what they should ───────────────────────────────────────────────────────────────────────
 
 
 def repeating(head: bytes, again: bytes) -> Handler:
