@@ -70,7 +70,7 @@ def test_too_many_unscored_samples_are_an_error(tmp_path: Path, capsys: Capture)
     out = tmp_path / "out"
     said = told(capsys, 1, *EVAL, "--env", tmp_path / "flaky.py", "--out", out)
     assert "14.3% of the samples have no score, more than 5%" in said.err
-    assert f"mend what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
+    assert f"fix what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
     assert "1 sample unscored, counted in no figure: scoring failed (flaky/5)" in said.out
     assert summary_of(out)["unscored"] == {"samples": 1, "share": pytest.approx(1 / 7), "tasks": ["flaky/5"]}
     assert (summary_of(out)["scored_tasks"], "server" in (out / TASKS).read_bytes().decode("latin-1")) == (6, False)
@@ -174,7 +174,7 @@ def test_filter_without_measurable_tasks_is_refused(tmp_path: Path, capsys: Capt
     assert main(["filter", "tiny", str(data), "--out", str(out), *SAMPLING]) == 2
     said = capsys.readouterr()
     assert "5 tasks left out: the prompt has characters that" in said.out
-    assert said.err.strip().endswith("no task could be measured: nothing was written; mend what the lines above name")
+    assert said.err.strip().endswith("no task could be measured: nothing was written; fix what the lines above name")
 
 
 def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> None:

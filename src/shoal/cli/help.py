@@ -50,7 +50,7 @@ def option_name(parameter: Any) -> str:
 
 
 def meaning(parameter: Any) -> str:
-    """Its help, with the default, unless the help tells it in words or there is none."""
+    """Its help, with the default, unless the help has it in words."""
     text, default = " ".join((parameter.help or "").split()), parameter.default
     if parameter.required:
         return text if parameter.param_type_name == "argument" else f"{text} (required)"

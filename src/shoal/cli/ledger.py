@@ -185,7 +185,7 @@ def checked_lines(checked: Checked) -> list[str]:
     else:
         found.append(
             f"NOT PROVEN: {evidence}. Their signed receipts and verdicts were not looked at (--without-evidence): "
-            "whoever holds the hub's key may have invented them"
+            "anybody with the hub's key may have invented them"
         )
     if checked.orders:
         found.append(f"orders of the owner: {checked.orders}, each signed by the root key or an admin it certified")

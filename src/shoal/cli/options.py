@@ -18,7 +18,7 @@ DAY_S = 86_400
 
 
 def whole(name: str, text: str, least: int = 0, most: int | None = None, metavar: str = "N") -> Any:
-    """An option whose value is a whole number. A value that is none, or out of bounds, is told in words."""
+    """An option whose value is a whole number. A wrong value gets a message in words."""
     return Option(name, metavar=metavar, help=text, parser=_parser(int, least, most))
 
 

@@ -166,7 +166,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
         found.append(asdict(claim))
         sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
         line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
-        one_line = f"{sign} {claim.name:<11} {escape(claim.sentence)}"  # for whoever searches a log
+        one_line = f"{sign} {claim.name:<11} {escape(claim.sentence)}"  # for a search in a log
         console.print(line if console.is_terminal else one_line, highlight=False, soft_wrap=not console.is_terminal)
     if stop.is_set():
         console.print("stopped before everything was checked")

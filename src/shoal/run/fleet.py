@@ -173,8 +173,8 @@ def ending_of(processes: Sequence[ProcessView]) -> Ending | None:
 
 
 class FleetStatus:
-    """What all workers did since this process started, a line every `STATUS_EVERY_S`. A worker that was started again
-    counts its tokens anew; its credit is the hub's, and goes on."""
+    """What all workers did since this process started, a line every `STATUS_EVERY_S`. A restarted worker counts
+    its tokens from 0; its credit is the hub's, and continues."""
 
     def __init__(self, folder: Path, places: Sequence[Place], clock: Clock = SystemClock()) -> None:
         self._folders, self._clock = {place.name: folder / place.name for place in places}, clock

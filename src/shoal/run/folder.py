@@ -190,7 +190,7 @@ class RunFolder:
         try:
             before = self.endpoints
             earlier = [port_of(url) for url in (before.hub, before.origin, *before.relays)]
-        except ConfigError:  # none, or damaged: they are chosen anew
+        except ConfigError:  # missing or damaged: they are chosen again
             earlier = []
         for index in range(2 + self.recipe.relay.count):
             wanted = [hub.port] if index == 0 and hub.port else [*earlier[index : index + 1], 0, 0, 0]
@@ -243,7 +243,7 @@ def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
 
 
 def run_path(name: str) -> Path:
-    """The folder of a run: `name` itself; or the one of this name under runs/, if there is none here."""
+    """The folder of a run: `name` itself; or the one of this name under runs/, unless a run of this name is here."""
     here, named = Path(name), Path("runs", name)
     bare = here.name == name != ".." and not (here / "recipe.toml").is_file()
     return named if bare and (named.exists() or not here.exists()) else here
@@ -263,7 +263,7 @@ def find_run(where: str | None) -> str:
     runs = [path.parent for path in Path("runs").glob("*/recipe.toml")] if Path("runs").is_dir() else []
     if len(runs) == 1:
         return str(runs[0])
-    found = f"runs/ has {len(runs)}" if runs else "there is none in runs/"
+    found = f"runs/ has {len(runs)}" if runs else "runs/ has no run"
     raise UserError(f"which run? give its folder, its name under runs/, or its hub's URL: {found}{_runs_here()}")
 
 
@@ -302,7 +302,7 @@ def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
         raise ConfigError(f"{why}, never shorter; to end it earlier, stop it (resume with: shoal run {path})")
     begun = (path / "hub" / "hub.db").exists() or any((path / "origin" / "manifests").glob("*"))
     if not begun or (masked(before.database), before.storage) == (masked(now.database), now.storage):
-        return  # a mistyped address of a first start can be mended, and a password may be another
+        return  # a mistyped address of a first start can be corrected, and a password may change
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
     remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"

@@ -295,7 +295,7 @@ def elsewhere(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 def test_the_run_that_is_meant(elsewhere: Path, original: Path) -> None:
-    with pytest.raises(UserError, match="there is none in runs/"):
+    with pytest.raises(UserError, match="runs/ has no run"):
         find_run(None)
     shutil.copytree(original, elsewhere / "runs" / "one")
     assert find_run(None) == "runs/one"
