@@ -9,12 +9,15 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -346,6 +349,54 @@ def test_the_blocker_of_torch_blocks() -> None:
     )
     assert ran.returncode != 0
     assert "torch is absent in this test" in ran.stderr
+
+
+# -- what contributors expect ------------------------------------------------------------------------------------------
+
+ROOT = SRC.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WITH_TORCH = {"triton"}  # comes with torch's CUDA builds and is imported with them only
+ELSEWHERE = {"vllm"}  # in an environment of its own (engines/vllm/needs)
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\s<>=!~\[;]", each, maxsplit=1)[0].lower().replace("_", "-") for each in requirements}
+
+
+def undeclared(sources: Sources, requirements: list[str]) -> set[str]:
+    """Packages that are imported somewhere, and come only by accident: with another one."""
+    imported = {name.split(".")[0] for module, source in sources.items() for name in imports(module, source, sources)}
+    known = sys.stdlib_module_names | {"shoal"} | WITH_TORCH | ELSEWHERE
+    return {name.replace("_", "-") for name in imported - known} - declared(requirements)
+
+
+def test_every_imported_package_is_declared() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert undeclared(project(), [*PROJECT["dependencies"], *extras["tensorboard"], *extras["wandb"]]) == set()
+    assert undeclared({"shoal.x": "import numpy, h11\nimport os"}, ["numpy>=2"]) == {"h11"}
+
+
+def test_constraints_are_within_the_bounds_of_the_project() -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for requirement in map(Requirement, PROJECT["dependencies"]):
+        assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
+
+
+def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
+    workflows = {path.name: yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/workflows/*.yml")}
+    assert sorted(workflows) == ["ci.yml", "newest.yml"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    for workflow in workflows.values():
+        runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+        assert {run.split()[1] for run in runs if run.startswith("make ")} <= targets
+        assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+    tested = workflows["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]["python-version"]
+    assert tested == ["3.11", "3.12", "3.13"]
+    assert PROJECT["requires-python"] == f">={tested[0]}"
+    (hooks,) = (each["hooks"] for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"])
+    assert [hook["entry"].split()[0] for hook in hooks] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy"]
+    for template in ROOT.glob(".github/ISSUE_TEMPLATE/*.md"):
+        assert {"name", "about"} <= set(yaml.safe_load(template.read_text().split("---")[1]))
 
 
 # -- how large the house may be ----------------------------------------------------------------------------------------
