@@ -25,7 +25,7 @@ from kit.smalldisk import in_own_namespace, small_disk
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "broadcast-files.md"
 DEADLINE_S = 60.0
 SIZE = 6_000_000
-FETCH = re.compile(r"fetch it:  shoal (cast fetch \S+ -o .+)")
+FETCH = re.compile(r"fetch it:  shoal (cast fetch \S+ --out .+)")
 RELAY = re.compile(r"relay it:  shoal (cast relay --upstream \S+)")
 
 

@@ -93,7 +93,7 @@ def backup(
     return echo(
         f"wrote {out}: {summary.line}\n"
         "it holds this run's private keys and secret: keep it as safe as the run's folder, and never let the restored "
-        f"run and this one continue at the same time\nto restore: {shoal_command()} restore {out} FOLDER"
+        f"run and this one continue at the same time\nto restore: {shoal_command()} restore {out} RUN"
     )
 
 

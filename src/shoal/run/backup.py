@@ -1,4 +1,4 @@
-"""`shoal backup RUN OUT.tar`, `shoal restore OUT.tar FOLDER`: a whole run as one file, taken while it continues.
+"""`shoal backup RUN OUT.tar`, `shoal restore OUT.tar RUN`: a whole run as one file, taken while it continues.
 
     backup   checkpoints and what is published, held by a second name while the trainer may remove the first
              ─► one snapshot of the database, of whichever kind, as an SQLite file

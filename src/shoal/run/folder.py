@@ -305,6 +305,6 @@ def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
         return  # a mistyped address of a first start can be corrected, and a password may change
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
-    remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
+    remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE RUN{places}"
     here = f"hub.database {masked(before.database)!r}, hub.storage {before.storage!r}"
     raise ConfigError(f"what the run in {path} holds is at {here}; {remedy}")

@@ -151,7 +151,7 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
 
 def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture) -> None:
     say_commands(CastTerminal(), "http://127.0.0.1:7", "192.0.2.5", "ab" * 32, "my file")
-    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} -o 'my file'\n" in capsys.readouterr().out
+    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} --out 'my file'\n" in capsys.readouterr().out
     assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
     assert public_url("http://[::1]:7", "fe80::1") == "http://[fe80::1]:7"
     assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"

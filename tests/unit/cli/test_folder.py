@@ -143,7 +143,7 @@ def begun(folder: RunFolder) -> RunFolder:
 def test_only_a_restore_moves_a_run_that_has_begun(tmp_path: Path, before: str, override: str, command: str) -> None:
     run = begun(RunFolder.prepare(tmp_path / "run", recipe(*before.split())))
     there = files(run.path)
-    with pytest.raises(ConfigError, match=f"restore FILE FOLDER{command}$"):
+    with pytest.raises(ConfigError, match=f"restore FILE RUN{command}$"):
         RunFolder.prepare(run.path, recipe(override))
     assert files(run.path) == there
 

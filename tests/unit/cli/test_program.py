@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -135,6 +136,24 @@ def test_commands_are_there_with_these_options() -> None:
 def test_examples_of_help_can_be_given() -> None:
     examples = [(name, command.epilog.rpartition("Example: ")[2]) for name, command in leaves(command_line())]
     assert [said for name, shown in examples if (said := mistake(shown)) or not shown.startswith(f"shoal {name}")] == []
+
+
+def test_options_in_messages_exist() -> None:
+    commands = [command for _, command in leaves(command_line())]
+    known = {word for each in commands for option in each.params for word in [*option.opts, *option.secondary_opts]}
+    known |= {*ALWAYS, "--version", "--enclosed-worker", "--nproc-per-node"}
+    unknown = set()
+    for path in sorted((ROOT / "src" / "shoal").rglob("*.py")):
+        if "sandbox" not in str(path):  # bubblewrap has options of its own
+            texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            said = {
+                word
+                for text in texts
+                if isinstance(text, str)
+                for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)
+            }
+            unknown |= {f"{path.relative_to(ROOT)}: {word}" for word in said - known}
+    assert unknown == set()
 
 
 def test_mistakes_would_be_seen(tmp_path: Path) -> None:

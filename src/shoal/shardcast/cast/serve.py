@@ -76,7 +76,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     if not request.serve:
         terminal.say(
             f"a server that runs for {request.directory} has it now; if there is none, any HTTP server will do. Then: "
-            f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.own_name)}"
+            f"shoal cast fetch URL/#{key.public_key} --out {shlex.quote(request.own_name)}"
         )
         return
 
