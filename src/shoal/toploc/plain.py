@@ -1,5 +1,6 @@
-"""The arithmetic of proofs in numpy. `kernels` has `interpolate` and `measure` compiled, for large work. All functions
-take batches: C chunks whose points lie end to end, `counts[c]` of them for chunk c."""
+"""The numbers of a proof, and its arithmetic in numpy: the plain statement, and what runs where numba is not installed.
+`kernels` has the same three functions, compiled. All is batched: C chunks, whose points lie end to end, `counts[c]` of
+them for chunk c (P in all)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ LEAST_MODULUS = 2**15 + 1  # no search for a modulus goes lower
 Ints = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.uint16]
 
-BLOCK = 64  # values of which only the largest is compared first
+BLOCK = 64  # values that are looked at by their largest only
 AT_ONCE = 64  # chunks that are measured together: bounds the memory
 QUIET_NAN = 0x7FC0
 
@@ -55,33 +56,29 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> Bits:
     return np.where(is_nan, np.uint32(QUIET_NAN), rounded).astype(np.uint16)
 
 
-def select(flat: npt.NDArray[Any], sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
-    """The `counts[c]` largest magnitudes of chunks of `sizes[c]` values that lie end to end, by ascending index. `flat`
-    is float32, or uint16 holding bfloat16 bits. Of equal magnitudes the one with the lowest index comes first."""
-    found = [(np.empty(0, np.int64), np.empty(0, np.uint16))]
-    ends = np.cumsum(sizes)
-    for end, size, count in zip(ends.tolist(), sizes.tolist(), counts.tolist(), strict=True):
-        found.append(_largest(flat[end - size : end], count))
-    indices, bits = zip(*found, strict=True)
+def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
+    """The `counts[c]` largest magnitudes of each chunk flat[start : start + size], by ascending index. `flat` is
+    float32, or uint16 holding bfloat16 bits. Of equal magnitudes the one with the lowest index comes first."""
+    indices, bits = [np.empty(0, np.int64)], [np.empty(0, np.uint16)]
+    for start, size, count in zip(starts.tolist(), sizes.tolist(), counts.tolist(), strict=True):
+        chunk = flat[start : start + size]
+        pattern: Bits = bfloat16_bits(chunk) if chunk.dtype == np.float32 else chunk
+        chosen = _largest(pattern & np.uint16(0x7FFF), count)
+        indices.append(chosen)
+        bits.append(pattern[chosen])
     return np.concatenate(indices), np.concatenate(bits)
 
 
-def _largest(chunk: npt.NDArray[Any], count: int) -> tuple[Ints, Bits]:
-    """Block maxima first: the count-th largest of them is a lower bound that few values reach. Rounding to bfloat16
-    never swaps two magnitudes, so only values that reach the bound are rounded."""
-    is_wide = chunk.dtype == np.float32
-    magnitudes = chunk.view(np.uint32) & np.uint32(0x7FFFFFFF) if is_wide else chunk & np.uint16(0x7FFF)
-    n_blocks, floor = len(chunk) // BLOCK, 0
+def _largest(magnitudes: Bits, count: int) -> Ints:
+    """Block maxima first: the count-th largest of them is a lower bound that few values reach."""
+    n_blocks = len(magnitudes) // BLOCK
+    floor = 0
     if n_blocks >= count:
         maxima = magnitudes[: n_blocks * BLOCK].reshape(BLOCK, n_blocks).max(axis=0)
-        bound = np.partition(maxima, n_blocks - count)[n_blocks - count : n_blocks - count + 1]
-        floor = int(bound[0])
-        if is_wide:  # the least float32 that rounds to the same bfloat16; all NaN are one
-            floor = max(0, min((int(bfloat16_bits(bound.view(np.float32))[0]) << 16) - 0x8000, 0x7F800001))
+        floor = int(np.partition(maxima, n_blocks - count)[n_blocks - count])
     candidates = np.flatnonzero(magnitudes >= floor)
-    pattern: Bits = bfloat16_bits(chunk[candidates]) if is_wide else chunk[candidates]
-    order = np.sort(np.argsort(-(pattern & np.uint16(0x7FFF)).astype(np.int32), kind="stable")[:count])
-    return candidates[order], pattern[order]
+    order = np.argsort(-magnitudes[candidates].astype(np.int32), kind="stable")[:count]
+    return np.sort(candidates[order])
 
 
 def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:

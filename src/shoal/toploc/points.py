@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.errors import ProofError
-from shoal.toploc import backend, plain
+from shoal.toploc import backend
 from shoal.toploc.plain import LEAST_MODULUS, PRIME, Bits, Ints
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def points_of_chunks(flat: Activations, sizes: Ints, counts: Ints) -> PointBatch
 
         indices, bits = device.select(flat, sizes, counts)  # type: ignore[arg-type]
     else:
-        indices, bits = plain.select(host_array(flat), sizes, counts)
+        indices, bits = backend.select(host_array(flat), np.cumsum(sizes) - sizes, sizes, counts)
     return PointBatch(indices, bits, counts, sizes)
 
 
