@@ -393,6 +393,7 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
     tested = workflows["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]["python-version"]
     assert tested == ["3.11", "3.12", "3.13"]
     assert PROJECT["requires-python"] == f">={tested[0]}"
+    assert [name.rpartition(" ")[2] for name in PROJECT["classifiers"]] == tested
     (hooks,) = (each["hooks"] for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"])
     assert [hook["entry"].split()[0] for hook in hooks] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy"]
     for template in ROOT.glob(".github/ISSUE_TEMPLATE/*.md"):

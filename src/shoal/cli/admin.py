@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, Typer, echo
+from typer import Argument, Typer, echo
 
 from shoal.cli import options
 from shoal.cli.help import CONTEXT, Command, Group
@@ -36,7 +36,6 @@ KEYS = "A folder with admin.key and admin.json, or root.key. (default: keys/ of 
 PASSPHRASE = "A file that holds the passphrase. (default: SHOAL_PASSPHRASE, or you are asked)"
 FOR = "With suspend: for how long; 0 follows the rules of the hub."
 CERTIFICATE = "With add-validator and a public key: where to write the certificate."
-EXPORTED = "The file to write. (default: standard output)"
 SEALED = "Do not make a new key, but open this exported one; - reads standard input."
 
 
@@ -44,10 +43,10 @@ def admin(
     order: Annotated[str, Argument(metavar="ORDER", help=ORDER)],
     run: options.Place,
     target: Annotated[str | None, Argument(metavar="TARGET", help=TARGET)] = None,
-    reason: Annotated[str, Option("--reason", metavar="TEXT", help="The reason, which everybody can read.")] = "",
+    reason: Annotated[str, options.value("--reason", "TEXT", "The reason, which everybody can read.")] = "",
     for_s: Annotated[float, options.number("--for", "SECONDS", FOR, 0)] = 0,
-    out: Annotated[Path | None, Option("--out", metavar="FILE", help=CERTIFICATE)] = None,
-    keys: Annotated[Path | None, Option("--keys", metavar="FOLDER", help=KEYS)] = None,
+    out: Annotated[Path | None, options.value("--out", "FILE", CERTIFICATE)] = None,
+    keys: Annotated[Path | None, options.value("--keys", "FOLDER", KEYS)] = None,
 ) -> None:
     """Give a run an order as its owner. Every order is signed and is written to the ledger."""
     if order not in ORDERS:
@@ -74,13 +73,13 @@ key = Typer(
     context_settings=CONTEXT,
 )  # fmt: skip
 Where = Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder, which holds node.key.")]
-PassphraseFile = Annotated[Path | None, Option("--passphrase-file", metavar="FILE", help=PASSPHRASE)]
+PassphraseFile = Annotated[Path | None, options.value("--passphrase-file", "FILE", PASSPHRASE)]
 
 
 @key.command(cls=Command, epilog="Example: shoal key new ~/owner.key")
 def new(
     where: Where,
-    sealed: Annotated[str | None, Option("--from", metavar="SEALED", help=SEALED)] = None,
+    sealed: Annotated[str | None, options.value("--from", "SEALED", SEALED)] = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Make a key for an owner or a machine, or open an exported one, and print its node id and its public key, which
@@ -93,7 +92,7 @@ def new(
 @key.command(name="export", cls=Command, epilog="Example: shoal key export ~/owner.key --out sealed.txt")
 def export_(
     where: Where,
-    out: Annotated[Path | None, Option("--out", metavar="FILE", help=EXPORTED)] = None,
+    out: Annotated[Path | None, options.value("--out", "FILE", "The file to write. (default: standard output)")] = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Write a key, sealed with a passphrase, as one line of text, to keep it or to move it to another machine."""
@@ -105,7 +104,7 @@ def export_(
 @key.command(cls=Command, epilog="Example: shoal key vouch ~/.shoal/RUN/worker --owner ~/owner.key > vouch.json")
 def vouch(
     node: Annotated[str, Argument(metavar="NODE", help="A node id, a public key, a key file, or a worker's folder.")],
-    owner: Annotated[Path, Option("--owner", metavar="FILE", help="The file with the owner's key.")],
+    owner: Annotated[Path, options.value("--owner", "FILE", "The file with the owner's key.")],
 ) -> None:
     """State that a machine is yours, as a line of text for `shoal join --vouch`. Your key stays where it is."""
     from shoal.protocol import load_key

@@ -22,16 +22,14 @@ TREE = "Where the published files are, which are served."
 KEY = "The key file that signs. (default: FOLDER.key, made if it is not there)"
 NAME = "The name of the broadcast. (default: that of PATH)"
 SOURCES = "The publisher's URL or relays' URLs; one of them ends in the publisher's key."
-OUT = "The file or folder to write."
-FORCE = "Replace files that were not fetched by this command."
 
 
 @cast.command(cls=Command, epilog="Example: shoal cast publish model.safetensors")
 def publish(
     path: Annotated[Path, Argument(metavar="PATH", help="A file, or a folder with everything in it.")],
-    folder: Annotated[Path, Option("--folder", metavar="FOLDER", help=TREE)] = Path("www"),
-    key: Annotated[Path | None, Option("--key", metavar="FILE", help=KEY)] = None,
-    name: Annotated[str | None, Option("--name", metavar="NAME", help=NAME)] = None,
+    folder: Annotated[Path, options.value("--folder", "FOLDER", TREE)] = Path("www"),
+    key: Annotated[Path | None, options.value("--key", "FILE", KEY)] = None,
+    name: Annotated[str | None, options.value("--name", "NAME", NAME)] = None,
     keep: options.KeepVersions = 3,
     serve: Annotated[bool, Option("--serve/--no-serve", help="Serve what is published until Ctrl-C.")] = True,
     host: options.Host = "0.0.0.0",
@@ -47,9 +45,9 @@ def publish(
 
 @cast.command(cls=Command, epilog="Example: shoal cast relay --upstream http://HOST:8471/#KEY --port 8472")
 def relay(
-    upstreams: Annotated[list[str], Option("--upstream", metavar="URL#KEY", help=options.UPSTREAM_HELP)],
+    upstreams: Annotated[list[str], options.value("--upstream", "URL#KEY", options.UPSTREAM_HELP)],
     peers: options.Peers = None,
-    folder: Annotated[Path, Option("--folder", metavar="FOLDER", help="Where to keep the mirror.")] = Path("mirror"),
+    folder: Annotated[Path, options.value("--folder", "FOLDER", "Where to keep the mirror.")] = Path("mirror"),
     host: options.Host = "0.0.0.0",
     port: options.Port = 8472,
     keep: options.KeepVersions = 3,
@@ -67,10 +65,10 @@ def relay(
 @cast.command(cls=Command, epilog="Example: shoal cast fetch http://HOST:8471/#KEY --out model.safetensors")
 def fetch(
     sources: Annotated[list[str], Argument(metavar="URL#KEY", help=SOURCES)],
-    out: Annotated[str, Option("--out", metavar="PATH", help=OUT)],
+    out: Annotated[str, options.value("--out", "PATH", "The file or folder to write.")],
     wait_s: options.Wait = 10,
     patience_s: options.Patience = 60,
-    force: Annotated[bool, Option("--force", help=FORCE)] = False,
+    force: Annotated[bool, Option("--force", help="Replace files that were not fetched by this command.")] = False,
 ) -> None:
     """Fetch the newest version. After Ctrl-C the same command resumes; what is here already is not fetched again."""
     from shoal.cli.printing import CastTerminal

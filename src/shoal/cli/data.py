@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option, Typer, echo
+from typer import Argument, Exit, Typer, echo
 
 from shoal.cli import options
 from shoal.cli.help import CONTEXT, Command, Group
@@ -29,11 +29,11 @@ data = Typer(
 )  # fmt: skip
 WHERE = "A data file or folder, FORMAT:FILE, a recipe, or a run's folder."
 SET = "Change an option of the data set, for example format=aime. Repeatable."
-ORDER = "Show which task each unit of a run is instead: unit, row and id of this many units."
+ORDER = "Show the tasks of this many units of a run instead: unit, row and id."
 RUN_SEED = "With --order: the run's seed. (default: the recipe's, or 0)"
 FORM = "How to write the answer, for example <answer>{answer}</answer>."
 SPEC = "The tasks: an environment's name, a recipe, or a data file."
-Settings = Annotated[list[str] | None, Option("--set", metavar="OPTION=VALUE", help=SET)]
+Settings = Annotated[list[str] | None, options.value("--set", "OPTION=VALUE", SET)]
 BAD_ROWS = ("", "skip", "refuse")
 SHOWN = 20  # reasons, and rows by their number
 
@@ -84,9 +84,9 @@ def _show_order(where: str, settings: Sequence[str], seed: int | None, units: ra
 @data.command(cls=Command, epilog="Example: shoal data demos sort --count 1000 --out demos.jsonl")
 def demos(
     spec: Annotated[str, Argument(metavar="SPEC", help=SPEC)],
-    out: Annotated[Path, Option("--out", metavar="FILE.jsonl", help="The file of demonstrations to write.")],
+    out: Annotated[Path, options.value("--out", "FILE.jsonl", "The file of demonstrations to write.")],
     count: Annotated[int, options.whole("--count", "How many demonstrations to write.", 1, 10_000_000)] = 1000,
-    form: Annotated[str, Option("--form", metavar="TEXT", help=FORM)] = "{answer}",
+    form: Annotated[str, options.value("--form", "TEXT", FORM)] = "{answer}",
     settings: options.EnvironmentSettings = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`. Each is scored first."""

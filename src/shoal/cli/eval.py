@@ -11,7 +11,7 @@ from shoal.cli import options
 from shoal.errors import ConfigError, UserError
 from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
 
-ENV = f"The environment whose held-out tasks are left out, and which verifies. {options.SPEC_HELP}"
+ENV = "The environment whose held-out tasks are left out, and which verifies; as `shoal eval --env`."
 SET = "Change a setting of the trainer (rate, clip, memory, …), or environment.KEY. Repeatable."
 FORM = "Keep completions whose last message has this: thinking, boxed, answer, or a pattern. Repeatable."
 TASKS = "The tasks: a data file or folder, FORMAT:FILE, a recipe, or an environment's name."
@@ -23,11 +23,8 @@ ALLOW = "Leave out tasks that are in the training set, instead of refusing to me
 DATA = "Demonstrations: JSON lines, Parquet, or a folder; columns messages, prompt and completion, or text. Repeatable."
 BAND = "Keep tasks that are solved at rates from LOW to HIGH."
 COLUMN = "The new columns are solve_rate_NAME and so on. (default: the model's name)"
-FORCE = "Compare results that differ in tasks or settings."
 A = "The results of one model, written by `shoal eval`: their folder, or tasks.parquet."
-EPOCHS = "How often to train on all demonstrations."
 VALIDATION = "How many demonstrations to measure on instead. (default: 5 %, at most 256)"
-STEPS = "Train this many steps instead of epochs."
 CHAT = "Use the model's chat template for prompts. (default: if it has one)"
 LONGEST = "Leave out demonstrations of more tokens. (default: the model's context)"
 VERIFY = "Keep only demonstrations that the environment of --env rewards."
@@ -36,16 +33,16 @@ BEST = "The share to keep, by rank, for example 0.5."
 
 def evaluate(
     model: options.OptionalModel = None,
-    env: Annotated[str | None, Option("--env", metavar="SPEC", help=options.SPEC_HELP)] = None,
+    env: Annotated[str | None, options.value("--env", "SPEC", options.SPEC_HELP)] = None,
     samples: options.Samples = 1,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
-    split: Annotated[str | None, Option("--split", metavar="PART", help=SPLIT.format("held_out"))] = None,
-    out: Annotated[Path | None, Option("--out", metavar="FOLDER", help=RESULTS)] = None,
-    rescore: Annotated[Path | None, Option("--rescore", metavar="FOLDER", help=RESCORE)] = None,
-    trained_on: Annotated[str | None, Option("--trained-on", metavar="SPEC", help=TRAINED_ON)] = None,
+    split: Annotated[str | None, options.value("--split", "PART", SPLIT.format("held_out"))] = None,
+    out: Annotated[Path | None, options.value("--out", "FOLDER", RESULTS)] = None,
+    rescore: Annotated[Path | None, options.value("--rescore", "FOLDER", RESCORE)] = None,
+    trained_on: Annotated[str | None, options.value("--trained-on", "SPEC", TRAINED_ON)] = None,
     allow_leaks: Annotated[bool, Option("--allow-leaks", help=ALLOW)] = False,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",
@@ -81,7 +78,7 @@ def evaluate(
 def compare(
     a: Annotated[Path, Argument(metavar="A", help=A)],
     b: Annotated[Path, Argument(metavar="B", help="The results of the other model.")],
-    force: Annotated[bool, Option("--force", help=FORCE)] = False,
+    force: Annotated[bool, Option("--force", help="Compare results that differ in tasks or settings.")] = False,
     seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> None:
@@ -101,16 +98,16 @@ def compare(
 def filter_tasks(
     model: options.Model,
     data: Annotated[str, Argument(metavar="DATA", help=TASKS)],
-    out: Annotated[Path, Option("--out", metavar="FILE.parquet", help="The data set to write.")],
+    out: Annotated[Path, options.value("--out", "FILE.parquet", "The data set to write.")],
     samples: options.Samples = 8,
-    keep: Annotated[str, Option("--pass-rate", metavar="LOW:HIGH", help=BAND)] = "0.125:0.5",
+    keep: Annotated[str, options.value("--pass-rate", "LOW:HIGH", BAND)] = "0.125:0.5",
     everything: Annotated[bool, Option("--all", help="Keep all rows, with their rates.")] = False,
-    name: Annotated[str | None, Option("--name", metavar="NAME", help=COLUMN)] = None,
+    name: Annotated[str | None, options.value("--name", "NAME", COLUMN)] = None,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
-    split: Annotated[str | None, Option("--split", metavar="PART", help=SPLIT.format("train"))] = None,
+    split: Annotated[str | None, options.value("--split", "PART", SPLIT.format("train"))] = None,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
@@ -138,25 +135,21 @@ def filter_tasks(
 
 def sft(
     model: options.Model,
-    data: Annotated[list[Path], Option("--data", metavar="FILE", help=DATA)],
-    out: Annotated[Path, Option("--out", metavar="FOLDER", help="The folder of the model to write.")],
-    env: Annotated[str | None, Option("--env", metavar="SPEC", help=ENV)] = None,
-    settings: Annotated[list[str] | None, Option("--set", metavar="trainer.KEY=VALUE", help=SET)] = None,
-    epochs: Annotated[int, options.whole("--epochs", EPOCHS, 1, 10_000)] = 1,
-    steps: Annotated[int | None, options.whole("--steps", STEPS, 1)] = None,
+    data: Annotated[list[Path], options.value("--data", "FILE", DATA)],
+    out: Annotated[Path, options.value("--out", "FOLDER", "The folder of the model to write.")],
+    env: Annotated[str | None, options.value("--env", "SPEC", ENV)] = None,
+    settings: Annotated[list[str] | None, options.value("--set", "trainer.KEY=VALUE", SET)] = None,
+    epochs: Annotated[int, options.whole("--epochs", "How often to train on all demonstrations.", 1, 10_000)] = 1,
+    steps: Annotated[int | None, options.whole("--steps", "Train this many steps instead of epochs.", 1)] = None,
     batch: Annotated[int, options.whole("--batch", "Demonstrations per step.", 1)] = 32,
     validation: Annotated[int | None, options.whole("--validation", VALIDATION)] = None,
     seed: options.Seed = 0,
     chat: Annotated[bool | None, Option("--chat/--no-chat", help=CHAT)] = None,
     max_tokens: Annotated[int | None, options.whole("--max-tokens", LONGEST, 2)] = None,
-    require: Annotated[list[str] | None, Option("--require", metavar="FORM", help=FORM)] = None,
+    require: Annotated[list[str] | None, options.value("--require", "FORM", FORM)] = None,
     verify: Annotated[bool, Option("--verify", help=VERIFY)] = False,
-    min_reward: Annotated[
-        float, Option("--min-reward", metavar="REWARD", help="With --verify: the least reward.")
-    ] = 1.0,
-    rank: Annotated[
-        Path | None, Option("--rank", metavar="FOLDER", help="A sequence classifier that ranks them.")
-    ] = None,
+    min_reward: Annotated[float, options.value("--min-reward", "REWARD", "With --verify: the least reward.")] = 1.0,
+    rank: Annotated[Path | None, options.value("--rank", "FOLDER", "A sequence classifier that ranks them.")] = None,
     best: Annotated[float | None, options.number("--best", "SHARE", BEST, 1e-6, 1)] = None,
 ) -> None:
     """Train a model on demonstrations that filters choose, before reinforcement learning. After Ctrl-C the same command

@@ -7,40 +7,48 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-HELP_OPTIONS = ("-h", "--help")
-CONTEXT = {"help_option_names": [*HELP_OPTIONS], "max_content_width": 100}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+HELP = ("-h, --help", "Show this help.")
 
 
 class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        parameters = [each for each in self.params if not getattr(each, "hidden", False)]
-        arguments = [each for each in parameters if each.param_type_name == "argument"]
-        options = [each for each in parameters if each.param_type_name == "option"]
-        words = " ".join(["[OPTIONS]", *map(argument_name, arguments)])
-        _begin(self, ctx, formatter, words)
-        _section(formatter, "Arguments", [(argument_name(each), meaning(each)) for each in arguments])
-        shown = [(option_name(each), meaning(each)) for each in options]
-        _section(formatter, "Options", [*shown, (", ".join(HELP_OPTIONS), "Show this help.")])
-        _end(self, formatter)
+        arguments = [each for each in self.params if each.param_type_name == "argument"]
+        sections = {"Arguments": [(argument_name(each), meaning(each)) for each in arguments]}
+        write_help(
+            self, ctx, formatter, " ".join(["[OPTIONS]", *(name for name, _ in sections["Arguments"])]), sections
+        )
 
 
 class Group(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _begin(self, ctx, formatter, "COMMAND …")
-        panels: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
-            if not command.hidden:
-                panel = getattr(command, "rich_help_panel", None)
-                panels.setdefault(panel if isinstance(panel, str) else "Commands", []).append((name, _summary(command)))
-        for panel, rows in panels.items():
-            _section(formatter, panel, rows)
-        options = [(option_name(each), meaning(each)) for each in self.params]
-        _section(formatter, "Options", [*options, (", ".join(HELP_OPTIONS), "Show this help, or that of a command.")])
-        _end(self, formatter)
+            panel = getattr(command, "rich_help_panel", None)
+            sentence = " ".join((command.help or "").split()).partition(". ")[0].rstrip(".") + "."
+            sections.setdefault(panel if isinstance(panel, str) else "Commands", []).append((name, sentence))
+        write_help(self, ctx, formatter, "COMMAND …", sections)
+
+
+def write_help(command: Any, ctx: Any, formatter: Any, words: str, sections: dict[str, list[tuple[str, str]]]) -> None:
+    formatter.write_usage(ctx.command_path, words)
+    formatter.write_paragraph()
+    with formatter.indentation():
+        formatter.write_text(" ".join((command.help or "").split()))
+    options = [each for each in command.params if each.param_type_name == "option"]
+    sections["Options"] = [*((option_name(each), meaning(each)) for each in options), HELP]
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=26)
+    for paragraph in (command.epilog or "").split("\n\n"):
+        formatter.write_paragraph()
+        for line in paragraph.splitlines():
+            formatter.write_text(line)
 
 
 def argument_name(parameter: Any) -> str:
-    name = str(parameter.metavar or parameter.name.upper()) + ("…" if parameter.nargs == -1 else "")
+    name = parameter.metavar + ("…" if parameter.nargs == -1 else "")
     return name if parameter.required else f"[{name}]"
 
 
@@ -51,40 +59,12 @@ def option_name(parameter: Any) -> str:
 
 def meaning(parameter: Any) -> str:
     """Its help, with the default, unless the help has it in words."""
-    text, default = " ".join((parameter.help or "").split()), parameter.default
+    text, default = parameter.help or "", parameter.default
     if parameter.required:
         return text if parameter.param_type_name == "argument" else f"{text} (required)"
-    if default is True:
-        default = parameter.opts[0]
     if default is None or default is False or default == "" or "(default:" in text:
         return text
-    return f"{text} (default: {default})"
-
-
-def _summary(command: Any) -> str:
-    """The first sentence."""
-    return " ".join((command.help or "").split()).partition(". ")[0].rstrip(".") + "."
-
-
-def _begin(command: Any, ctx: Any, formatter: Any, words: str) -> None:
-    formatter.write_usage(ctx.command_path, words)
-    for paragraph in (command.help or "").split("\n\n"):
-        formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write_text(" ".join(paragraph.split()))
-
-
-def _section(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
-    if rows:
-        with formatter.section(title):
-            formatter.write_dl(rows, col_max=26)
-
-
-def _end(command: Any, formatter: Any) -> None:
-    for paragraph in (command.epilog or "").split("\n\n"):
-        formatter.write_paragraph()
-        for line in paragraph.splitlines():
-            formatter.write_text(line)
+    return f"{text} (default: {parameter.opts[0] if default is True else default})"
 
 
 def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,10 +40,10 @@ EVERY = "The time between two looks."
 @ledger.command(cls=Command, epilog="Example: shoal ledger verify http://HOST:8470/#KEY --out ledger.jsonl")
 def verify(
     where: options.Ledger,
-    head: Annotated[Path | None, Option("--head", metavar="FILE", help=HEAD)] = None,
-    witnesses: Annotated[list[str] | None, Option("--witness", metavar="KEY[@URL]", help=WITNESS)] = None,
+    head: Annotated[Path | None, options.value("--head", "FILE", HEAD)] = None,
+    witnesses: Annotated[list[str] | None, options.value("--witness", "KEY[@URL]", WITNESS)] = None,
     without_evidence: Annotated[bool, Option("--without-evidence", help=WITHOUT)] = False,
-    out: Annotated[Path | None, Option("--out", metavar="FILE", help=EXPORT)] = None,
+    out: Annotated[Path | None, options.value("--out", "FILE", EXPORT)] = None,
     sample: Annotated[int | None, options.whole("--recheck", RECHECK, 1)] = None,
     seed: Annotated[int | None, options.whole("--seed", DRAWN)] = None,
     wait_s: options.Wait = 3,
@@ -140,9 +140,9 @@ def _show_shares(where: str, step: int | None, as_json: bool, wait_s: float) -> 
 def witness(
     url: Annotated[str, Argument(metavar="URL", help="The hub's URL, best the whole join URL.")],
     folder: Annotated[
-        Path, Option("--folder", metavar="FOLDER", help="Keep the witness's key and what it signed here.")
+        Path, options.value("--folder", "FOLDER", "Keep the witness's key and what it signed here.")
     ] = Path("witness"),
-    out: Annotated[list[Path] | None, Option("--out", metavar="FOLDER", help=SIGNED)] = None,
+    out: Annotated[list[Path] | None, options.value("--out", "FOLDER", SIGNED)] = None,
     every_s: Annotated[float, options.number("--every", "SECONDS", EVERY, 1, options.DAY_S)] = 60,
     once: Annotated[bool, Option("--once", help="Look once, sign, and end.")] = False,
 ) -> None:

@@ -47,6 +47,7 @@ app = Typer(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and lets no exception out."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    given = [*given[1:], "--help"] if given[0] == "help" else given
     if arguments is None and not end_at_start(given):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)  # what a command has begun to write is removed

@@ -17,6 +17,10 @@ MAX_SEED = 2**31
 DAY_S = 86_400
 
 
+def value(name: str, metavar: str, text: str) -> Any:
+    return Option(name, metavar=metavar, help=text)
+
+
 def whole(name: str, text: str, least: int = 0, most: int | None = None, metavar: str = "N") -> Any:
     """An option whose value is a whole number. A wrong value gets a message in words."""
     return Option(name, metavar=metavar, help=text, parser=_parser(int, least, most))
@@ -68,8 +72,7 @@ Ledger = Annotated[str, Argument(metavar="RUN", parser=ledger_place, help=LEDGER
 OptionalLedger = Annotated[
     str | None, Argument(metavar="RUN", parser=ledger_place, help=f"{LEDGER_HELP} {DEFAULT_RUN}")
 ]
-INDEX_HELP = "Which one of several to start, counted from 0."
-Index = Annotated[int, whole("--index", INDEX_HELP)]
+Index = Annotated[int, whole("--index", "Which one of several to start, counted from 0.")]
 WAIT_HELP = "How long to try to reach a server that does not answer."
 Wait = Annotated[float, number("--wait", "SECONDS", WAIT_HELP, 0, DAY_S)]
 PATIENCE_HELP = "Stop when nothing has happened for this long."
@@ -79,39 +82,33 @@ Json = Annotated[bool, Option("--json", help="Print everything as JSON, for prog
 SPEC_HELP = "The tasks: an environment's name, a recipe, a run, a reward file, a data file, or FORMAT:FILE (aime, …)."
 SET_HELP = "Change a setting; KEY= removes it from the recipe, KEY=none gives it no value. Repeatable."
 SET_ENVIRONMENT_HELP = "Change a setting of the environment. Repeatable."
-Settings = Annotated[list[str] | None, Option("--set", metavar="SECTION.KEY=VALUE", help=SET_HELP)]
-EnvironmentSettings = Annotated[
-    list[str] | None, Option("--set", metavar="environment.KEY=VALUE", help=SET_ENVIRONMENT_HELP)
-]
-Device = Annotated[str, Option("--device", metavar="DEVICE", help="Compute on cpu, cuda, or auto.")]
-Dtype = Annotated[str, Option("--dtype", metavar="FORMAT", help="Compute in float32, bfloat16, or auto.")]
-Engine = Annotated[str, Option("--engine", metavar="ENGINE", help="Generate with torch, vllm or scripted (for tests).")]
+Settings = Annotated[list[str] | None, value("--set", "SECTION.KEY=VALUE", SET_HELP)]
+EnvironmentSettings = Annotated[list[str] | None, value("--set", "environment.KEY=VALUE", SET_ENVIRONMENT_HELP)]
+Device = Annotated[str, value("--device", "DEVICE", "Compute on cpu, cuda, or auto.")]
+Dtype = Annotated[str, value("--dtype", "FORMAT", "Compute in float32, bfloat16, or auto.")]
+Engine = Annotated[str, value("--engine", "ENGINE", "Generate with torch, vllm or scripted (for tests).")]
 
 MODEL = Argument(metavar="MODEL", help="The model: tiny (built in), a Hugging Face folder, or a run.")
 Model = Annotated[str, MODEL]
 OptionalModel = Annotated[str | None, MODEL]
 Samples = Annotated[int, whole("--samples", "Completions per task.", 1, 4096)]
-TASKS_HELP = "How many tasks to use, chosen by the seed; 0 means all."
-Tasks = Annotated[int, whole("--tasks", TASKS_HELP)]
+Tasks = Annotated[int, whole("--tasks", "How many tasks to use, chosen by the seed; 0 means all.")]
 HEAT_HELP = "Sampling temperature; 0 is greedy. (default: 0 for one sample, else the recipe's, or 1)"
 Temperature = Annotated[float | None, number("--temperature", "T", HEAT_HELP, 0, 10)]
 TOKENS_HELP = "Longest completion in tokens. (default: the recipe's, or 1024)"
 MaxTokens = Annotated[int | None, whole("--max-new-tokens", TOKENS_HELP, 1, 131_072)]
-SEED_HELP = "Another seed draws other samples and other tasks."
-Seed = Annotated[int, whole("--seed", SEED_HELP, 0, MAX_SEED)]
-ROWS_HELP = "Completions that are generated together."
-BatchRows = Annotated[int, whole("--batch-rows", ROWS_HELP, 1, 65_536)]
+Seed = Annotated[int, whole("--seed", "Another seed draws other samples and other tasks.", 0, MAX_SEED)]
+BatchRows = Annotated[int, whole("--batch-rows", "Completions that are generated together.", 1, 65_536)]
 
-Host = Annotated[str, Option("--host", metavar="ADDRESS", help="The address to listen on.")]
+Host = Annotated[str, value("--host", "ADDRESS", "The address to listen on.")]
 Port = Annotated[int, whole("--port", "The port to listen on; 0 takes a free one.", 0, 65_535, metavar="PORT")]
-KEEP_HELP = "How many of the newest versions to keep."
-KeepVersions = Annotated[int, whole("--keep-versions", KEEP_HELP, 1, 500)]
+KeepVersions = Annotated[int, whole("--keep-versions", "How many of the newest versions to keep.", 1, 500)]
 UPSTREAM_HELP = "A server to mirror from. Repeatable."
 PEER_HELP = "Exchange chunks with this relay of the same level. Repeatable."
-Peers = Annotated[list[str] | None, Option("--peer", metavar="URL", help=PEER_HELP)]
+Peers = Annotated[list[str] | None, value("--peer", "URL", PEER_HELP)]
 DISK_HELP = "Most disk for weights, for example 40GB. (default: 80 % of the free)"
 MIRROR_DISK_HELP = "Most disk for versions, for example 40GB. (default: no limit; of a run elsewhere 80 % of the free)"
-MaxDisk = Annotated[str | None, Option("--max-disk", metavar="SIZE", help=MIRROR_DISK_HELP)]
+MaxDisk = Annotated[str | None, value("--max-disk", "SIZE", MIRROR_DISK_HELP)]
 
 
 def gigabytes(size: str | None) -> float | None:

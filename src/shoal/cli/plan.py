@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Exit, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError
@@ -35,7 +35,7 @@ def plan(
     devices: Annotated[int | None, options.whole("--devices", DEVICES, 1, 1024)] = None,
     memory_gb: Annotated[float | None, options.number("--memory", "GIB", MEMORY, 0.001, 1e6)] = None,
     parameters: Annotated[float | None, options.number("--parameters", "N", PARAMETERS, 1e7, 1e13)] = None,
-    assumptions: Annotated[list[str] | None, Option("--assume", metavar="NAME=NUMBER", help=ASSUME)] = None,
+    assumptions: Annotated[list[str] | None, options.value("--assume", "NAME=NUMBER", ASSUME)] = None,
     gpu_hour_price: Annotated[float | None, options.number("--gpu-hour-price", "PRICE", PRICE, 0, 1e6)] = None,
 ) -> None:
     """Print what a run needs, before anything is loaded: memory of every role, disk, bytes on links, time by stage,

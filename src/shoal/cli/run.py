@@ -32,14 +32,12 @@ next: your own reward is one Python function:
   {shoal} run recipes/tiny.toml runs/mine --set environment.file=examples/custom_reward.py
 the algorithm in one file: {python} examples/one_file_rl.py"""
 STALENESS = "How many steps old the policy of trained work may be; 0 is synchronous."
-STEPS = "How many training steps to make."
 SOURCE = "A recipe (a TOML file) to start a run; or a run to resume: its folder, or its name under runs/."
 RUN = "With a recipe: the run's folder, or a name for it under runs/. (default: runs/ and run.name of the recipe)"
 PREPARE = "Make the run's folder, and print the commands that start each role on its own."
 REPLACED = "Where to run: a folder, or a name under runs/. An earlier demo there is replaced. (default: runs/demo)"
 CHEAT = "What the third worker does; docs/guides/attack-your-run.md lists the cheats."
 WHERE = "The run's join URL, http://HOST:PORT/#KEY, or those of all its hubs; or a run on this machine."
-INDEX = "For a run on this machine: the number of this worker."
 ATTACK = "Cheat in this way, to attack a run of your own."
 MIRROR = "Keep the mirror here. (default: ~/.shoal/RUN/relay)"
 JOIN_FOLDER = "Keep keys, weights and unsent work here. (default: ~/.shoal/RUN/worker)"
@@ -119,8 +117,8 @@ def demo(
     directory: Annotated[Path | None, Argument(metavar="RUN", parser=options.run_folder, help=REPLACED)] = None,
     seed: options.Seed = 0,
     staleness: Annotated[int, options.whole("--staleness", STALENESS, 0, 16)] = 2,
-    steps: Annotated[int, options.whole("--steps", STEPS, 1, 100_000)] = 20,
-    cheat: Annotated[str, Option("--cheat", metavar="NAME", help=CHEAT)] = "best-of",
+    steps: Annotated[int, options.whole("--steps", "How many training steps to make.", 1, 100_000)] = 20,
+    cheat: Annotated[str, options.value("--cheat", "NAME", CHEAT)] = "best-of",
     patience_s: options.Patience = 180,
 ) -> None:
     """Watch a model learn on eight processes of which one cheats and is caught. It takes minutes and no GPU."""
@@ -201,9 +199,9 @@ def relay(
     where: options.Place,
     origin: Annotated[bool, Option("--origin", help="Serve what the trainer of this run's folder publishes.")] = False,
     index: options.Index = 0,
-    upstreams: Annotated[list[str] | None, Option("--upstream", metavar="URL", help=options.UPSTREAM_HELP)] = None,
+    upstreams: Annotated[list[str] | None, options.value("--upstream", "URL", options.UPSTREAM_HELP)] = None,
     peers: options.Peers = None,
-    folder: Annotated[Path | None, Option("--folder", metavar="FOLDER", help=MIRROR)] = None,
+    folder: Annotated[Path | None, options.value("--folder", "FOLDER", MIRROR)] = None,
     host: options.Host = "0.0.0.0",
     port: options.Port = 8472,
     keep: options.KeepVersions = 3,
@@ -227,22 +225,22 @@ def relay(
 
 def join(
     where: Annotated[list[str], Argument(metavar="URL|RUN", help=WHERE)],
-    index: Annotated[int, options.whole("--index", INDEX)] = 0,
-    folder: Annotated[Path | None, Option("--folder", metavar="FOLDER", help=JOIN_FOLDER)] = None,
+    index: Annotated[int, options.whole("--index", "For a run on this machine: the number of this worker.")] = 0,
+    folder: Annotated[Path | None, options.value("--folder", "FOLDER", JOIN_FOLDER)] = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    name: Annotated[str | None, Option("--name", metavar="NAME", help=NAME)] = None,
+    name: Annotated[str | None, options.value("--name", "NAME", NAME)] = None,
     wait_s: options.Wait = 10,
-    cheat: Annotated[str | None, Option("--cheat", metavar="NAME", help=ATTACK)] = None,
-    owner: Annotated[Path | None, Option("--owner", metavar="FILE", help=OWNER)] = None,
-    vouch: Annotated[Path | None, Option("--vouch", metavar="FILE", help=VOUCH)] = None,
+    cheat: Annotated[str | None, options.value("--cheat", "NAME", ATTACK)] = None,
+    owner: Annotated[Path | None, options.value("--owner", "FILE", OWNER)] = None,
+    vouch: Annotated[Path | None, options.value("--vouch", "FILE", VOUCH)] = None,
     check: Annotated[bool, Option("--check/--no-check", help="Look at this machine before work begins.")] = True,
     sandbox: Annotated[bool, Option("--sandbox", help=SANDBOX)] = False,
-    max_memory: Annotated[str | None, Option("--max-memory", metavar="SIZE", help=MEMORY)] = None,
-    max_disk: Annotated[str | None, Option("--max-disk", metavar="SIZE", help=options.DISK_HELP)] = None,
-    max_bandwidth: Annotated[str | None, Option("--max-bandwidth", metavar="RATE", help=BANDWIDTH)] = None,
-    gpu: Annotated[str | None, Option("--gpu", metavar="LIST", help=GPUS)] = None,
+    max_memory: Annotated[str | None, options.value("--max-memory", "SIZE", MEMORY)] = None,
+    max_disk: Annotated[str | None, options.value("--max-disk", "SIZE", options.DISK_HELP)] = None,
+    max_bandwidth: Annotated[str | None, options.value("--max-bandwidth", "RATE", BANDWIDTH)] = None,
+    gpu: Annotated[str | None, options.value("--gpu", "LIST", GPUS)] = None,
     workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
 ) -> int:
     """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""

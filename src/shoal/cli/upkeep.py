@@ -16,22 +16,19 @@ from shoal.runtime.text import shoal_command, visible, visible_json
 
 PIPED_WIDTH = 200
 OUT = "The folder to write."
-BEST = "Write the checkpoint with the best held-out score."
 VERSION = "Write the checkpoint of this version. (default: the newest)"
 VERIFY = "Check this backup instead of making one."
 MADE = "The run's folder to make, or a name for it under runs/."
 PLACES = "Where rows and submissions go instead of the folder: database, storage or storage_endpoint. Repeatable."
 URLS = "The join URLs of a run, to check the connection to its hubs, too."
 FOLDER = "A folder that must be writable. (default: with a URL ~/.shoal, like join; else this folder)"
-SELFTEST = "Run the validator's checks on work of this machine."
 CALIBRATE = "Measure honest work of this machine, and write the limits that it needs as a profile."
 MODEL = "Without a URL: the model folder to try."
 AGAINST = "What validators compute with, for example cuda/bfloat16. Repeatable. (default: cpu/float32)"
 PROFILE = "With --selftest: a profile file to judge by. Repeatable."
-MEASURED = "With --calibrate: completions to measure."
 LONGEST = "With --calibrate: the longest completion in tokens."
 HEAT = "With --calibrate: the sampling temperature."
-WRITTEN = "With --calibrate: the profile to write. (default: profile-….toml)"
+WRITTEN = "With --calibrate: the profile to write. (default: KIND.toml, such as torch-cpu-float32.toml)"
 
 
 def status(where: options.OptionalPlace = None, as_json: options.Json = False, wait_s: options.Wait = 3) -> None:
@@ -66,7 +63,7 @@ def status(where: options.OptionalPlace = None, as_json: options.Json = False, w
 def export(
     directory: options.Run,
     out: Annotated[Path, Argument(metavar="OUT", help=OUT)],
-    best: Annotated[bool, Option("--best", help=BEST)] = False,
+    best: Annotated[bool, Option("--best", help="Write the checkpoint with the best held-out score.")] = False,
     version: Annotated[int | None, options.whole("--version", VERSION)] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder."""
@@ -80,7 +77,7 @@ def backup(
         Path | None, Argument(metavar="RUN", parser=options.run_folder, help=options.FOLDER_HELP)
     ] = None,
     out: Annotated[Path | None, Argument(metavar="OUT.tar", help="The file to write.")] = None,
-    verify: Annotated[Path | None, Option("--verify", metavar="FILE", help=VERIFY)] = None,
+    verify: Annotated[Path | None, options.value("--verify", "FILE", VERIFY)] = None,
 ) -> None:
     """Write a whole run, running or not, to one file. The file holds the run's private keys."""
     from shoal.run.backup import backup_run, verify_backup
@@ -100,7 +97,7 @@ def backup(
 def restore(
     file: Annotated[Path, Argument(metavar="FILE", help="The backup.")],
     folder: Annotated[Path, Argument(metavar="RUN", parser=options.run_folder, help=MADE)],
-    overrides: Annotated[list[str] | None, Option("--set", metavar="hub.KEY=VALUE", help=PLACES)] = None,
+    overrides: Annotated[list[str] | None, options.value("--set", "hub.KEY=VALUE", PLACES)] = None,
 ) -> None:
     """Make a run's folder from a backup, on another database or store if you name one. The run resumes from there."""
     from shoal.run.backup import restore_run
@@ -116,19 +113,19 @@ def restore(
 
 def doctor(
     urls: Annotated[list[str] | None, Argument(metavar="URL", help=URLS)] = None,
-    folder: Annotated[Path | None, Option("--folder", metavar="FOLDER", help=FOLDER)] = None,
-    selftest: Annotated[bool, Option("--selftest", help=SELFTEST)] = False,
+    folder: Annotated[Path | None, options.value("--folder", "FOLDER", FOLDER)] = None,
+    selftest: Annotated[bool, Option("--selftest", help="Run the validator's checks on work of this machine.")] = False,
     calibrate: Annotated[bool, Option("--calibrate", help=CALIBRATE)] = False,
-    model: Annotated[str, Option("--model", metavar="MODEL", help=MODEL)] = "tiny",
+    model: Annotated[str, options.value("--model", "MODEL", MODEL)] = "tiny",
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    against: Annotated[list[str] | None, Option("--against", metavar="DEVICE/FORMAT", help=AGAINST)] = None,
-    profile: Annotated[list[Path] | None, Option("--profile", metavar="FILE", help=PROFILE)] = None,
-    samples: Annotated[int, options.whole("--samples", MEASURED, 32)] = 256,
+    against: Annotated[list[str] | None, options.value("--against", "DEVICE/FORMAT", AGAINST)] = None,
+    profile: Annotated[list[Path] | None, options.value("--profile", "FILE", PROFILE)] = None,
+    samples: Annotated[int, options.whole("--samples", "With --calibrate: completions to measure.", 32)] = 256,
     tokens: Annotated[int, options.whole("--max-new-tokens", LONGEST, 1)] = 128,
     temperature: Annotated[float, options.number("--temperature", "T", HEAT, 0.01, 10)] = 1.0,
-    out: Annotated[Path | None, Option("--out", metavar="FILE", help=WRITTEN)] = None,
+    out: Annotated[Path | None, options.value("--out", "FILE", WRITTEN)] = None,
 ) -> None:
     """Check this machine, and say what to do about each problem. The exit code is 1 if there is one."""
     from shoal.engines import check_engine

@@ -85,6 +85,8 @@ def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
     shown = told(capsys, 0, "--help").out
     assert all(reader in shown for reader in READERS)
     assert "Commands" not in shown, "a command is in no group"
+    assert told(capsys, 0).out == told(capsys, 0, "help").out == shown
+    assert told(capsys, 0, "help", "cast", "fetch").out == told(capsys, 0, "cast", "fetch", "--help").out
 
 
 @pytest.mark.parametrize(("name", "command"), [*leaves(COMMANDS)], ids=[name for name, _ in leaves(COMMANDS)])
