@@ -55,11 +55,10 @@ TESTS = {"(?:and|but|nor|of|so|such|what|who|nobody|whoever|more)": "the input a
 """How no test's name begins."""
 
 LEFT = {
-    "CHANGELOG.md": 7, "docs": 125, "results": 24,
-    "examples": 2, "scripts": 8, "adversary": 6, "client": 9, "engines": 29, "environments": 36,
-    "evaluation": 4, "hub": 53, "ledger": 6, "models": 10, "protocol": 15, "rewards": 16, "run": 21, "runtime": 9,
-    "sampling": 6, "shardcast": 31, "simulator": 21, "toploc": 4, "trainer": 40, "validator": 34, "worker": 4,
-    "tests": 317,
+    "adversary": 5, "client": 9, "engines": 28, "environments": 10,
+    "evaluation": 3, "hub": 44, "ledger": 6, "models": 5, "protocol": 13, "rewards": 3, "run": 21, "runtime": 9,
+    "sampling": 5, "shardcast": 20, "simulator": 21, "toploc": 4, "trainer": 33, "validator": 33, "worker": 4,
+    "tests": 265,
 }  # fmt: skip
 """How many each part may still have: numbers only go down, and a part that has none is not listed."""
 
@@ -96,6 +95,8 @@ def found(text: str, words: dict[str, str] = WORDS) -> list[tuple[int, str]]:
 
 def hits_in(path: Path) -> list[str]:
     text, where = path.read_text(), path.relative_to(ROOT)
+    if where.name == "CHANGELOG.md":
+        text = re.sub("`[^`]*`", "", text)  # names that are gone
     hits = found(text)
     if where.parts[0] == "src":
         hits += [(line, name) for line, name in names(text) if any_of(*NAMES).search(plain(name))]

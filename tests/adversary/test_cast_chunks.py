@@ -3,8 +3,6 @@
 Each attack is tried on a client and on a relay. A relay must in addition never pass on what it was given.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ with the right bytes; where the bad delta is the only route, with a named error.
 delta asks for.
 """
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ hidden          a source that never mentions what is new
 A manifest that is signed and unsound in itself: unit/shardcast/test_cast_manifest.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

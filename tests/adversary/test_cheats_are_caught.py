@@ -4,8 +4,6 @@ One run serves all tests. An honest worker works all the time; the cheaters come
 shut it out, or has refused what it sends. `make test` prints the table of what came of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -4,8 +4,6 @@ The finer points of each have their own tests (tests/unit/hub, tests/unit/ledger
 hand, against a hub behind real sockets.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The attacks run in the very sandbox that the worker runs in, made by the same functions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -278,9 +276,7 @@ def port_of(hub: HostileHub) -> int:
     return int(hub.url.rpartition(":")[2])
 
 
-def test_forwarder_reaches_what_is_allowed_while_it_is(
-    forwarder: Forwarder, hub: HostileHub, other: HostileHub
-) -> None:
+def test_forwarder_reaches_what_is_allowed_while_it_is(forwarder, hub, other):
     reach = Reach(Nearness.LOOPBACK)
     forwarder.allow([hub.url], [other.url], reach)
     assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200")

@@ -1,7 +1,5 @@
 """What miners of live networks did: each is caught, or hands in what the seeds give, token by token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -422,9 +420,7 @@ def test_every_declared_field_is_checked_or_unused(harness: Formats, honest: Tri
         (spans(1, 1, 0, 1), "dialogue.malformed"),
     ],
 )
-def test_loss_mask_by_tool_spans_without_tool_refused(
-    given: bytes, reason: str, harness: Formats, honest: Trial
-) -> None:
+def test_loss_mask_by_tool_spans_without_tool_refused(given, reason, harness, honest):
     each = honest.judged[1]
     verdict = judged(harness, each, with_first(each.submission, given=given))
     assert (verdict.reason, verdict.severity) == (reason, Severity.CERTAIN)

@@ -1,7 +1,5 @@
 """A policy's files come from whoever runs the trainer: none of them becomes code, or asks the person."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import subprocess
@@ -25,7 +23,6 @@ from shoal.models.lora import ADAPTER_FILE, adapter_shape
 TINY = model_folder("tiny")
 AUTO = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor")
 TABLES = {"attn_config", "ffn_config"}  # of mpt and dbrx: no models
-COMPOSITES = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if set(CONFIG_MAPPING[kind].sub_configs) - TABLES]
 ONE_LAYER = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers"), 1)
 EVIL = """
 from pathlib import Path
@@ -72,10 +69,12 @@ def test_composite_with_code_in_its_inner_model_is_refused(planted):
     assert nothing_happened(planted)
 
 
-@pytest.mark.parametrize("kind", COMPOSITES)
-def test_every_composite_architecture_is_refused(kind):
-    with pytest.raises(ModelError, match="is a composite"), torch.device("meta"):
-        model_from_files({"config.json": json.dumps({"model_type": kind}).encode()}, device="meta")
+def test_every_composite_architecture_is_refused():
+    composites = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if set(CONFIG_MAPPING[kind].sub_configs) - TABLES]
+    assert len(composites) > 15
+    for kind in composites:
+        with pytest.raises(ModelError, match=f"'{kind}' is a composite"), torch.device("meta"):
+            model_from_files({"config.json": json.dumps({"model_type": kind}).encode()}, device="meta")
 
 
 def test_composite_hidden_in_a_text_model_is_refused(planted):

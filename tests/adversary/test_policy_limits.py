@@ -1,7 +1,5 @@
 """A policy that is larger than it may be: it takes neither disk nor memory, whatever it claims."""
 
-from __future__ import annotations
-
 import base64
 import gc
 import json

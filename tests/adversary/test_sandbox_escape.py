@@ -3,8 +3,6 @@
 Every one runs in the real sandbox. What it must not reach (a file, a server, a secret) is really there, outside.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ p = max(5 %, 10/streak), so a cheat passes 1/p - 1 times on average before it is
 loses then is everything that is in no batch yet, and all credit of the window. A real run of it: test_trials.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The worker's engine rounds as coarsely as bfloat16 does: a tenth of its honest t
 the validator computes. The limits are measured on its honest work. The reward is 1 for half of all completions.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ where that needs more tokens, test_trials (those that lie about progress: integr
 are tests of this folder.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

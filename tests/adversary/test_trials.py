@@ -3,8 +3,6 @@
 `benchmarks/cheats.py` shows the same for every cheat, and `benchmarks/seeded_sampling.py` on a real model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

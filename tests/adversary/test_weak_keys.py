@@ -3,8 +3,6 @@
 There are eight points whose order divides 8. That each of these is one, the library itself shows.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every engine promises where the environment answers the model's turns, run against each of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -107,12 +105,9 @@ def test_proofs_include_tool_tokens(engine, tiny):
 def test_rows_do_not_change_each_other(engine, tiny):
     """Rows with and without a dialogue, of several prompts and limits, together and alone."""
     requests = [
-        asked(tiny, PROMPTS[0], dialogue(2)),
-        asked(tiny, PROMPTS[1]),
-        asked(tiny, PROMPTS[2], dialogue(4)),
-        asked(tiny, PROMPTS[0]),
-        asked(tiny, PROMPTS[1], dialogue(3, 12), limit=12),
-    ]
+        asked(tiny, PROMPTS[0], dialogue(2)), asked(tiny, PROMPTS[1]), asked(tiny, PROMPTS[2], dialogue(4)),
+        asked(tiny, PROMPTS[0]), asked(tiny, PROMPTS[1], dialogue(3, 12), limit=12),
+    ]  # fmt: skip
     for request, together in zip(requests, engine.generate(requests, PROOF), strict=True):
         for seed, each in zip(request.seeds, together, strict=True):
             [[alone]] = engine.generate([replace(request, seeds=(seed,))], PROOF)

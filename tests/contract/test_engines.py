@@ -1,7 +1,5 @@
 """What every engine promises, run against each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """Databases that are opened: made whole or refused, never changed under hubs at work, waited for and copied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass

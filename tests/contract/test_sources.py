@@ -6,8 +6,6 @@
 A client, and a relay that takes one of them as its upstream, must not be able to tell them apart by what they get.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """What every storage must do, run against each implementation."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -396,30 +394,31 @@ def test_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
         assert reader.progress().next_unit == 1
 
 
-class TestSqlite:
-    def test_file_that_is_no_database_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
-        with pytest.raises(ResourceError, match=r"hub\.db"):
-            SqliteStorage(tmp_path / "hub.db")
+def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
+    with pytest.raises(ResourceError, match=r"hub\.db"):
+        SqliteStorage(tmp_path / "hub.db")
 
-    @pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 1)])
-    def test_commits_are_as_durable_as_promised(self, tmp_path: Path, durable: bool, synchronous: int) -> None:
-        storage = SqliteStorage(tmp_path / "hub.db")
-        with storage.write(durable=durable) as transaction:
-            pragma = transaction._connection.exec_driver_sql
-            assert pragma("PRAGMA journal_mode").scalar() == "wal"
-            assert pragma("PRAGMA synchronous").scalar() == synchronous
-            assert pragma("PRAGMA foreign_keys").scalar() == 1
-            assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
-        storage.close()
 
-    def test_foreign_database_is_refused(self, tmp_path: Path) -> None:
-        engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
-        with engine.begin() as connection:
-            connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
-        engine.dispose()
-        with pytest.raises(ConfigError, match="not a hub's database"):
-            SqliteStorage(tmp_path / "hub.db")
+@pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 1)])
+def test_commits_are_as_durable_as_promised(tmp_path: Path, durable: bool, synchronous: int) -> None:
+    storage = SqliteStorage(tmp_path / "hub.db")
+    with storage.write(durable=durable) as transaction:
+        pragma = transaction._connection.exec_driver_sql
+        assert pragma("PRAGMA journal_mode").scalar() == "wal"
+        assert pragma("PRAGMA synchronous").scalar() == synchronous
+        assert pragma("PRAGMA foreign_keys").scalar() == 1
+        assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
+    storage.close()
+
+
+def test_foreign_database_is_refused(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
+    engine.dispose()
+    with pytest.raises(ConfigError, match="not a hub's database"):
+        SqliteStorage(tmp_path / "hub.db")
 
 
 def test_shown_progress_is_kept_in_parts(storage: Storage) -> None:

@@ -1,7 +1,5 @@
 """What every storage tells those who ask why, run against each implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

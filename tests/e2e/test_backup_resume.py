@@ -5,8 +5,6 @@ group's log-probabilities does not depend on which others it was generated with.
 the same weights bit for bit. The run that was backed up goes on to its end, and so does the restored one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

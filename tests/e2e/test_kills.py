@@ -313,10 +313,9 @@ def test_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) -> Non
 
 
 def test_held_out_score_rises(run: Outcome) -> None:
-    if not run.learns:
-        pytest.skip("a run of few groups, or of an engine that babbles")
+    """But in a run of few groups, or of a scripted engine."""
     scores = [row["held_out"] for row in metrics(run.path) if "held_out" in row]
-    assert scores[-1] > scores[0] + 0.1, scores
+    assert not run.learns or scores[-1] > scores[0] + 0.1, scores
 
 
 def test_export_is_the_last_version_and_loads_with_transformers(run: Outcome, tmp_path: Path) -> None:

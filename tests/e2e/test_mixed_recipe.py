@@ -1,9 +1,8 @@
 """recipes/mixed.toml with its real processes: every kind of task is asked, scored by its own grader, and recorded."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from shoal.environments import Environment, build
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import load_recipe
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 RECIPE = Path(__file__).parents[2] / "recipes" / "mixed.toml"
 
 

@@ -1,7 +1,5 @@
 """`shoal sft` as processes: it learns, survives what may happen to it, and what it writes is measured."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Seeded sampling on CUDA: the same dice, the same tokens, the same intervals as on the CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

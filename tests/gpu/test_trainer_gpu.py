@@ -1,7 +1,5 @@
 """Training on a GPU: packed attention, the head's kernels, compiled layers and float32 masters keep their promises."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -92,9 +92,7 @@ def waits(run: Run) -> str:
 
 @pytest.mark.slow  # measuring: unit/validator/test_calibrate; when: test_calibrator; in a run: the next test
 @pytest.mark.timeout(900)
-def test_bfloat16_measured_first_and_again_when_weights_moved(
-    start: Callable[..., SelfCalibrating], monkeypatch: Patch
-) -> None:
+def test_bfloat16_measured_first_and_again_when_weights_moved(start, monkeypatch):
     """The next version has far larger weights in its layers: honest rounding is several times as large as before."""
     monkeypatch.setattr(limits_module, "PROBE_SHARE", 1e9)
     run = start()
@@ -140,9 +138,7 @@ class Narrow(SelfCalibrating):
     width = 64
 
 
-def test_limits_that_pass_int8_weights_refused_and_nobody_works(
-    start: Callable[..., SelfCalibrating], monkeypatch: Patch
-) -> None:
+def test_limits_that_pass_int8_weights_refused_and_nobody_works(start, monkeypatch):
     monkeypatch.setattr(calibrate, "MOST_SEQUENCES", 64)  # in a fraction of the time
     run = start(Narrow)
     with torch.no_grad():  # the built-in policy: its noise in bfloat16 hides int8 weights

@@ -4,8 +4,6 @@ What must hold, whenever it died: 0 lost receipts, 0 double credits, a ledger th
 of the verdicts, and a run that reaches its last step (`kit.crash.Books.check`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

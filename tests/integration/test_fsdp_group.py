@@ -1,7 +1,5 @@
 """A trainer of two processes as `shoal run` starts it: real processes, real signals, real exit codes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

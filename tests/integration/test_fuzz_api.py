@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -192,9 +192,7 @@ def assert_undamaged(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("examples", [FAST, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_random_requests_do_not_break_the_hub(
-    bench: Bench, examples: int, record_property: Callable[[str, object], None]
-) -> None:
+def test_random_requests_do_not_break_the_hub(bench, examples, record_property):
     fuzzer = Fuzzer(bench)
     fuzzer.run(examples)
     assert_undamaged(bench)

@@ -4,8 +4,6 @@ The proxy is a real one on a real socket. The run's hub and origin are called by
 so that whatever does not go through it fails.
 """
 
-from __future__ import annotations
-
 import base64
 import datetime
 import select
@@ -229,14 +227,14 @@ def fetched(url: str, times: int = 1, **limits: Any) -> list[bytes]:
 
 
 @pytest.fixture
-def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> Iterator[_Source]:
+def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> "Iterator[_Source]":
     certificate = _certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with closing(_Source(certificate)) as server:
         yield server
 
 
-def test_https_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _Source) -> None:
+def test_https_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: "_Source") -> None:
     assert fetched(f"https://weights.test:{secure.port}", 2) == [b"hello", b"hello"]
     assert proxy.asked == [f"CONNECT weights.test:{secure.port}"]
     with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
@@ -244,9 +242,7 @@ def test_https_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _
 
 
 @pytest.mark.parametrize("way", ["connection", "http"])
-def test_secure_target_is_asked_at_the_checked_address(
-    proxy: ForwardProxy, secure: _Source, monkeypatch: Patch, way: str
-) -> None:
+def test_secure_target_is_asked_at_the_checked_address(proxy, secure, monkeypatch, way):
     """The certificate, the server's name in TLS and the Host header are of the name; no proxy is asked."""
     monkeypatch.setenv("NO_PROXY", "weights.test")
     known = socket.getaddrinfo

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import Capture, Patch, TempPaths
+from kit import Patch, TempPaths
 from kit.crash import Actors, HubLives, dies_of
 from kit.crash import Place as HubPlace
 from kit.folder import LocalRun
@@ -112,9 +112,7 @@ def test_restored_run_is_not_overwritten(taken: Taken, database_url: str, tmp_pa
     continued(tmp_path / "one", taken.run)
 
 
-def test_other_hubs_are_refused_until_the_restored_one_starts(
-    taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_other_hubs_are_refused_until_the_restored_one_starts(taken, database_url, tmp_path, monkeypatch):
     restore_run(taken.tar, tmp_path / "one", at(database_url))
     restored = tmp_path / "one" / "hub" / "restored"
     mark = restored.read_text()
@@ -138,9 +136,7 @@ def test_other_hubs_are_refused_until_the_restored_one_starts(
 
 
 @pytest.mark.parametrize("place", ["database", "storage"])
-def test_setting_alone_does_not_move_a_run(
-    taken: Taken, database_url: str, shop: Shop, tmp_path: Path, place: str
-) -> None:
+def test_setting_alone_does_not_move_a_run(taken, database_url, shop, tmp_path, place):
     restore_run(taken.tar, tmp_path / "run")
     bucket = {"storage": f"{shop.url}/empty", "storage_endpoint": shop.endpoint}
     change(tmp_path / "run", **({"database": database_url} if place == "database" else bucket))
@@ -187,9 +183,7 @@ def test_copy_that_differs_is_undone(taken: Taken, database_url: str, tmp_path: 
         ("hub.storage=ftp://x", "s3://"),
     ],
 )
-def test_wrong_place_is_refused_before_the_backup_is_read(
-    tmp_path: Path, capsys: Capture, override: str, said: str
-) -> None:
+def test_wrong_place_is_refused_before_the_backup_is_read(tmp_path, capsys, override, said):
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -210,9 +204,7 @@ def restore(file: Path, folder: Path, places: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [RESTORE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RESTORE[1:])])
-def test_killed_restore_is_completed_by_the_same_command(
-    taken: Taken, tmp_path: Path, database_url: str, shop: Shop, name: str
-) -> None:
+def test_killed_restore_is_completed_by_the_same_command(taken, tmp_path, database_url, shop, name):
     """There is no run until it is whole; no hub works on what is there of it; the same command then completes it."""
     folder, before = tmp_path / "there", taken.tar.read_bytes()
     assert dies_of(name, restore, taken.tar, folder, at(database_url, shop))

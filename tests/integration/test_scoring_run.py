@@ -1,7 +1,5 @@
 """A whole run with real processes: a reward function that misbehaves, a length budget and a judge."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 An honest one shows its work, keeps its lease and is accepted. Those who lie about their progress are banned for it.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator, Mapping

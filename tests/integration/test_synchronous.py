@@ -5,8 +5,6 @@ plain loop below, which knows no lease and no hub. Every version's weights must 
 are compared.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

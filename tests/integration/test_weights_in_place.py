@@ -1,7 +1,5 @@
 """New weights in a running engine: over real sockets, only what changed, while generation on the old ones goes on."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator

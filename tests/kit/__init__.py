@@ -10,8 +10,6 @@ reward, sft
 Here: short names for the types of pytest's own fixtures, and waiting for what another thread or process does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -25,7 +23,7 @@ TempPaths = pytest.TempPathFactory
 
 
 def eventually(
-    condition: Callable[[], object], within_s: float = 20.0, otherwise: object = "it did not come about in time"
+    condition: Callable[[], object], within_s: float = 60.0, otherwise: object = "it did not come about in time"
 ) -> None:
     """Poll until it holds; fail with `otherwise`, or with what that says when it is called, if it does not in time."""
     end_s = time.monotonic() + within_s

@@ -7,8 +7,6 @@ Everything goes through `run_role` and real sockets, as the processes of `shoal 
 hub tells anyone, the batches, which it tells the trainer, and the verdicts, on their way from validator to hub.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -155,7 +153,7 @@ class Attacked:
 
     @classmethod
     @contextmanager
-    def running(cls, folder: Path, **changes: dict[str, Any]) -> Iterator[Attacked]:
+    def running(cls, folder: Path, **changes: dict[str, Any]) -> "Iterator[Attacked]":
         """A run with an honest worker that has had something accepted."""
         run = cls(folder, **changes)
         with run.watch.listening(), run.refusing(), patch.object(nodes, "FIRST_MS", SUSPENDED_MS):
@@ -285,7 +283,7 @@ class Result:
     wrong: int
 
     @classmethod
-    def of(cls, run: Attacked, attack: Attack, node: protocol.NodeView) -> Result:
+    def of(cls, run: Attacked, attack: Attack, node: protocol.NodeView) -> "Result":
         judged = run.watch.of(node.node)
         at = next((i for i, each in enumerate(judged) if each.outcome is protocol.Outcome.REJECTED), None)
         accepted = [each for each in judged if each.outcome is protocol.Outcome.ACCEPTED]

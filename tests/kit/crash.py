@@ -10,8 +10,6 @@ Actors ─ signed HTTP ─► hub, life 1 ─ point ─ ✝          Books ◄�
   └──── the same again ───────► hub, life 2 ─ … ─ end ────────────────────────────▲
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -132,7 +130,7 @@ class HubLives:
         while not self._begin():
             self._bury()
 
-    def __enter__(self) -> HubLives:
+    def __enter__(self) -> "HubLives":
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -275,7 +273,7 @@ class Actors:
         self._is_over, self._deciding = threading.Event(), threading.Lock()
         self._end_s = time.monotonic() + DEADLINE_S
 
-    def __enter__(self) -> Actors:
+    def __enter__(self) -> "Actors":
         return self
 
     def __exit__(self, *_exception: object) -> None:

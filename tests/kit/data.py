@@ -1,7 +1,5 @@
 """Small data sets in every kind of file, for the tests of data sets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `sign` makes such documents with the right key: signatures alone must not be enough.
 """
 
-from __future__ import annotations
-
 import random
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence

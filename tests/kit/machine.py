@@ -1,7 +1,5 @@
 """The real services over a storage in memory, driven without HTTP: what the state-machine tests play on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose roles are threads of this process, behind real sockets; its trainer publishes tensors of one number."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager

@@ -127,12 +127,12 @@ def scripted(folder: Path) -> list[str]:
 @contextmanager
 def start_run(
     folder: Path, overrides: Sequence[str] = (), arguments: Sequence[str] = (), env: Mapping[str, str] | None = None,
-    recipe: Path | None = RECIPE, verb: str = "run",
+    recipe: Path | None = RECIPE, verb: str = "run", prefix: Sequence[str] = (),
 ) -> Iterator[Run]:  # fmt: skip
     """`shoal run RECIPE folder --set …`; without a recipe the folder is resumed. It leaves no process."""
     settings = [part for override in overrides for part in ("--set", override)]
     given = [] if recipe is None else [str(recipe)]
-    command = [sys.executable, "-m", "shoal.cli", verb, *given, str(folder), *settings, *arguments]
+    command = [*prefix, sys.executable, "-m", "shoal.cli", verb, *given, str(folder), *settings, *arguments]
     path = folder.with_name(f"{folder.name}.output")
     with path.open("ab") as output:
         process = subprocess.Popen(
@@ -160,13 +160,13 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Every process of this machine whose command line names the folder: pid → command line."""
+    """Every process of this machine whose command line names the folder, or something in it: pid → command line."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if str(folder) in words:
-                found[int(entry.name)] = " ".join(words)
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            if str(folder) in command:
+                found[int(entry.name)] = command
     return found
 
 

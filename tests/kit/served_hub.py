@@ -1,7 +1,5 @@
 """A real hub behind real sockets, and keys that talk to it by hand: whoever attacks it need not use our client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -45,16 +43,16 @@ class Hub:
     def status(self) -> protocol.RunStatus:
         return protocol.RunStatus.model_validate_json(ok(self.http.get("/status")).content)
 
-    def caller(self, key: protocol.SigningKey | None = None) -> Caller:
+    def caller(self, key: protocol.SigningKey | None = None) -> "Caller":
         return Caller(self, key or protocol.SigningKey.generate())
 
-    def worker(self, name: str = "") -> Caller:
+    def worker(self, name: str = "") -> "Caller":
         """Somebody with a fresh key who has registered with it."""
         caller = self.caller()
         ok(caller.register(name=name))
         return caller
 
-    def trusted(self, name: str, role: protocol.Role) -> Caller:
+    def trusted(self, name: str, role: protocol.Role) -> "Caller":
         caller = self.caller(self.folder.key(name))
         ok(caller.register(role, certificate=self.folder.certificate(name)))
         return caller

@@ -1,7 +1,5 @@
 """Rows to store, and storages to store them in: what the tests of storage share."""
 
-from __future__ import annotations
-
 from sqlalchemy import text
 
 from kit import Request

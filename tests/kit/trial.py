@@ -3,8 +3,6 @@
 For what a run would take too long to show: many groups, many tokens, rates.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

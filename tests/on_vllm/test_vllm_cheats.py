@@ -1,7 +1,5 @@
 """What cheats of an engine come to on vLLM: the same judge, with torch's engine and the limits that are built in."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

@@ -99,41 +99,42 @@ def test_only_honest_workers_earn(tmp_path: Path) -> None:
     assert [row.state for row in rows[6:8] if row] == [NodeState.BANNED] * 2
 
 
-class TestTheInvariantsCanFail:
-    """Each is shown a world that breaks it."""
+@pytest.fixture
+def simulation(tmp_path: Path) -> Simulation:
+    simulation = Simulation(tmp_path, scenario(2, seconds=120, crews=(WorkerKind(6, group_s=8),), restarts_s=500))
+    simulation.run()
+    assert problems(simulation.world) == []
+    return simulation
 
-    @pytest.fixture
-    def simulation(self, tmp_path: Path) -> Simulation:
-        simulation = Simulation(tmp_path, scenario(2, seconds=120, crews=(WorkerKind(6, group_s=8),), restarts_s=500))
-        simulation.run()
-        assert problems(simulation.world) == []
-        return simulation
 
-    def test_lost_receipt_is_found(self, simulation: Simulation) -> None:
-        name, receipt = next(iter(simulation.world.receipts.items()))
-        simulation.world.receipts["f" * 64] = receipt.model_copy(update={"submission": "f" * 64})
-        assert any("is not there" in problem for problem in problems(simulation.world))
-        del simulation.world.receipts["f" * 64]
-        simulation.world.blobs.pop(name)
-        assert any("are lost" in problem for problem in problems(simulation.world))
+def test_lost_receipt_is_found(simulation: Simulation) -> None:
+    name, receipt = next(iter(simulation.world.receipts.items()))
+    simulation.world.receipts["f" * 64] = receipt.model_copy(update={"submission": "f" * 64})
+    assert any("is not there" in problem for problem in problems(simulation.world))
+    del simulation.world.receipts["f" * 64]
+    simulation.world.blobs.pop(name)
+    assert any("are lost" in problem for problem in problems(simulation.world))
 
-    def test_credit_without_verdict_is_found(self, simulation: Simulation) -> None:
-        with simulation.world.storage.write() as transaction:
-            row = next(row for row in transaction.nodes() if row.credit)
-            transaction.apply([Save(replace(row, credit=row.credit + 1), row.state)])
-        found = problems(simulation.world)
-        assert any("its verdicts give" in problem for problem in found)
-        assert any("in the ledger" in problem for problem in found)
 
-    def test_training_on_a_rejected_group_is_found(self, simulation: Simulation) -> None:
-        simulation.world.lies.add(simulation.world.batches[0].groups[0].submission)
-        assert any("trained on a lie" in problem for problem in problems(simulation.world))
+def test_credit_without_verdict_is_found(simulation: Simulation) -> None:
+    with simulation.world.storage.write() as transaction:
+        row = next(row for row in transaction.nodes() if row.credit)
+        transaction.apply([Save(replace(row, credit=row.credit + 1), row.state)])
+    found = problems(simulation.world)
+    assert any("its verdicts give" in problem for problem in found)
+    assert any("in the ledger" in problem for problem in found)
 
-    def test_pending_credit_without_node_is_found(self, simulation: Simulation) -> None:
-        with simulation.world.storage.write() as transaction:
-            row = transaction.submissions_in([SubmissionState.ACCEPTED], 1)[0]
-            transaction.apply([Save(replace(row, matures_at_ms=1), row.state)])
-        assert any("pending" in problem for problem in problems(simulation.world))
+
+def test_training_on_a_rejected_group_is_found(simulation: Simulation) -> None:
+    simulation.world.lies.add(simulation.world.batches[0].groups[0].submission)
+    assert any("trained on a lie" in problem for problem in problems(simulation.world))
+
+
+def test_pending_credit_without_node_is_found(simulation: Simulation) -> None:
+    with simulation.world.storage.write() as transaction:
+        row = transaction.submissions_in([SubmissionState.ACCEPTED], 1)[0]
+        transaction.apply([Save(replace(row, matures_at_ms=1), row.state)])
+    assert any("pending" in problem for problem in problems(simulation.world))
 
 
 @pytest.mark.slow

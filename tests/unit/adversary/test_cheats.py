@@ -1,7 +1,5 @@
 """The cheats without a run: what they ask of the engine and what they hand on, on the scripted engine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

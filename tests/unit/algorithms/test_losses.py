@@ -1,7 +1,5 @@
 """Advantages and losses by hand, per token and per sequence, and what holds for all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Splitting: deterministic, complete, within the budget, level; and the layout of packs and padded rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Terms beside the loss, mismatch and normalisation, by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import get_args

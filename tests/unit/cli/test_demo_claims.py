@@ -215,9 +215,7 @@ def test_in_a_process_of_its_own(export: Path, tmp_path: Path) -> None:
     ("timeout_s", "stopped", "said"),
     [(0.01, False, "was not scored within 0 s"), (600, True, r"stopped \(SIGINT\) before .* was scored")],
 )
-def test_a_deadline_or_a_stop_leaves_no_process(
-    tmp_path: Path, monkeypatch: Patch, timeout_s: float, stopped: bool, said: str
-) -> None:
+def test_a_deadline_or_a_stop_leaves_no_process(tmp_path, monkeypatch, timeout_s, stopped, said):
     started, original, stop = list[subprocess.Popen[bytes]](), subprocess.Popen, StopToken()
 
     def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:

@@ -4,23 +4,21 @@ The hub is a real one in a thread of this process, with the scripted engine: not
 checks that torch was not loaded.
 """
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kit import Capture, Patch, eventually
+from kit import Capture, eventually
 from kit.cast import Lab, says
-from kit.cli import one_line, run_shoal, told
-from kit.fork import Forked, clean_environment
+from kit.cli import one_line, told
+from kit.fork import Forked, clean_environment, run
 from kit.roles import ONE_STEP, ServedRun, prepared, served_run
+from kit.run import processes_of
 from kit.sandbox import gone, needs_bubblewrap, sandboxed
 from shoal.adversary import CHEATS
 from shoal.protocol import SigningKey, load_key, load_or_create_key
@@ -73,9 +71,7 @@ def finished(process: Forked | subprocess.Popen[bytes], tmp_path: Path) -> tuple
         ("--max-disk", "3B", "and 3 bytes are allowed"),
     ],
 )
-def test_policy_above_a_limit_names_the_option(
-    served: ServedRun, tmp_path: Path, option: str, size: str, message: str
-) -> None:
+def test_policy_above_a_limit_names_the_option(served, tmp_path, option, size, message):
     served.publish(0)
     words = (served.endpoints.join, "--engine", "scripted", "--no-check", option, size)
     code, error = finished(start_join(tmp_path, *words), tmp_path)
@@ -87,9 +83,7 @@ def test_policy_above_a_limit_names_the_option(
 
 
 @pytest.mark.parametrize("sandboxed", [False, pytest.param(True, marks=needs_bubblewrap)])
-def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(
-    served: ServedRun, tmp_path: Path, sandboxed: bool
-) -> None:
+def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(served, tmp_path, sandboxed):
     """Of several hubs one that answers will do. An owner's key stays outside of a sandbox."""
     served.publish(0)
     owner = load_or_create_key(tmp_path / "owner.key")
@@ -128,22 +122,14 @@ def test_a_sandbox_ends_with_the_process_that_made_it(served: ServedRun, tmp_pat
     process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--sandbox")
     try:
         eventually(lambda: served.workers() != [])
-        inside = [pid for pid in sandboxed() if str(tmp_path / "node").encode() in command_line(pid)]
-        assert inside != []
+        inside = sandboxed() & processes_of(tmp_path / "node").keys()
+        assert inside
     finally:
         process.kill()
-    assert gone(set(inside))
+    assert gone(inside)
 
 
-def command_line(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def test_machine_that_cannot_work_never_registers(
-    served: ServedRun, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_machine_that_cannot_work_never_registers(served, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("shoal.run.doctor.NO_DISK_BYTES", 2**62)
     monkeypatch.setattr("shoal.run.doctor.LEAST_DISK_BYTES", 2**62)
     arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
@@ -189,12 +175,12 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
 
 def test_a_web_server_that_is_no_hub_is_called_one(lab: Lab, tmp_path: Path) -> None:
     url = lab.source(says(b"<html>no such page</html>", 404)).url
-    message = one_line(run_shoal(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
+    message = one_line(run(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
     assert message.startswith(f"{url} answers, but it is no shoal hub [HTTP 404]; check the address")
     assert "<" not in message
 
 
 def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: ServedRun, tmp_path: Path) -> None:
-    message = one_line(run_shoal(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
+    message = one_line(run(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
     assert "another run or an impostor" in message
     assert not (tmp_path / "node").exists()

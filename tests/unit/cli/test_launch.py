@@ -70,9 +70,7 @@ def start(folder: RunFolder, patience_s: float = 600.0) -> Launched:
     return launch(folder, patience_s, StopToken(), RecordingDisplay())
 
 
-def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised_like_the_rest(
-    monkeypatch: Patch, folder: RunFolder
-) -> None:
+def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised_like_the_rest(monkeypatch, folder):
     log = folder.path / "logs" / "worker-2.log"
     gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
     stand_ins(monkeypatch, gate)
@@ -126,9 +124,7 @@ BROKEN = "import sys; print('shoal: the model is broken', file=sys.stderr); sys.
     ("trainer", "patience_s", "code", "words"),
     [(BROKEN, 600.0, 2, "trainer: the model is broken"), (SERVE, 0.5, 1, "the hub does not answer")],
 )
-def test_a_run_that_cannot_go_on_ends_and_says_why(
-    monkeypatch: Patch, folder: RunFolder, trainer: str, patience_s: float, code: int, words: str
-) -> None:
+def test_a_run_that_cannot_go_on_ends_and_says_why(monkeypatch, folder, trainer, patience_s, code, words):
     stand_ins(monkeypatch, trainer)
     ending = start(folder, patience_s).ending
     assert (ending.exit_code, words in ending.message) == (code, True), ending
@@ -158,9 +154,7 @@ def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: Run
          "version 2 has the best held-out score, 0.900 (last 0.750); to take it: {shoal} export {run} OUT --best"),
     ],
 )  # fmt: skip
-def test_how_a_run_ended_decides_what_to_do_next(
-    folder: RunFolder, code: int, rows: list[dict[str, float]], last: str
-) -> None:
+def test_how_a_run_ended_decides_what_to_do_next(folder, code, rows, last):
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = conclusion(folder.path, Launched(Ending(code, ""), None, 1.0))

@@ -189,9 +189,7 @@ def test_a_kept_head_never_goes_back(run: Path) -> None:
     assert KeptHead.model_validate_json(kept_path(name).read_bytes()) == before
 
 
-def test_forged_file_with_an_unsigned_head_is_found_and_poisons_nothing(
-    run: Path, tmp_path: Path, own_home: Path
-) -> None:
+def test_forged_file_with_an_unsigned_head_is_found_and_poisons_nothing(run, tmp_path, own_home):
     out = tmp_path / "ledger.jsonl"
     export_ledger(str(run), out)
     entries = rehash([*rows(run)[:-1], rows(run)[-1].model_copy(update={"at_ms": 1})])

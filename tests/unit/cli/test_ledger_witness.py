@@ -1,7 +1,5 @@
 """Witnesses and kept heads: a ledger that is rewritten is found, and proven to anybody."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -106,9 +104,7 @@ def test_a_witness_signs_for_a_ledger_that_has_only_grown(folder: RunFolder, tmp
     assert (where / "witness.key").stat().st_mode & 0o077 == 0
 
 
-def test_a_witness_refuses_a_rewritten_ledger_and_proves_it(
-    folder: RunFolder, forked: Path, own_home: Path, capsys: Capture
-) -> None:
+def test_a_witness_refuses_a_rewritten_ledger_and_proves_it(folder, forked, own_home, capsys):
     published = (folder.path / "origin" / "witness" / f"{key_of(forked)}.json").read_bytes()
     record_another(folder, forked.parent / "before", batch(1))
     assert look(folder, forked, folder.path / "origin") == 5
@@ -185,9 +181,7 @@ def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, forke
         check_ledger(str(folder.path), witnesses=[key_of(forked)])
 
 
-def test_file_that_ends_before_the_witness_row_fails(
-    folder: RunFolder, forked: Path, own_home: Path, monkeypatch: Patch
-) -> None:
+def test_file_that_ends_before_the_witness_row_fails(folder, forked, own_home, monkeypatch):
     """The hub exports a fork that is shorter than what the witness signed: its own head and every document fit."""
     grow(folder, 1)
     assert look(folder, forked) == 0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kit import Capture, Patch, TempPaths
-from kit.cast import Lab, says
+from kit import Patch, TempPaths
+from kit.cast import says
 from kit.cli import TINY
 from shoal.adversary import CHEATS
 from shoal.cli.main import main
@@ -223,13 +223,10 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
 
 
 @pytest.mark.parametrize(("command", "code", "words"), MISTAKES, ids=[command for command, *_ in MISTAKES])
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    here: Path, own_home: Path, capsys: Capture, request: pytest.FixtureRequest, command: str, code: int, words: str
-) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(here, own_home, capsys, request, command, code, words):
     before = set(here.rglob("*"))
     if "WEB" in command:
-        lab: Lab = request.getfixturevalue("lab")
-        command = command.replace("WEB", lab.source(says(b"<html>", 404)).url)
+        command = command.replace("WEB", request.getfixturevalue("lab").source(says(b"<html>", 404)).url)
     ended, said = main(shlex.split(command.replace("TINY", str(TINY)))), capsys.readouterr().err
     assert words in said
     assert ended == code

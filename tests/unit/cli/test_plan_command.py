@@ -138,9 +138,7 @@ def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mappin
           "link_mbit                  200", "hub.lease_s                             60   derived"]),
     ],
 )  # fmt: skip
-def test_the_command_says_what_fits_and_what_would(
-    arguments: str, code: int, words: list[str], capsys: Capture
-) -> None:
+def test_the_command_says_what_fits_and_what_would(arguments, code, words, capsys):
     recipe, *options = arguments.split()
     assert main(["plan", str(TINY.parent / recipe), *options]) == code
     said = capsys.readouterr().out

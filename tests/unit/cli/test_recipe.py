@@ -1,7 +1,5 @@
 """The configuration surface is pinned: a new setting is a decision, taken here."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kit import Patch
 from kit.cli import at_step, process, report, scene, status, verdict, wait, worker
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display, frame
 from shoal.protocol import NodeState, NodeView, OwnerOrders
@@ -245,9 +244,7 @@ def test_a_status_alone_is_drawn_with_all_nodes_and_what_concerns_their_owners()
     [(True, {}, True), (True, {"TERM": "dumb"}, False), (False, {}, False), (False, {"FORCE_COLOR": "1"}, False),
      (True, {"encoding": "ascii"}, False)],
 )  # fmt: skip
-def test_live_only_on_a_capable_terminal(
-    monkeypatch: Patch, terminal: bool, changes: dict[str, str], live: bool
-) -> None:
+def test_live_only_on_a_capable_terminal(monkeypatch, terminal, changes, live):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=changes.pop("encoding", "utf-8"))
     monkeypatch.setattr(file, "isatty", lambda: terminal, raising=False)

@@ -1,7 +1,5 @@
 """The chain from the root key to the hub: every link broken once; and the root keys that are remembered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory that runs out: batches are halved, groups are split, and what comes out is what would have come out anyway."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The torch engine against plain transformers, and what only it promises. Decoding with pages: rows come and go, groups
 share their prompt, memory may run out, and a trial decides who may."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

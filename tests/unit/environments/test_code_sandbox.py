@@ -1,7 +1,5 @@
 """The sandbox as a machine: it starts, it refuses where it cannot, and its failures are told from bad programs."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md names every optional interface and every list that an extension goes into."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

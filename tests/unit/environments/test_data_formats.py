@@ -1,7 +1,5 @@
 """The formats of common data sets: hand-made files of each, and rows that do not fit them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

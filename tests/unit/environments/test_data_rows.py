@@ -1,7 +1,5 @@
 """Rows: public data sets in their own spelling, those that cannot be used, and which split each is in."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -91,9 +89,7 @@ def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @both_kinds
-def test_unjudged_kinds_are_refused_by_default(
-    name: str, said: tuple[str, ...], packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unjudged_kinds_are_refused_by_default(name, said, packed, tmp_path, caplog):
     path = fixture(name, tmp_path, packed)
     for bad_rows in ("", "refuse"):
         message = refused(path, bad_rows=bad_rows)
@@ -169,9 +165,7 @@ DEEP: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
 @pytest.mark.parametrize(("name", "where"), [("a.jsonl", "a.jsonl line 8"), ("a.parquet", "a.parquet")])
-def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
-    name: str, where: str, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(name, where, column, value, said, tmp_path, caplog):
     path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
     environment = open_data(path, bad_rows="skip")
     assert [(row, reason.startswith(said)) for row, reason in environment.problems.first] == [(7, True)]
@@ -371,9 +365,7 @@ def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text", [False, True])
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
-def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(
-    name: str, text: bool, tmp_path: Path
-) -> None:
+def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(name, text, tmp_path):
     rows = described(27, solve_rate_tiny={1: None})
     if text:
         rows = [{**row, "solve_rate_tiny": str(row["solve_rate_tiny"] or "")} for row in rows]

@@ -1,7 +1,5 @@
 """What graders read: the answer's part, a letter among several, a program and its tests, what is the same output."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -221,9 +219,7 @@ WANTED = [
 @pytest.mark.parametrize(
     ("completion", "code", "functions"), [*((*pair, []) for pair in BLOCKS), *((*pair, ["f"]) for pair in WANTED)]
 )
-def test_which_block_is_the_program_or_the_last_that_defines_the_function(
-    completion: str, code: str, functions: list[str]
-) -> None:
+def test_which_block_is_the_program_or_the_last_that_defines_the_function(completion, code, functions):
     assert program(after_thinking(completion), functions) == code
 
 

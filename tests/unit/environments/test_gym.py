@@ -1,7 +1,5 @@
 """reasoning-gym: every generator by name, the same tasks in every process, scorers that nothing can fool or hang."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
@@ -132,9 +130,7 @@ class Scorer:
 @pytest.mark.parametrize(
     "error", [OSError("disk"), ImportError("numpy"), RuntimeError("defect"), MemoryError(), ValueError("no number")]
 )
-def test_a_scorer_that_fails_is_no_wrong_answer_unless_it_can_read_gold(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_scorer_that_fails_is_no_wrong_answer_unless_it_can_read_gold(monkeypatch, error):
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
     own = isinstance(error, MemoryError)  # for whoever limits the memory
     monkeypatch.setattr(made, "_first", Scorer(error))

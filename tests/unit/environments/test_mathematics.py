@@ -1,7 +1,5 @@
 """The mathematics grader: tables of pairs, gold answers as data sets write them, properties, garbage."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Symbolic algebra in its helper process: answers, limits, and who is to blame when they are exceeded."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -105,9 +103,7 @@ def test_a_helper_that_was_killed_is_replaced(helper: Helper) -> None:
         ("silent", "without an answer"), ("/bin/false", "does not start"), ("/no/such/python", "cannot be started"),
     ],
 )  # fmt: skip
-def test_a_helper_that_does_not_start_or_answer_is_a_failure_of_the_machinery(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str, said: str
-) -> None:
+def test_a_helper_that_does_not_start_or_answer_is_a_failure_of_the_machinery(monkeypatch, tmp_path, python, said):
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nprintf R\nexec cat > /dev/null\n")
     silent.chmod(0o755)

@@ -2,8 +2,6 @@
 put around an environment: its digest, length budgets, what scoring needs of the machine.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Generated tasks, a reward of one's own, and the calculator: what they ask, score and refuse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

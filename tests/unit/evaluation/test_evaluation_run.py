@@ -2,8 +2,6 @@
 scored again without a model or torch.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The whole hub under random interleavings: what must hold after every single call."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from pathlib import Path

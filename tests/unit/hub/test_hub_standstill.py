@@ -1,7 +1,5 @@
 """Whether a run can continue by itself: alarms about validators, and who is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

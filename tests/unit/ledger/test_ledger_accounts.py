@@ -1,8 +1,6 @@
 """Accounts follow from the ledger alone: one credit per verified token, once per submission. Shares follow from a
 prefix of it: exact, by owner, and never changed by what comes later."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

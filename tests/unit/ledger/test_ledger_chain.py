@@ -1,7 +1,5 @@
 """The hash chain: any change, gap, swap or rollback is found and its row named."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

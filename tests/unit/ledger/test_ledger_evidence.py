@@ -1,7 +1,5 @@
 """Credit has evidence: who holds the hub's key alone cannot invent any that verifies."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping

@@ -2,8 +2,6 @@
 memory, what learns, travels and is merged.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Log-probabilities and the gradient of the head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

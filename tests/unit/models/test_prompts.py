@@ -1,7 +1,5 @@
 """Prompts by chat template: the tokens that the template means, and no others, whatever the messages say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The evidence that tolerance buys reward: hand-computed wealth, honest nodes, steered ones, sleepers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

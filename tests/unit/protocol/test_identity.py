@@ -1,7 +1,5 @@
 """Keys: files, signatures, weak points, and sealed ones."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

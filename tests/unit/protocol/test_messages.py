@@ -1,7 +1,5 @@
 """Messages: round trips, versions, bounds; the codec of bulk bodies refuses before it allocates."""
 
-from __future__ import annotations
-
 import inspect
 import struct
 

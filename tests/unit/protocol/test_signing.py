@@ -1,7 +1,5 @@
 """Nothing signed can be changed, taken for something else, replayed elsewhere, or outlive a trusted key."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A sequence classifier as a judge: real small models, made on the spot and really run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +140,7 @@ def test_what_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing there", "no weights", "pickled weights", "damaged weights", "fails"])
-def test_a_model_that_does_not_load_or_fails_is_unscored(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_load_or_fails_is_unscored(tmp_path, what, monkeypatch):
     if what != "nothing there":
         model = bert(tmp_path, num_labels=1)
     if what.endswith("weights"):

@@ -1,7 +1,5 @@
 """A real server behind an address as a judge: honest, slow, broken and lied to; and how judges' words count."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -124,9 +122,7 @@ def test_trouble_that_passes_is_waited_out(replies: list[Answer], worth: float) 
 
 
 @pytest.mark.parametrize(("status", "asked"), [(500, 5), (400, 1), (401, 1), (404, 1)])
-def test_trouble_that_stays_is_unscored_and_a_refusal_is_not_repeated(
-    monkeypatch: pytest.MonkeyPatch, status: int, asked: int
-) -> None:
+def test_trouble_that_stays_is_unscored_and_a_refusal_is_not_repeated(monkeypatch, status, asked):
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "k-123")
     found, server = value(lambda _n, _body: (status, {}, b"k-123 is wrong"))
     assert unscored(found, f"HTTP {status}")

@@ -1,7 +1,5 @@
 """Clocks, back-off, stopping."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

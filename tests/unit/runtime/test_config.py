@@ -1,7 +1,5 @@
 """Recipes: what loads, what is refused and in which words, and that a dumped model loads to itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path
@@ -29,7 +27,7 @@ class Trainer(Section):
     resume: Path | None = None
 
     @model_validator(mode="after")
-    def _no_compiled_cispo(self) -> Trainer:
+    def _no_compiled_cispo(self) -> "Trainer":
         if self.compile and self.loss == "cispo":
             raise ValueError("cispo cannot be compiled; set compile = false")
         return self

@@ -1,7 +1,5 @@
 """Crash points: named and placed one for one, deadly when asked for, nothing otherwise."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

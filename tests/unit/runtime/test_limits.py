@@ -1,7 +1,5 @@
 """What a process may take of its machine; settings derived from sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Logs, and others' words made fit for a terminal."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

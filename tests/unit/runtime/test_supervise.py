@@ -1,7 +1,5 @@
 """The supervisor over real processes: tiny `python -c` children, signals, and a supervisor killed with -9."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

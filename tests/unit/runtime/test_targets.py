@@ -1,7 +1,5 @@
 """Which addresses a hub may name, by where it is itself; and that what was checked is what is connected to."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from contextlib import closing

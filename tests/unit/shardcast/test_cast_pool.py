@@ -1,7 +1,5 @@
 """The pool over real sockets: maps, trading, slow and lying sources. Only what matches its hash is ever kept."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

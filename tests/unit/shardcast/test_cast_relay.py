@@ -1,7 +1,5 @@
 """Relays: mirror, verify, hold, resume, never go back; beside each other they trade, within a budget they choose."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from pathlib import Path

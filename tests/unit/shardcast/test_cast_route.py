@@ -1,7 +1,5 @@
 """Routes, always the cheapest of those that are open; maps of what is here; what a relay mirrors. All of it pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What to fetch from whom: decided in simulated time, with sources that are slow, dead, behind or lying."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The server: only names of a tree, held head requests, and no client that can cost more than its connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -164,7 +162,7 @@ def test_the_head_is_held_until_a_newer_one_is_published(lab: Lab) -> None:
     eventually(lambda: health(origin)["connections"] == 2)
     assert not answer.done()
     lab.publish(2)
-    assert json.loads(answer.result(5)[1])["document"]["policy"]["version"] == 2
+    assert json.loads(answer.result(15)[1])["document"]["policy"]["version"] == 2
 
 
 def test_a_held_head_is_answered_with_the_old_one_when_the_wait_is_over(lab: Lab) -> None:
@@ -173,7 +171,7 @@ def test_a_held_head_is_answered_with_the_old_one_when_the_wait_is_over(lab: Lab
     lab.publish(1)
     started = time.monotonic()
     assert get(url, "/head.json?after=0.1&wait_s=0.2")[::2] == (200, (lab.www / "head.json").read_bytes())
-    assert 0.2 <= time.monotonic() - started < 3
+    assert 0.2 <= time.monotonic() - started < 15
     for nonsense in ("after=x&wait_s=nan", "after=0.0&wait_s=20", "wait_s=-3", "wait_s=1e999", ""):
         assert get(url, f"/head.json?{nonsense}")[0] == 200
 
@@ -275,10 +273,10 @@ def test_a_map_is_held_until_more_chunks_are_there_or_its_version_goes(tmp_path:
         eventually(lambda: shelf.arrivals.waited_for("have/0.1"))
         assert not more.done()
         shelf.set_count(2)
-        assert more.result(5) == (200, b"\x03\x80")
+        assert more.result(15) == (200, b"\x03\x80")
         assert not all_of_it.done()
         shelf.set_count(None)
-        assert all_of_it.result(5)[0] == 404
+        assert all_of_it.result(15)[0] == 404
 
 
 def test_ipv6_clients_are_let_in_and_counted_by_network(lab: Lab) -> None:

@@ -1,7 +1,5 @@
 """Choosing sources, and the connection to one."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """A run's versions as deltas: every one that is kept can be had from any earlier one, or from nothing, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

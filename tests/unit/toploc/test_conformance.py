@@ -2,8 +2,6 @@
 crashes, nothing passes. And what was committed to is found again, whatever it was.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from typing import Any

@@ -2,8 +2,6 @@
 something else, each for its reason.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Any causal language model of transformers: it loads from a folder, trains a step, and its policy travels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which demonstrations are trained on: rows, filters, the report, the corpus; their tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,11 +182,9 @@ def test_a_held_out_question_in_any_turn_is_left_out(tmp_path: Path) -> None:
     data = build(EnvironmentSettings(name="dataset", data=questions, options={"grader": "exact"}))
     asked, trained = data.tasks("held_out")[0].prompt, data.tasks("train")[0].prompt
     rows = [
-        talk(asked, "7"),
-        talk(asked, "7", "thanks", "welcome"),
-        talk("hi", "hello", asked.upper(), "7"),
+        talk(asked, "7"), talk(asked, "7", "thanks", "welcome"), talk("hi", "hello", asked.upper(), "7"),
         talk("hi", "hello", trained, "7"),
-    ]
+    ]  # fmt: skip
     assert sorted(chosen(tmp_path, rows, files=chat_files(), asking=Asking(data))[1].left_out) == [0, 1, 2]
 
 

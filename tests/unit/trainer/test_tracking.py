@@ -3,8 +3,6 @@
 The real libraries are used, and what they wrote is read back by them. Nothing goes over a network.
 """
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints: exact, atomic, bounded, never believed when damaged; the copies that they are made of."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

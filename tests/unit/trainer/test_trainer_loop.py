@@ -1,8 +1,6 @@
 """The trainer's story against a hub in memory: complete, killed anywhere, resumed, refused, stopped; held-out scores
 that come whenever they come."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """What a trainer talks to, in memory: a tiny model, groups of rollouts, a hub that fails on request."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

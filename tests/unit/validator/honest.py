@@ -1,7 +1,5 @@
 """An honest worker on the scripted engine, and the pieces to build a cheating one from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

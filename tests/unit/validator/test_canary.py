@@ -1,7 +1,5 @@
 """Canaries: each kind is surely bad and caught; one that passes ends everything before anything is reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,40 +1,32 @@
 """Several workers on one machine: where each computes, what each may take, and real processes that are supervised."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
 from kit import Logs, Patch, eventually
 from kit.fork import Forked
+from kit.roles import ONE_STEP, ServedRun, prepared, served_run
+from kit.run import processes_of
 from kit.sandbox import needs_bubblewrap
-from shoal.client import HubClient
 from shoal.errors import ConfigError, UserError
-from shoal.protocol import NodeView, PolicyAnnouncement, TensorView, load_key, sign_document
+from shoal.protocol import load_key
 from shoal.run import fleet, join
 from shoal.run.fleet import FleetStatus, Place, ending_of, plan_workers
-from shoal.run.folder import RunFolder
 from shoal.run.join import JoinRequest
-from shoal.run.recipe import Recipe
-from shoal.run.roles import run_role
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import Ending, ProcessState, ProcessView
-from shoal.shardcast import Origin
 from shoal.worker.earnings import Standing
 
-DEADLINE_S = 60.0
 GPUS = ["0", "1", "2", "GPU-8f1e"]
 
 
@@ -160,73 +152,37 @@ def test_a_worker_started_again_counts_on_and_its_credit_is_the_hubs(tmp_path: P
     assert status.line(()) == "3,600 tokens, 3 groups accepted, credit +200 (7 pending)"
 
 
-# ── real workers, a real hub ─────────────────────────────────────────────────────────────────────────────────────
-
-
-class Served:
-    """A run whose hub, origin and validator are threads here, and whose trainer is this object."""
-
-    def __init__(self, path: Path, steps: int) -> None:
-        sections: dict[str, Any] = {
-            "run": {"steps": steps, "groups_per_step": 8, "group_size": 2, "max_new_tokens": 6},
-            "hub": {"port": 0, "refill_cap": 0}, "relay": {"count": 0},
-            "validator": {"engine": "scripted"}, "worker": {"engine": "scripted"},
-        }  # fmt: skip
-        self.folder = RunFolder.prepare(path, Recipe.model_validate(sections))
-        self.join, self._stop = self.folder.assign_endpoints().join, StopToken()
-        self._threads = ThreadPoolExecutor()
-        for name in ("hub", "origin", "validator-0"):
-            self._threads.submit(run_role, self.folder, name, self._stop)
-        self.trainer = HubClient(self.folder.endpoints.hub, self.folder.key("trainer"), self._stop)
-        self.trainer.register("trainer", "trainer", self.folder.certificate("trainer"))
-        self._origin = Origin(self.folder.path / "origin", self.folder.run_id, self.folder.key("trainer"))
-
-    def publish(self, version: int) -> None:
-        tensors = [TensorView("w", "F32", (1,), memoryview(np.full(1, version, dtype="<f4")).cast("B"))]
-        policy = self._origin.publish(version, tensors, ledger_head=self.trainer.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.folder.run_id, policy=policy, created_at_ms=1)
-        self.trainer.announce(sign_document(announcement, self.trainer.key))
-
-    def workers(self) -> dict[str, NodeView]:
-        return {node.name: node for node in self.trainer.status().nodes if node.role == "worker"}
-
-    def close(self) -> None:
-        self._stop.set("the test ends")
-        self._threads.shutdown()
-        self.trainer.close()
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedRun]:
+    with served_run(prepared(tmp_path / "run", ONE_STEP, run={"groups_per_step": 8})) as run:
+        run.publish(0)
+        yield run
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    run = Served(tmp_path / "run", steps=1)
-    run.publish(0)
-    yield run
-    run.close()
-
-
-@pytest.fixture
-def start(served: Served, tmp_path: Path) -> Iterator[Any]:
+def start(served: ServedRun, tmp_path: Path) -> Iterator[Any]:
     """Two workers on this machine, by one command; whatever is left of them is killed at the end."""
     node = tmp_path / "node"
-    words = ("join", served.join, "--engine", "scripted", "--device", "cpu", "--workers", "2", "--folder", str(node))
+    words = (
+        "join",
+        served.endpoints.join,
+        "--engine",
+        "scripted",
+        "--device",
+        "cpu",
+        "--workers",
+        "2",
+        "--folder",
+        str(node),
+    )
 
     def start(*options: str) -> Forked:
         return Forked(tmp_path, (*words, *options), tmp_path / "output")
 
     yield start
-    for pid in left(node):
+    for pid in processes_of(node):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def left(folder: Path) -> set[int]:
-    """All processes whose command line names the folder."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if str(folder).encode() in (entry / "cmdline").read_bytes():
-                found.add(int(entry.name))
-    return found
 
 
 def pids(folder: Path) -> dict[str, int]:
@@ -240,14 +196,10 @@ def pids(folder: Path) -> dict[str, int]:
 def test_two_workers_share_an_owner_and_the_command_ends_with_the_run(served, start, tmp_path, sandboxed):
     options = ["--max-memory", "2GB", "--max-bandwidth", "20Mbit/s", "--name", "mine"]
     with start(*options, *(["--sandbox"] if sandboxed else [])) as process:
-        eventually(lambda: {"mine-cpu-0", "mine-cpu-1"} <= served.workers().keys(), DEADLINE_S, process.said)
-        waits = 0
-        while served.trainer.batch(0, wait_s=1).batch is None:
-            waits += 1
-            assert waits < DEADLINE_S, process.said()
-        served.publish(1)
-        assert process.wait(DEADLINE_S) == 0, process.said()
-    node, workers = tmp_path / "node", list(served.workers().values())
+        eventually(lambda: {"mine-cpu-0", "mine-cpu-1"} <= set(served.workers()), otherwise=process.said)
+        served.train()
+        assert process.wait(60) == 0, process.said()
+    node, workers = tmp_path / "node", [each for each in served.client.status().nodes if each.role == "worker"]
     assert {worker.owner for worker in workers} == {load_key(node / "owner.key").public_key}
     assert {worker.node for worker in workers} == {
         load_key(node / name / "node.key").node for name in ("cpu-0", "cpu-1")
@@ -257,21 +209,22 @@ def test_two_workers_share_an_owner_and_the_command_ends_with_the_run(served, st
     said = process.said().splitlines()[-1]
     assert f"{accepted} groups accepted, credit +{credit:,}" in said
     assert "all workers have ended; " in said
-    assert left(node) == set()
+    assert processes_of(node) == {}
 
 
 def test_a_killed_worker_comes_back_and_sigterm_leaves_no_process(served, start, tmp_path):
     node = tmp_path / "node"
     with start() as process:
-        eventually(lambda: len(served.workers()) == 2, DEADLINE_S, process.said)
-        first = pids(node)["cpu-1"]
+        eventually(lambda: len(served.workers()) == 2, otherwise=process.said)
+        log, first = node / "cpu-1" / "worker.log", pids(node)["cpu-1"]
+        eventually(lambda: "works for run" in log.read_text())
         os.kill(first, signal.SIGKILL)
         process.until(r"cpu-1 was killed by SIGKILL; starting it again")
-        eventually(lambda: pids(node).get("cpu-1", first) != first, DEADLINE_S)
-        eventually(lambda: (node / "cpu-1" / "worker.log").read_text().count("works for run") == 2, DEADLINE_S)
+        eventually(lambda: pids(node).get("cpu-1", first) != first)
+        eventually(lambda: log.read_text().count("works for run") == 2, otherwise=process.said)
         assert len(served.workers()) == 2, "with the key that it had"
         assert process.end() == 0, process.said()
-    assert left(node) == set()
+    assert processes_of(node) == {}
     assert "stopping (SIGTERM)" in process.said()
 
 
@@ -279,10 +232,10 @@ def test_a_killed_worker_comes_back_and_sigterm_leaves_no_process(served, start,
 def test_workers_end_with_a_supervisor_that_is_killed(served, start, tmp_path, sandboxed):
     node = tmp_path / "node"
     with start(*(["--sandbox"] if sandboxed else [])) as process:
-        eventually(lambda: len(served.workers()) == 2, DEADLINE_S, process.said)
-        assert len(left(node)) >= 2
+        eventually(lambda: len(served.workers()) == 2, otherwise=process.said)
+        assert len(processes_of(node)) >= 2
         process.kill()
-        eventually(lambda: left(node) == set(), DEADLINE_S, lambda: str(left(node)))
+        eventually(lambda: processes_of(node) == {}, otherwise=lambda: str(processes_of(node)))
 
 
 def test_a_worker_that_cannot_work_is_left_and_its_exit_code_is_the_commands(served, start, tmp_path):
@@ -292,7 +245,7 @@ def test_a_worker_that_cannot_work_is_left_and_its_exit_code_is_the_commands(ser
     (node / "cpu-0" / "node.key").write_text("rubbish")
     with start() as process:
         process.until(r"cpu-0 ended with exit code 2: ")
-        eventually(lambda: len(served.workers()) == 1, DEADLINE_S, process.said)
+        eventually(lambda: len(served.workers()) == 1, otherwise=process.said)
         os.kill(pids(node)["cpu-1"], signal.SIGTERM)
         process.until("cpu-1 was told to stop by somebody")
         assert process.end() == 0, "it was told to stop"
