@@ -18,6 +18,7 @@ because its unit had gone to somebody else. Both columns are of the same run of 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,11 @@ from unittest.mock import patch
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kit.simulator import Scenario
+from kit.simulator.simulation import TOKENS, SimulatedTrainer, SimulatedValidator
+from kit.simulator.world import World
 from shoal.engines.groups import submission_of
 from shoal.engines.protocol import Completion
 from shoal.hub import HubSettings, RunSettings
@@ -35,9 +41,6 @@ from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import pacing
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
-from shoal.simulator import Scenario
-from shoal.simulator.simulation import TOKENS, SimulatedTrainer, SimulatedValidator
-from shoal.simulator.world import World
 
 FLEET = (("fast", 8, 2.0), ("middling", 8, 8.0), ("slow", 4, 40.0))
 UNITS = 8
@@ -106,7 +109,7 @@ class Result:
 
 def measure(staleness: int, paced: bool, seconds: float, seed: int) -> Result:
     scenario = Scenario(
-        crews=(),
+        workers=(),
         seed=seed,
         seconds=seconds,
         run=RunSettings(

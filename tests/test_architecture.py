@@ -24,7 +24,7 @@ SRC = Path(__file__).parent.parent / "src"
 LAYERS = [
     {"cli"},
     {"run"},
-    {"dashboard", "simulator"},
+    {"dashboard"},
     {"trainer", "worker", "validator", "hub"},
     {"evaluation", "adversary"},
     {"engines", "client", "rewards"},
@@ -409,7 +409,7 @@ RATCHETS = {
     "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 19,
-    "test lines": 61_200,
+    "test lines": 54_300,  # the table of mistakes, and the checks of dependencies and workflows
 }
 
 

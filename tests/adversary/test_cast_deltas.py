@@ -149,7 +149,7 @@ def test_the_true_delta_is_taken(trap: Trap) -> None:
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_an_evil_delta_costs_the_detour_where_the_whole_is_offered(trap: Trap, name: str) -> None:
+def test_evil_delta_is_replaced_by_the_whole_payload(trap: Trap, name: str) -> None:
     manifest = trap.set(EVIL[name](trap.true), anchor=True)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Every cheat against a real run: the bytes that it hands in are all that hub and validator see of it.
+"""Every cheat against a real run: the bytes that it submits are all that hub and validator see of it.
 
 One run serves all tests. An honest worker works all the time; the cheaters come a few at a time, each until the hub has
 shut it out, or has refused what it sends. `make test` prints the table of what came of it.
@@ -26,8 +26,8 @@ HONEST_AT_FIRST = {"stale", "sleeper", "replay", "swap-prompt"}  # right until t
 HONEST_LEAST = 20
 pytestmark = pytest.mark.timeout(900)  # setting up the run counts as part of the first test, on a busy machine too
 
-# How many of its own groups a cheater may hand in until the first is rejected. A group in which the policy is sure of
-# every token comes out the same by any dice, and such a group is honest work: hence more than 1.
+# How many of its own groups a cheater may submit until the first is rejected. A group in which the policy is sure of
+# every token comes out the same with any seed, and such a group is honest work: hence more than 1.
 WITHIN = dict.fromkeys(HERE, 4) | {
     "int8": 8,
     "int4-decodes": 16,  # most of its groups are, token by token, what the right weights give

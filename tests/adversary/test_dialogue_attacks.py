@@ -1,4 +1,4 @@
-"""Dialogues that are not the tool's, each handed in with the right policy's proofs and log-probabilities.
+"""Dialogues that are not the tool's, each submitted with the right policy's proofs and log-probabilities.
 
 The real engine, the real judge, the calculator: an honest group passes every check, and what differs from it in one
 thing is rejected for that.
@@ -174,22 +174,22 @@ def replayed(of: protocol.Lease, **profile: Any) -> Case:
 
 
 def test_uniforms_are_checked_for_drawn_tokens_only() -> None:
-    """One drawn token that is far off stands out: the tool's words, all far from any dice, are not counted with it."""
+    """One drawn token that is far off stands out: the tool's words, far from any uniform, are not counted with it."""
     clean, odd = replayed(lease(1)), replayed(lease(1))
     coarse = replayed(lease(1), accidents=AccidentLimits(first=1e-4))
     width_T = np.where(clean.drawn, clean.replayed.high - clean.replayed.low, 1.0)
-    at = int(np.argmin(width_T))  # an unlikely token: most dice do not give it
+    at = int(np.argmin(width_T))  # an unlikely token: most uniforms do not give it
     for case in (odd, coarse):
         case.replayed.uniforms[at] = 0.0 if case.replayed.low[at] > 0.5 else 1.0 - 1e-9
     found = checks.sampling(odd)
     assert (found.reason, found.result.evidence["far_outside"]) == ("sampling.seed", 1)
     assert found.severity is protocol.Severity.STATISTICAL, "it takes several to be certain"
     assert (found.result.evidence["tokens"], found.result.evidence["outside"]) == (odd.generated, 1)
-    assert np.flatnonzero(coarse.odd.seeds).tolist() == [coarse.chunk_of[at]]
+    assert np.flatnonzero(coarse.outliers.seeds).tolist() == [coarse.chunk_of[at]]
 
 
 def test_limits_are_measured_on_drawn_tokens_only() -> None:
-    """What the tool said is far from any dice: one such token would widen a profile beyond use."""
+    """What the tool said is far from any uniform: one such token would widen a profile beyond use."""
     case = replayed(lease(1))
     bands = Bands.of([case])
     assert bands.tokens == case.generated < len(case.tokens)
@@ -207,12 +207,12 @@ def test_validator_without_the_tool_is_unsure() -> None:
 
 
 def test_drawn_tokens_declared_as_tool_tokens_are_rejected() -> None:
-    """To choose them freely: no dice are looked at where tokens are given."""
+    """To choose them freely: no uniforms are checked where tokens are of the tool."""
     of = lease(1)
     other = lease(1).model_copy(update={"seeds": tuple(f"{9999 + i:016x}" for i in range(12))})
     [group] = generate(loaded(), [other])
     submission = submission_of(of, group, "torch")
-    assert judged(of, submission).reason == "sampling.seed", "without the claim the dice tell"
+    assert judged(of, submission).reason == "sampling.seed", "without the claim the seeds show it"
 
     def claim(rollout: protocol.Rollout) -> protocol.Rollout:
         ids = rollout.token_ids.tolist()
@@ -243,32 +243,26 @@ def one_turn_too_many(_ids: list[int], _spans: list[Span]) -> tuple[list[int], l
 
 
 FORGED: dict[str, tuple[Change, str]] = {
-    "the turn before is called the tool's": (
-        lambda ids, spans: (ids, [(spans[0][0] - 1, spans[0][1] + 1), *spans[1:]]), "dialogue.forged"),
+    "the turn before is called the tool's": (lambda ids, spans: (ids, [(spans[0][0] - 1, spans[0][1] + 1), *spans[1:]]),
+        "dialogue.forged"),
     "a token of the turn is called the tool's": (lambda ids, spans: (ids, [(1, 1), *spans]), "dialogue.forged"),
-    "its words are changed": (
-        lambda ids, spans: (with_token(ids, spans[0][0] + 1, bumped(ids[spans[0][0] + 1])), spans),
-        "dialogue.forged"),
+    "its words are changed": (lambda ids, spans: (with_token(ids, spans[0][0] + 1, bumped(ids[spans[0][0] + 1])),
+        spans), "dialogue.forged"),
     "the turn is called the last one": (lambda ids, spans: (ids[: spans[0][0]], []), "dialogue.missing"),
-    "the model resumes at once": (
-        lambda ids, spans: ([*ids[: spans[0][0]], 6, *ids[sum(spans[0]) :]], []), "dialogue.missing"),
+    "the model resumes at once": (lambda ids, spans: ([*ids[: spans[0][0]], 6, *ids[sum(spans[0]) :]], []),
+        "dialogue.missing"),
     "its words are not called the tool's": (lambda ids, _spans: (ids, []), "dialogue.missing"),
-    "its last word is left out": (
-        lambda ids, spans: ([*ids[: sum(spans[0]) - 1], *ids[sum(spans[0]) :]],
-                            [(spans[0][0], spans[0][1] - 1), *spans[1:]]),
-        "dialogue.forged"),
-    "the turn is edited after the tool has answered": (
-        lambda ids, spans: (with_token(ids, spans[0][0] - 2, bumped(ids[spans[0][0] - 2])), spans),
-        "dialogue.forged"),
+    "its last word is left out": (lambda ids, spans: ([*ids[: sum(spans[0]) - 1], *ids[sum(spans[0]) :]], [(spans[0][0],
+        spans[0][1] - 1), *spans[1:]]), "dialogue.forged"),
+    "the turn is edited after the tool has answered": (lambda ids, spans: (with_token(ids, spans[0][0] - 2,
+        bumped(ids[spans[0][0] - 2])), spans), "dialogue.forged"),
     "the answer is another rollout's": (answer_of_others, "dialogue.forged"),
-    "an end token in its words": (
-        lambda ids, spans: (with_token(ids, spans[0][0], EOS), spans), "dialogue.forged"),
-    "special tokens before its words": (
-        lambda ids, spans: ([*ids[: spans[0][0]], 0, 2, *ids[spans[0][0] :]], spans), "dialogue.forged"),
+    "an end token in its words": (lambda ids, spans: (with_token(ids, spans[0][0], EOS), spans), "dialogue.forged"),
+    "special tokens before its words": (lambda ids, spans: ([*ids[: spans[0][0]], 0, 2, *ids[spans[0][0] :]], spans),
+        "dialogue.forged"),
     "one turn too many": (one_turn_too_many, "dialogue.forged"),
-    "one turn too many, not called the tool's": (
-        lambda ids, spans: (one_turn_too_many(ids, spans)[0], one_turn_too_many(ids, spans)[1][:1]),
-        "termination.past_eos"),
+    "one turn too many, not called the tool's": (lambda ids, spans: (one_turn_too_many(ids, spans)[0],
+        one_turn_too_many(ids, spans)[1][:1]), "termination.past_eos"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a hub, or whoever answers in its place, can do to a contributor's machine: nothing beyond giving it work."""
+"""What a hub, or a server in its place, can do to a contributor's machine: nothing beyond giving it work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol.submission import ProgressReply
 from shoal.run import progress as reporter
-from shoal.run.ledger.places import download
+from shoal.run.ledger.sources import download
 from shoal.run.progress import fetch_status
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
@@ -101,7 +101,7 @@ def latest_ms(hub: HostileHub) -> int:
 
 @pytest.mark.parametrize("who", ["nobody", "a stranger", "the hub"])
 def test_no_request_is_signed_for_next_week(hub: HostileHub, who: str) -> None:
-    """The hub, or whoever answers in its place, says that it is next week, and waits for requests of that date."""
+    """The hub, or a server in its place, says that it is next week, and waits for requests of that date."""
     signer = {"nobody": None, "a stranger": protocol.SigningKey.generate(), "the hub": hub.key}[who]
     hub.answers["/nodes"] = lambda asked: clock_of(hub, asked, 7 * DAY_MS, signer)
     before_ms = SystemClock().now_ms()

@@ -1,4 +1,4 @@
-"""What miners of live networks did: each is caught, or hands in what the seeds give, token by token."""
+"""What miners of live networks did: each is caught, or submits what the seeds give, token by token."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -338,7 +338,7 @@ def test_miner_is_banned_and_what_passed_equals_honest_work(name: str, harness: 
 
 @pytest.mark.parametrize("accepts", [exact, above(0.9)])
 def test_speculative_decoding_of_the_seeds_tokens_is_accepted(accepts: Any, harness: Formats, honest: Trial) -> None:
-    """Drafts are not forbidden: whoever ends with the tokens that the seeds give has done what was asked, faster."""
+    """Drafts are not forbidden: a worker with the tokens that the seeds give has done what was asked, faster."""
     made: list[Speculative] = []
 
     def make(engine: Engine) -> Engine:

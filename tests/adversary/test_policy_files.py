@@ -1,4 +1,4 @@
-"""A policy's files come from whoever runs the trainer: none of them becomes code, or asks the person."""
+"""A policy's files come from the trainer's owner: none of them becomes code, or asks the person."""
 
 import builtins
 import json

@@ -120,7 +120,7 @@ def checked(files: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
 def peak_growth(act: Callable[[], object]) -> int:
     """By how many bytes this process was larger, at most, than before."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     act()
     return status_bytes("VmHWM") - before

@@ -325,7 +325,7 @@ KILLERS = {
 
 @pytest.mark.parametrize("how", KILLERS)
 def test_no_process_can_be_killed_and_no_kill_feigned(how: str) -> None:
-    """A program that is killed from outside is no sample. So none may look as if it was."""
+    """A program that is killed from outside is unscored. So none may look as if it was."""
     code = f"""
 import ctypes, fcntl, os, resource, signal, time
 libc = ctypes.CDLL(None)
@@ -344,7 +344,7 @@ print("here")
 
 @pytest.fixture
 def server() -> Iterator[int]:
-    """A server on this machine that answers whoever reaches it."""
+    """A server on this machine that answers every client."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         yield int(listening.getsockname()[1])
 

@@ -46,7 +46,7 @@ class Caught:
 
 
 class Sleeping:
-    """A worker, and a validator that sees what it hands in when it looks closely, and only then."""
+    """A worker, and a validator that sees what it submits when it looks closely, and only then."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub

@@ -81,7 +81,7 @@ def leases(first: int, count: int) -> list[protocol.Lease]:
     return [terms.lease(n, (10 + n % 80, 20 + n // 80, 30), f"t/{n}") for n in range(first, first + count)]
 
 
-def handed_in(engine: Engine, asked: Sequence[protocol.Lease]) -> list[AuditJob]:
+def submitted(engine: Engine, asked: Sequence[protocol.Lease]) -> list[AuditJob]:
     requests = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in asked]
     groups: list[list[Completion]] = engine.generate(requests, asked[0].proof)
     return [audit_job_of(lease, group, engine, KEY) for lease, group in zip(asked, groups, strict=True)]
@@ -93,7 +93,7 @@ def profile() -> Profile:
     clean = ready(ScriptedEngine())
     cases = [
         Case(each.lease, read_body(each.body)[0], "", clean.vocabulary_size, clean.hidden_size, Profile(key=KIND))
-        for each in handed_in(ready(Rounding()), leases(4_000, 24))
+        for each in submitted(ready(Rounding()), leases(4_000, 24))
     ]
     for case, replay in zip(cases, replay_all(clean, cases), strict=True):
         assert not isinstance(replay, Exception)
@@ -128,7 +128,7 @@ def node_of(
         share = look_share(start, node.gains.value) if looked is None else looked
         audit_jobs = [
             replace(each, audit=each.audit.model_copy(update={"gains": node.gains, "look_share": share}))
-            for each in handed_in(engine, leases(start, 8))
+            for each in submitted(engine, leases(start, 8))
         ]
         node.verdicts += judge.verdicts(audit_jobs, truth)
         if node.first_strike is not None:

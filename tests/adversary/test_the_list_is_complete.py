@@ -61,7 +61,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_cast_documents::test_a_client_that_has_seen_the_new_refuses_the_old_also_after_a_restart",
     ),
     "tampered manifest": (
-        "test_cast_documents::test_a_document_that_is_forged_or_without_end_is_refused_and_somebody_honest_is_asked",
+        "test_cast_documents::test_forged_or_endless_document_is_refused_and_another_source_is_asked",
     ),
     "a ledger filled by throwaway keys": (
         "test_hub_attacks::test_throwaway_keys_that_register_and_cheat_leave_nothing_in_the_ledger",
@@ -91,7 +91,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_hub_attacks::test_a_profile_that_nobody_has_measured",
     ),
     "claiming another version of the policy": ("cheat claim-policy",),
-    "dice dodged by calling tokens given": (
+    "uniforms avoided by calling tokens the tool's": (
         "cheat claim-given",
         "test_dialogue_attacks::test_drawn_tokens_declared_as_tool_tokens_are_rejected",
     ),

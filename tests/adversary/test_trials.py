@@ -61,7 +61,7 @@ def trials(name: str, count: int, units: int, group_size: int = 4) -> list[Trial
     ("name", "tokens", "share"), [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-seeds", 2 * 32, 0.9)]
 )
 def test_most_cheats_are_caught_within_their_tokens(name: str, tokens: int, share: float) -> None:
-    """Groups of about 28 tokens; of the tiny policy's few are of ordinary entropy, hence twice 32 for other dice."""
+    """Groups of about 28 tokens; of the tiny policy's few are of ordinary entropy, hence twice 32 for other seeds."""
     lasted = [trial.until_caught() for trial in trials(name, count=30, units=16)]
     soon = [each for each in lasted if each is not None and each[1] <= tokens]
     assert len(soon) >= share * len(lasted)

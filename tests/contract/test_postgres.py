@@ -118,7 +118,7 @@ def test_deadlock_is_a_stale_row(request: Request, storage: Storage, monkeypatch
 def test_leader_leads_until_it_resigns_or_expires(storage: Storage) -> None:
     assert storage.is_shared
     assert storage.lead("upkeep", "a", 60)
-    assert storage.lead("upkeep", "a", 60), "the leader goes on leading"
+    assert storage.lead("upkeep", "a", 60), "the leader stays the leader"
     assert not storage.lead("upkeep", "b", 60)
     assert storage.lead("other work", "b", 60)
     storage.resign("upkeep", "b")

@@ -120,7 +120,7 @@ def listens(port: int) -> bool:
 
 @contextmanager
 def bucket(lab: Lab, request: Request) -> Iterator[Site]:
-    """Only what changed is uploaded: the head last, so that whoever sees it finds everything else."""
+    """Only what changed is uploaded: the head last: a client that sees it finds everything else."""
     shop: Shop = request.getfixturevalue("shop")
     name, there = f"weights-{secrets.token_hex(4)}", set[Path]()
     shop.client.create_bucket(Bucket=name)
@@ -139,7 +139,7 @@ def bucket(lab: Lab, request: Request) -> Iterator[Site]:
 @contextmanager
 def relay_server(lab: Lab, request: Request, upstream: Server) -> Iterator[Site]:
     with upstream(lab, request) as site:
-        relay = lab.relay("relay", site.url, kept_versions=KEPT)
+        relay = lab.relay("relay", site.url, keep_versions=KEPT)
         yield replace(site, url=relay.url, keeps_all=False)
         lab.stop(relay)
 
@@ -154,7 +154,7 @@ class Published(Lab):
     site: Site
 
     def publish(self, version: int, *arguments: Any, **options: Any) -> PolicyManifest:
-        manifest = super().publish(version, *arguments, kept_versions=KEPT, **options)
+        manifest = super().publish(version, *arguments, keep_versions=KEPT, **options)
         self.site.upload()
         return manifest
 

@@ -93,30 +93,22 @@ BATCH = Batch(step=0, groups=(), written_at_ms=1)
 
 CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
     "the same unit twice": ([], Save(UnitRow(0, "t"), None)),
-    "one submission in two units": (
-        [Save(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)],
-        Save(UnitRow(2, "t", UnitState.SUBMITTED, submission="s"), None),
-    ),
+    "one submission in two units": ([Save(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)], Save(UnitRow(2,
+        "t", UnitState.SUBMITTED, submission="s"), None)),
     "two leases of one attempt": ([], Save(replace(lease(0, who=2), lease="other"), None)),
     "one request, one unit, two leases": ([], Save(lease(0, attempt=1), None)),
     "a lease of no unit": ([], Save(lease(7), None)),
     "a second submission of a lease": ([Save(submission(0), None)], Save(submission(0, name="b"), None)),
-    "the same bytes for two leases": (
-        [Save(submission(0), None), *leased(1)],
-        Save(submission(1, name=submission(0).submission), None),
-    ),
+    "the same bytes for two leases": ([Save(submission(0), None), *leased(1)], Save(submission(1,
+        name=submission(0).submission), None)),
     "a submission of no lease": ([], Save(submission(7), None)),
-    "two digests of one version": (
-        [AddPolicy(POLICY, 1)],
-        AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}), 1),
-    ),
+    "two digests of one version": ([AddPolicy(POLICY, 1)], AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}),
+        1)),
     "two batches of a step": ([AddBatch(BATCH)], AddBatch(BATCH)),
-    "two verdicts on a submission": (
-        [Save(submission(0), None), AddVerdict(submission(0).submission, "{}")],
-        AddVerdict(submission(0).submission, "{}"),
-    ),
+    "two verdicts on a submission": ([Save(submission(0), None), AddVerdict(submission(0).submission, "{}")],
+        AddVerdict(submission(0).submission, "{}")),
     "a node registered twice": ([], Save(node(1), None)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)

@@ -2,7 +2,7 @@
 
 Synchronous (staleness 0), so that batches do not depend on who was fast; one unit at a time, so that the rounding of a
 group's log-probabilities does not depend on which others it was generated with. Then, on a CPU, the same batches give
-the same weights bit for bit. The run that was backed up goes on to its end, and so does the restored one.
+the same weights bit for bit. The run that was backed up continues to its end, and so does the restored one.
 """
 
 from pathlib import Path

@@ -49,9 +49,9 @@ def random_file(path: Path, seed: int = 0, size: int = SIZE) -> bytes:
 
 def changed(data: bytes, seed: int) -> bytes:
     """The same, but for a few hundred bytes."""
-    dice, new = random.Random(seed), bytearray(data)
+    rng, new = random.Random(seed), bytearray(data)
     for _ in range(300):
-        new[dice.randrange(len(new))] ^= 1
+        new[rng.randrange(len(new))] ^= 1
     return bytes(new)
 
 
@@ -233,7 +233,7 @@ def test_old_tree_is_refused_by_a_new_fetch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_changed_copy_is_mended_by_the_next_fetch(tmp_path: Path) -> None:
+def test_changed_copy_is_replaced_by_the_next_fetch(tmp_path: Path) -> None:
     """Also of a version that is offered as a difference only: its own chunks cannot be had any more."""
     data = random_file(tmp_path / "a.bin")
     with publisher(tmp_path, "a.bin") as origin:

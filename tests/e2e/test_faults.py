@@ -1,11 +1,11 @@
 """`shoal run` for real on a machine that misbehaves: each fault has one clear outcome.
 
-    disk full          exit 3, "the disk is full"; nothing lost: with room again the run goes on to its end
+    disk full          exit 3, "the disk is full"; nothing lost: with room again the run continues to its end
     port stolen        exit 3, naming the port
     no such folder     exit 3 before anything is started: read-only, no permission
     clock jumps        nothing happens: an hour forth, an hour back, and a hub that restarts in between
-    somebody stopped   a worker, the hub, the validator (SIGSTOP): the run goes on, and nobody is punished
-    nothing goes on    the watchdog ends the run and names who is stuck
+    somebody stopped   a worker, the hub, the validator (SIGSTOP): the run continues, and no node is punished
+    no progress        the watchdog ends the run and names who is stuck
 
 The engine is the scripted one, so that only the trainer loads torch. Killed processes are in `test_kills`.
 """
@@ -176,7 +176,7 @@ def thief_of(port: int) -> socket.socket:
 
 
 class WallClock:
-    """What all processes of a run believe the time to be, while their monotonic clocks go on undisturbed."""
+    """What all processes of a run believe the time to be, while their monotonic clocks are not changed."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -271,7 +271,7 @@ def test_stopped_processes_delay_nobody_and_are_not_punished(tmp_path: Path, ove
         run.wait_until("it to be told", lambda: bool(LATE.search(log.read_text())))
         accepted = partial(rows, folder, "SELECT accepted FROM nodes WHERE name = 'worker-0'")
         before = accepted()
-        run.wait_until("it to go on", lambda: accepted() > before)
+        run.wait_until("it to continue", lambda: accepted() > before)
         for name in ("hub", "validator-0"):
             with stopped(run, name):
                 time.sleep(2)  # as long as a process is away, not until something happens

@@ -196,13 +196,13 @@ def random_run(path: Path) -> Outcome:
     return outcome
 
 
-def kill_at_random(run: Run, killed: Counter[str], dice: random.Random) -> None:
+def kill_at_random(run: Run, killed: Counter[str], rng: random.Random) -> None:
     for _ in range(RANDOM_KILLS):
         with suppress(subprocess.TimeoutExpired):
-            run.wait(dice.uniform(1, 9))
+            run.wait(rng.uniform(1, 9))
             return
         names = sorted(name for name in run.pids() if killed[name] < MOST_PER_ROLE)
-        name = dice.choice(names)
+        name = rng.choice(names)
         with suppress(KeyError, ProcessLookupError):  # it ended just now
             os.kill(run.pids()[name], signal.SIGKILL)
             killed[name] += 1
@@ -234,12 +234,10 @@ def finish(run: Run) -> None:
         pytest.param(awkward_run, id="awkward"),
         pytest.param(orphaned_run, id="orphaned", marks=pytest.mark.slow),
         pytest.param(random_run, id="random", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-        *(
-            pytest.param(partial(run_to_points, which), id=which, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
-            for which in POINTS_OF
-        ),
+        *(pytest.param(partial(run_to_points, which), id=which, marks=[pytest.mark.slow,
+            pytest.mark.timeout(900)]) for which in POINTS_OF),
     ],
-)
+)  # fmt: skip
 def run(request: Request, tmp_path_factory: TempPaths) -> Outcome:
     outcome: Outcome = request.param(tmp_path_factory.mktemp("e2e") / "tiny")
     return outcome

@@ -52,7 +52,7 @@ def test_bfloat16_run_sends_deltas_and_writes_them_in_place(tmp_path: Path) -> N
         assert run.wait() == 0, run.said(6000)
     assert [row["groups"] for row in metrics(run.path) if "groups" in row] == [8, 8, 8, 8]
     log = (run.path / "logs" / "worker-0.log").read_text()
-    assert "which is here and 1 delta" in log
+    assert "by the local policy" in log
     assert "only what changed was written into the engine" in log
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from kit.tiny import build_tiny
 from shoal.models.logprobs import Head, hidden_states, token_logprobs, usable
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, add_adapters, merged
 from shoal.models.packed import Packed, compile_layers, packed_states, supports_packing
-from shoal.models.tiny import build_tiny
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies
 from shoal.trainer.learner import new_learner
 from shoal.trainer.samples import Prepared, Sample

@@ -16,11 +16,11 @@ from test_loop_scripted import DEADLINE_S, Run
 
 from kit import Patch, eventually
 from kit.roles import publish
+from kit.tiny import build_tiny
 from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.models.tiny import build_tiny
 from shoal.protocol import (
     AuditRequest,
     Calibration,

@@ -28,10 +28,10 @@ def place(request: Request, tmp_path: Path) -> Place:
     return Place(tmp_path / "hub", {"database": request.getfixturevalue("database_url")})
 
 
-def survive(place: Place, asked: Sequence[str], always: bool = False, storm: bool = False) -> HubLives:
+def survive(place: Place, asked: Sequence[str], always: bool = False, at_once: bool = False) -> HubLives:
     """A run whose hub dies as asked, and everything checked; the hub that was."""
     with HubLives(place, asked, always) as hub, Actors(hub) as actors:
-        entries = actors.storm() if storm else actors.play()
+        entries = actors.run_at_once() if at_once else actors.play()
     actors.books.check(place, entries)  # of a hub that was killed once more, when the run was over
     return hub
 
@@ -60,7 +60,7 @@ def test_killed_at_the_same_point_in_every_life(place: Place, name: str) -> None
 
 @pytest.mark.slow
 def test_killed_at_every_point_under_load(place: Place) -> None:
-    hub = survive(place, HUB_POINTS, storm=True)
+    hub = survive(place, HUB_POINTS, at_once=True)
     assert hub.struck == set(HUB_POINTS)
 
 

@@ -172,7 +172,7 @@ class Fuzzer:
 
 
 def assert_undamaged(bench: Bench) -> None:
-    """The run is whole: its ledger holds, accounts are what its rows say, and it can go on."""
+    """The run is whole: its ledger holds, accounts are what its rows say, and it can continue."""
     hub = bench.app.state.hub
     hub.upkeep.tick()
     page = LedgerPage.model_validate_json(ok(bench.http.get("/ledger?after=-1&limit=1000")).content)
@@ -198,7 +198,7 @@ def test_random_requests_do_not_break_the_hub(bench, examples, record_property):
     assert_undamaged(bench)
     for role in ROLES:
         assert sum(count for (who, _), count in fuzzer.statuses.items() if who == role) > 60
-    for role in ("worker", "validator", "trainer"):  # they do get through the door
+    for role in ("worker", "validator", "trainer"):  # they are let in
         assert fuzzer.statuses[role, 200] > 5, fuzzer.statuses
     by_status = Counter(status for _, status in fuzzer.statuses.elements())
     record_property("table", f"fuzzed: {sum(by_status.values())} requests, by status {dict(sorted(by_status.items()))}")

@@ -15,7 +15,7 @@ import pytest
 
 from kit import Patch, TempPaths
 from kit.crash import Actors, HubLives, dies_of
-from kit.crash import Place as HubPlace
+from kit.crash import Place as HubLedger
 from kit.folder import LocalRun
 from kit.hub import submission_body
 from kit.s3 import KEYS, Shop
@@ -232,7 +232,7 @@ def test_killed_backup_and_restore_leave_nothing(taken: Taken, tmp_path: Path) -
 
 
 def test_killed_hub_with_a_bucket_loses_nothing(tmp_path: Path, shop: Shop) -> None:
-    place = HubPlace(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
+    place = HubLedger(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
     with HubLives(place, SUBMIT) as hub, Actors(hub) as actors:
         entries = actors.play()
     actors.books.check(place, entries)

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 REWARD = """
 import hashlib, random
 
-dice = random.Random(0)
-tasks = [{"prompt": f"{dice.randrange(10**5, 10**8)}=", "answer": "hidden"} for _ in range(500)]
+rng = random.Random(0)
+tasks = [{"prompt": f"{rng.randrange(10**5, 10**8)}=", "answer": "hidden"} for _ in range(500)]
 
 def score(prompt, completion, answer):
     kind = hashlib.sha256(completion.encode()).digest()[0] if completion else 255

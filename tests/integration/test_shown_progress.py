@@ -95,7 +95,7 @@ def test_slow_newcomers_who_lie_about_progress_are_banned(run: Run) -> None:
         [refused] = run.trainer.node(view.node).refused
         assert (refused.depth, refused.state, refused.reason) == (depth, "rejected", reason)
         assert refused.verdict.document["severity"] == "certain"
-        assert client.submissions([refused.submission]), "the bytes are there for whoever wants to check the verdict"
+        assert client.submissions([refused.submission]), "the bytes are there for a check of the verdict"
     check_accounts(run)
 
 

@@ -1,4 +1,4 @@
-"""Two hubs on one PostgreSQL, processes of their own, under a storm: nothing is given out or counted twice.
+"""Two hubs on one PostgreSQL, processes of their own, under load: nothing is given out or counted twice.
 
     workers, validators, a trainer (threads, signed HTTP) ──┬─► hub A ✝ killed half-way ──┐
       each call at any of the hubs, some at both at once    └─► hub B ────────────────────┴─► PostgreSQL
@@ -67,7 +67,7 @@ class Pair:
         self.processes[number].join(10)
 
 
-class Storm(Actors):
+class Load(Actors):
     """Everybody knows both hubs, and makes some calls at both at the same moment; one group in ten is unsure."""
 
     def __init__(self, pair: Pair, workers: int) -> None:
@@ -90,7 +90,7 @@ class Storm(Actors):
         assert path == "/heartbeat" or first == second
         return first
 
-    def hand_in(self, key: protocol.SigningKey, lease: protocol.Lease) -> None:
+    def submit(self, key: protocol.SigningKey, lease: protocol.Lease) -> None:
         if key in self.workers and self._random.random() < 0.5:
             said = {"progress": {lease.lease: self._random.randint(1, 4)}}
             deadlines = self.ask(protocol.HeartbeatReply, key, "POST", "/heartbeat", said).deadlines
@@ -99,7 +99,7 @@ class Storm(Actors):
         if key in self.workers and self._random.random() < 0.1:
             self.call(key, "POST", "/leases/release", {"leases": [lease.lease]})
         else:
-            super().hand_in(key, lease)
+            super().submit(key, lease)
 
     def is_unsure(self, audit: protocol.Audit) -> bool:
         """By the submission's name: some of anybody's come to nothing."""
@@ -119,7 +119,7 @@ def leader_of(storage: PostgresStorage) -> str:
         ({"steps": 4, "groups_per_step": 12, "max_staleness": 1}, 8),
         pytest.param({"steps": 10, "groups_per_step": 24, "max_staleness": 1}, 16, marks=pytest.mark.slow),
     ],
-    ids=["storm", "long storm"],
+    ids=["short", "long"],
 )
 def test_killed_leader_loses_and_doubles_nothing(tmp_path, database_url, run, workers, record_property):
     place = Place(tmp_path / "hub", {"database": database_url}, run=run)
@@ -134,8 +134,8 @@ def test_killed_leader_loses_and_doubles_nothing(tmp_path, database_url, run, wo
             killed_s.append(time.monotonic())
 
     try:
-        with watching(storage, run), Storm(pair, workers) as actors:
-            entries = actors.storm(kill_the_leader)
+        with watching(storage, run), Load(pair, workers) as actors:
+            entries = actors.run_at_once(kill_the_leader)
     finally:
         for number in range(2):
             pair.kill(number)

@@ -1,4 +1,4 @@
-"""New weights in a running engine: over real sockets, only what changed, while generation on the old ones goes on."""
+"""New weights in a running engine: over real sockets, only what changed, while the old ones generate."""
 
 import threading
 import time

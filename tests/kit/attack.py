@@ -57,7 +57,7 @@ RECIPE: Sections = {
 class Judged:
     """One verdict of the run's validator, and what a test finds out beside it.
 
-    `is_honest`: token by token what the seeds give. `is_near`: that, or another token where the dice fell so near an
+    `is_honest`: token by token what the seeds give. `is_near`: that, or another token where the uniform is so near an
     edge (1e-4) that rounding could have decided it.
     """
 
@@ -89,7 +89,7 @@ class Watch:
         def verdicts(judge: Judge, audit_jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[protocol.Verdict]:
             given = honest(judge, audit_jobs, loaded)
             judges.append(judge)
-            if judge is judges[0]:  # others judge canaries, which nobody handed in
+            if judge is judges[0]:  # others judge canaries, which nobody submitted
                 by_name = {audit_job.audit.submission: audit_job for audit_job in audit_jobs}
                 for verdict in given:  # of shown progress that holds there is none
                     self._note(by_name[verdict.submission], verdict, loaded)
@@ -124,7 +124,7 @@ class Watch:
 
 
 def is_what_the_seeds_give(audit_job: AuditJob, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
-    """Whether the right policy, asked again, gives token by token what was handed in."""
+    """Whether the right policy, asked again, gives token by token what was submitted."""
     lease = audit_job.lease
     [group] = loaded.engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
     return [rollout.token_ids.tolist() for rollout in body.rollouts] == [each.token_ids.tolist() for each in group]
@@ -175,7 +175,7 @@ class Attacked:
             self.needed.pop(name).exception(DEADLINE_S)
 
     def attack(self, cheats: Sequence[str]) -> None:
-        """Let cheaters come, a few at a time, and each go on until it is shut out or refused."""
+        """Let cheaters come, a few at a time, and each continue until it is shut out or refused."""
         first = len(self.attacks) + 1
         new = [Attack(cheat, f"worker-{first + index}") for index, cheat in enumerate(cheats)]
         self.attacks += new

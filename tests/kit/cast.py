@@ -162,7 +162,7 @@ def instead(honest: Handler, replaced: Mapping[str, Handler]) -> Handler:
 
 
 class Lab:
-    """One tree with one origin, and whoever serves it, mirrors it or lies about it."""
+    """One tree with one origin, and all that serve it, mirror it or lie about it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.www = folder, folder / "www"

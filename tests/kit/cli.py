@@ -11,7 +11,7 @@ import pytest
 
 from kit.fork import clean_environment
 from shoal.protocol import LedgerHead, NodeState, NodeView, PolicyRef, RecentVerdict, RunStatus, StepReport, Wait
-from shoal.run.progress import History, Scene
+from shoal.run.progress import History, RunView
 from shoal.runtime.supervise import ProcessView
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
@@ -88,11 +88,11 @@ def at_step(step: int, **changes: Any) -> RunStatus:
     return status(step=step, policy=POLICY.model_copy(update={"version": step}), **changes)
 
 
-def scene(seen: RunStatus | None, *processes: ProcessView, elapsed_s: float = 65.0, **notes: str) -> Scene:
+def scene(seen: RunStatus | None, *processes: ProcessView, elapsed_s: float = 65.0, **notes: str) -> RunView:
     history = History()
     if seen is not None:
         history.add(seen, elapsed_s)
-    return Scene(seen, processes, history, elapsed_s, {name.replace("_", "-"): note for name, note in notes.items()})
+    return RunView(seen, processes, history, elapsed_s, {name.replace("_", "-"): note for name, note in notes.items()})
 
 
 class RecordingDisplay:
@@ -103,12 +103,12 @@ class RecordingDisplay:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.scenes: list[Scene] = []
+        self.scenes: list[RunView] = []
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def show(self, scene: Scene) -> None:
+    def show(self, scene: RunView) -> None:
         self.scenes.append(scene)
 
     def __enter__(self) -> Self:

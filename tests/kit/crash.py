@@ -181,7 +181,7 @@ class Books:
     draws: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def promise(self, receipt: Receipt) -> None:
-        assert self.receipts.setdefault(receipt.lease, receipt) == receipt, "one lease, one receipt, whoever died when"
+        assert self.receipts.setdefault(receipt.lease, receipt) == receipt, "one lease, one receipt, whatever died when"
 
     def earned(self, node: str) -> int:
         """What the node's accepted submissions are worth, by the published formula."""
@@ -264,7 +264,7 @@ Body = Message | dict[str, Any] | bytes | None
 
 
 class Actors:
-    """All roles but the hub. `play` is a whole run, one call after the other; `storm` is one with all at once."""
+    """All roles but the hub. `play` is a whole run, one call after the other; `run_at_once` is one with all at once."""
 
     def __init__(self, hub: Any, workers: Sequence[SigningKey] = WORKERS) -> None:
         self.hub, self.workers, self.steps = hub, workers, hub.place.run["steps"]
@@ -309,7 +309,7 @@ class Actors:
             self.announce(step + 1)
         return self.finish()
 
-    def storm(self, after_batch: Callable[[int], None] = lambda _step: None) -> list[LedgerEntry]:
+    def run_at_once(self, after_batch: Callable[[int], None] = lambda _step: None) -> list[LedgerEntry]:
         """The same with everybody at once, each in a thread."""
         self.begin()
         with ThreadPoolExecutor(len(self.workers) + len(VALIDATORS)) as threads:
@@ -367,9 +367,9 @@ class Actors:
             draw = (lease.task, lease.seeds)
             assert lease.node == key.node
             assert self.books.draws.setdefault(lease.unit, draw) == draw, "a unit keeps its task and its seeds"
-            self.hand_in(key, lease)
+            self.submit(key, lease)
 
-    def hand_in(self, key: SigningKey, lease: Lease) -> None:
+    def submit(self, key: SigningKey, lease: Lease) -> None:
         signed = self.ask(SignedDocument, key, "PUT", f"/submissions/{lease.lease}", kit.submission_body(lease))
         self.books.promise(open_document(signed, Receipt, kit.HUB.public_key))
 

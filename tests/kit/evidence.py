@@ -112,7 +112,7 @@ class Book:
         self.add("vouch", {"node": key.node, "owner": owner.public_key, "vouch": vouch})
 
     def rewritten(self, row: int, body: dict[str, Any]) -> "Book":
-        """The same ledger with another body in a row and every hash after it made anew, as the hub could do it."""
+        """The same ledger with another body in a row and every hash after it made again, as the hub could do it."""
         made = Book(evidence=dict(self.evidence))
         for entry in self.entries:
             made.add(entry.kind, body if entry.index == row else copy.deepcopy(entry.body))

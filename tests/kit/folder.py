@@ -83,7 +83,7 @@ class LocalRun:
         self.publish(step + 1)
 
     def work(self) -> None:
-        """What is to be had is generated, handed in and accepted."""
+        """All open units are generated, submitted and accepted."""
         request = LeaseRequest(request=fresh_request(), max_units=4)
         for lease, _ in self.worker.open_leases(self.worker.lease(request)):
             self.receipts.append(self.worker.submit(lease.lease, submission_body(lease)))

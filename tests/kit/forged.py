@@ -25,9 +25,9 @@ def tensors_of(seed: int, size: int = 4000) -> list[TensorView]:
     """One tensor; from one seed to the next, one value in a hundred changes."""
     values = bytearray(random.Random(0).randbytes(2 * size))
     for step in range(1, seed + 1):
-        dice = random.Random(step)
+        rng = random.Random(step)
         for _ in range(size // 100):
-            values[2 * dice.randrange(size)] ^= 1
+            values[2 * rng.randrange(size)] ^= 1
     return [TensorView("weight", "BF16", (size,), memoryview(bytes(values)))]
 
 

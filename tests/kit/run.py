@@ -94,7 +94,7 @@ class Run:
 
 
 def kill_if(pid: int, condition: Callable[[], bool]) -> bool:
-    """Stop a process, look, and kill it or let it go on."""
+    """Stop a process, look, and kill it or let it continue."""
     hit = False
     with suppress(ProcessLookupError):  # it ended meanwhile
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A real hub behind real sockets, and keys that talk to it by hand: whoever attacks it need not use our client."""
+"""A real hub behind real sockets, and keys that talk to it by hand: an attacker need not use our client."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +25,7 @@ RECIPE: Sections = {
 }
 POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
-__all__ = ["ok", "submission"]  # for whoever imports them from here
+__all__ = ["ok", "submission"]  # imported from here
 refusal = code_of
 
 

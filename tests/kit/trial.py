@@ -37,7 +37,7 @@ PROFILES = {**BUILT_IN, **ON_REQUEST}
 
 @dataclass(frozen=True)
 class Judged:
-    """A group that was handed in, and what the validator says of it."""
+    """A submitted group, and what the validator says of it."""
 
     lease: protocol.Lease
     submission: protocol.Submission
@@ -50,7 +50,7 @@ class Judged:
 
 @dataclass
 class Trial:
-    """What one node handed in, in order. The record is what the hub would have given out with each audit."""
+    """What one node submitted, in order. The record is what the hub would have given out with each audit."""
 
     judged: list[Judged] = field(default_factory=list)
     record: protocol.Tally = field(default_factory=protocol.Tally)
@@ -112,7 +112,7 @@ class Harness:
         return self.loaded.files
 
     def engine(self) -> TorchEngine:
-        """Shares the model's weights, whoever trains them."""
+        """Shares the model's weights, also while they are trained."""
         return TorchEngine.wrap(self.loaded.model)
 
     def fetch(self, policy: protocol.PolicyRef, _deadline_s: float) -> Payload:
@@ -156,7 +156,7 @@ class Harness:
     def groups(
         self, cheat: Cheat, leases: Sequence[protocol.Lease]
     ) -> Iterator[tuple[protocol.Lease, protocol.Submission]]:
-        """What a worker with this cheat would hand in; a few leases at a time, as it would."""
+        """What a worker with this cheat would submit; a few leases at a time, as it would."""
         engine = self.cheating(cheat)
         for start in range(0, len(leases), AT_ONCE):
             part = leases[start : start + AT_ONCE]
@@ -165,7 +165,7 @@ class Harness:
                 yield lease, cheat.submission(submission_of(lease, group, "torch"), lease)
 
     def tried(self, cheat: Cheat, units: Sequence[int], stop_when_banned: bool = False) -> Trial:
-        """Everything that a cheat hands in for these units, judged one after the other."""
+        """Everything that a cheat submits for these units, judged one after the other."""
         trial, truth = Trial(), LoadedPolicy(self.lease(0).policy, self.engine(), self.files)
         for lease, submission in self.groups(cheat, [self.lease(unit) for unit in units]):
             [verdict] = self.judge.verdicts([audit_job(lease, submission, trial.record)], truth)

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from kit.simulator import Scenario, Simulation, WorkerKind
+from kit.simulator.simulation import TOKENS, Generating, SimulatedWorker
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import LeaseRelease, ProofParameters
-from shoal.simulator import Scenario, Simulation, WorkerKind
-from shoal.simulator.simulation import TOKENS, Generating, SimulatedWorker
 
 HOME, ADDRESS, FLOOD = "192.0.2.0/24", "192.0.2.7", "198.51.100.0/24"
 THREE = (FLOOD, "203.0.113.0/24", "2001:db8:1::/48")
@@ -72,9 +72,9 @@ class Registers:
 Flood = Callable[[Simulation, str], None]
 
 
-def come(simulation: Simulation, crew: WorkerKind, kind: type[SimulatedWorker] = SimulatedWorker) -> None:
-    for _ in range(crew.count):
-        simulation.world.at(0, kind(simulation.world, crew).arrive)
+def come(simulation: Simulation, spec: WorkerKind, kind: type[SimulatedWorker] = SimulatedWorker) -> None:
+    for _ in range(spec.count):
+        simulation.world.at(0, kind(simulation.world, spec).arrive)
 
 
 FLOODS: dict[str, Flood] = {
@@ -101,10 +101,10 @@ def newcomer_after(
     kind: type[SimulatedWorker] = SimulatedWorker,
 ) -> NodeRow:
     """The honest newcomer when the time is over. It comes two seconds after the flood."""
-    crew = WorkerKind(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
-    crews = (WorkerKind(established, group_s=10, proven=True),)
+    spec = WorkerKind(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
+    workers = (WorkerKind(established, group_s=10, proven=True),)
     scenario = Scenario(
-        crews=crews, seconds=seconds,
+        workers=workers, seconds=seconds,
         run=RunSettings(steps=10**6, groups_per_step=8, group_size=16, max_staleness=1, max_new_tokens=tokens),
         hub=HubSettings(lease_s=lease_s), train_s=1.0, heartbeat_s=1.0, arrive_s=2.0,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def newcomer_after(
         for network in networks:
             if flood is not None:
                 flood(simulation, network)
-        worker = kind(simulation.world, crew)
+        worker = kind(simulation.world, spec)
         simulation.world.at(2.0, worker.arrive)
         simulation.run()
         return simulation.world.known(worker.node)

@@ -1,4 +1,4 @@
-"""Small simulated fleets, from several seeds: what must hold, holds; and the same seed is the same run."""
+"""Small simulated fleets with several seeds: the invariants hold, and the same seed gives the same run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kit.simulator import Scenario, Simulation, WorkerKind, problems
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import SubmissionState
 from shoal.protocol import NodeState
-from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 RUN = RunSettings(steps=6, groups_per_step=8, group_size=2, max_staleness=1)
 MIXED = (
@@ -27,7 +27,7 @@ MIXED = (
 
 def scenario(seed: int, **changes: object) -> Scenario:
     whole = Scenario(
-        crews=MIXED, seed=seed, seconds=1200, run=RUN, hub=HubSettings(lease_s=40), equal=6, trainer_dies=4,
+        workers=MIXED, seed=seed, seconds=1200, run=RUN, hub=HubSettings(lease_s=40), equal=6, trainer_dies=4,
         restarts_s=70, down_s=4,
     )  # fmt: skip
     return replace(whole, **changes)  # type: ignore[arg-type]
@@ -69,9 +69,10 @@ def test_invariants_hold_during_the_run(tmp_path: Path) -> None:
 def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> None:
     """No set or hash of this process decides anything."""
     script = (
-        "import sys; from pathlib import Path; from shoal.simulator import *; "
-        "print(Simulation(Path(sys.argv[1]), Scenario(crews=(WorkerKind(6, group_s=9, lies=0.2),), seconds=90, seed=5))"
-        ".run().ledger)"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from pathlib import Path; from kit.simulator import *\n"
+        "scenario = Scenario(workers=(WorkerKind(6, group_s=9, lies=0.2),), seconds=90, seed=5)\n"
+        "print(Simulation(Path(sys.argv[1]), scenario).run().ledger)"
     )
     heads = {
         subprocess.run(
@@ -89,7 +90,7 @@ def test_only_honest_workers_earn(tmp_path: Path) -> None:
         WorkerKind(2, group_s=15, lies=1.0),
         WorkerKind(2, delivers=False),
     )
-    simulation = Simulation(tmp_path, scenario(1, crews=(honest, liars, sitters), restarts_s=400))
+    simulation = Simulation(tmp_path, scenario(1, workers=(honest, liars, sitters), restarts_s=400))
     simulation.run()
     with simulation.world.storage.read() as reader:
         rows = [reader.node(worker.node) for worker in simulation.workers]
@@ -101,7 +102,7 @@ def test_only_honest_workers_earn(tmp_path: Path) -> None:
 
 @pytest.fixture
 def simulation(tmp_path: Path) -> Simulation:
-    simulation = Simulation(tmp_path, scenario(2, seconds=120, crews=(WorkerKind(6, group_s=8),), restarts_s=500))
+    simulation = Simulation(tmp_path, scenario(2, seconds=120, workers=(WorkerKind(6, group_s=8),), restarts_s=500))
     simulation.run()
     assert problems(simulation.world) == []
     return simulation
@@ -139,7 +140,7 @@ def test_pending_credit_without_node_is_found(simulation: Simulation) -> None:
 
 @pytest.mark.slow
 def test_hundreds_of_workers_for_six_minutes(tmp_path: Path) -> None:
-    crews = (
+    workers = (
         WorkerKind(320, group_s=60, lives_s=1200),
         WorkerKind(20, group_s=30, lies=0.3, fresh_keys=True),
         WorkerKind(20, delivers=False),
@@ -147,7 +148,8 @@ def test_hundreds_of_workers_for_six_minutes(tmp_path: Path) -> None:
     )
     run = RunSettings(steps=1000, groups_per_step=200, group_size=2, max_staleness=2)
     simulation = Simulation(
-        tmp_path, scenario(11, crews=crews, run=run, seconds=360, validators=4, audit_s=0.02, claims=32, restarts_s=200)
+        tmp_path,
+        scenario(11, workers=workers, run=run, seconds=360, validators=4, audit_s=0.02, claims=32, restarts_s=200),
     )
     simulation.run()
     assert problems(simulation.world) == []

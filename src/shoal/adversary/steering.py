@@ -1,7 +1,7 @@
-"""Steering inside the tolerance: cheats for whoever knows how far off a token may be and still pass.
+"""Steering within the tolerance: cheats that know how far off a token may be and still pass.
 
-Where the uniform falls within the tolerance of the edge of a token's interval, the token on the other side of the edge
-passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
+If the uniform is within the tolerance of the edge of a token's interval, the token on the other side of the edge passes
+too. `Steering` always takes that one; `Branching` tries a few such places and keeps the branch with the best reward.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Branching(EngineWrapper):
 
 
 def seed_of(uniform: float) -> int:
-    """Its first uniform is next to this one."""
+    """A seed whose first uniform is next to this one."""
     values, seeds = _sorted_seeds()
     return int(seeds[min(int(np.searchsorted(values, uniform)), len(seeds) - 1)])
 
@@ -109,7 +109,7 @@ def _sorted_seeds() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 
 
 class Steering(EngineWrapper):
-    """Stays within `distance` of the uniform, and away from tokens below `floor`: no single token gives it away."""
+    """Stays within `distance` of the uniform and avoids tokens below `floor`, so no single token shows it."""
 
     def __init__(self, engine: Engine, tolerance: SeedTolerance) -> None:
         super().__init__(engine)
@@ -129,7 +129,7 @@ class Steering(EngineWrapper):
         return with_honest_proofs(self._engine, requests, groups, proof)
 
     def _steered(self, request: GenerationRequest, seed: int, honest: Completion, seen: Prefill) -> Completion:
-        """Honest up to the first place where there is a choice; from there on token by token."""
+        """Honest up to the first place with a choice; from there on token by token."""
         sampling = request.sampling
         stream_T = uniforms(seed, 0, sampling.max_new_tokens)
         u_T = stream_T[: len(honest.token_ids)]
@@ -144,7 +144,7 @@ class Steering(EngineWrapper):
         return replace(honest, token_ids=np.array(tokens, dtype=np.int32), finish=finish)
 
     def _choice(self, prefix: tuple[int, ...], u: float, temperature: float) -> int:
-        """Of all tokens whose interval is within reach of the uniform, the likeliest that it does not fall into."""
+        """The likeliest token whose interval is within reach of the uniform but does not contain it."""
         every = (np.array([token], dtype=np.int32) for token in range(self.vocabulary_size))
         answers = self._engine.prefill([PrefillRequest(prefix, token, temperature) for token in every])
         low_V, high_V = np.array([(each.cdf_low[0], each.cdf_high[0]) for each in answers], dtype=np.float64).T
@@ -155,7 +155,6 @@ class Steering(EngineWrapper):
 
 
 def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
-    """The cheat that knows this tolerance."""
     return cheating(
         "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
         {"sampling.seed", "sampling.drift"}, engine=lambda engine, _context: Steering(engine, tolerance),

@@ -1,7 +1,7 @@
-"""Cheats that choose tokens, and cheats that lie on paper.
+"""Cheats that choose tokens, and cheats that make false claims.
 
-Tokens: seeds of their own, the best of several, completions rewritten. The right policy vouches for tokens that were
-never drawn, so that only the seeds can tell. On paper: what they generate is honest, what they say of it is not.
+Tokens: seeds of their own, the best of several, rewritten completions. The right policy proves tokens that were never
+drawn, so only the seeds can show it. Claims: the generated work is honest, but what is said about it is not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def ended_early(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -
 
 
 def padded(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-    """With as many of the likeliest tokens behind it as there is room for, none of them an end."""
+    """Appends the likeliest tokens up to the limit, none of them an end."""
     most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_id
     [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, -1)
     added = more[: most - len(tokens)]
@@ -87,7 +87,7 @@ def swapping(engine: Engine, _context: CheatContext) -> Engine:
 
 
 def own_seeds(seeds: Sequence[int], tries: int = TRIES) -> tuple[int, ...]:
-    """`tries` other seeds for each; the same ones every time, so that an attack can be repeated."""
+    """`tries` other seeds for each; the same every time, so an attack can be repeated."""
     named = (f"best-of/{seed}/{number}" for seed in seeds for number in range(tries))
     return tuple(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in named)
 
@@ -113,7 +113,7 @@ def choosing(engine: Engine, context: CheatContext) -> Engine:
 
 
 def grinding(engine: Engine, context: CheatContext) -> Engine:
-    """Every completion is one that some seed of the very lease gives, under the right policy: but not this seed."""
+    """Every completion is drawn by some seed of the lease under the right policy, but not by its own seed."""
     oracle = RewardOracle(context)
 
     def draw(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
@@ -154,7 +154,7 @@ def _with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout
 
 
 def _given(rollout: Rollout) -> Rollout:
-    """All but the first token and the last: those cannot be given."""
+    """All but the first and the last token, which cannot be tool tokens."""
     middle = len(rollout.token_ids) - 2
     if middle < 1:
         return rollout
@@ -198,7 +198,7 @@ class Steal(Cheat):
     reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     library: ClassVar[list[Submission]] = []
-    """Others' submissions. No honest party gives them away: whoever tests the worst case lays them in here."""
+    """Submissions of others, for tests of the worst case: no honest party gives them away."""
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
         fitting = [each for each in self.library if len(each.rollouts) == len(submission.rollouts)]

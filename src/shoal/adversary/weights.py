@@ -1,4 +1,4 @@
-"""Cheats that compute with other weights than the lease's: cheaper ones, or those that are there already."""
+"""Cheats that compute with other weights than the lease's: cheaper ones, or older ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rounded(EngineWrapper):
 
 
 class Shallow(EngineWrapper):
-    """The policy cut off after the first third of its layers; the engine that it was given is never used."""
+    """The policy cut off after the first third of its layers; the given engine is not used."""
 
     def __init__(self, _engine: Engine, context: CheatContext) -> None:
         super().__init__(context.build(shallow_files(context.files)))
@@ -96,7 +96,7 @@ OTHERS = {"duplicate.proof", "proofs.malformed", "proofs.mismatch"}  # another s
 
 
 def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
-    """Only the last can be shorter than a full one."""
+    """Only the last one can be shorter."""
     return [proofs[start : start + full_bytes] for start in range(0, len(proofs), full_bytes)]
 
 
@@ -106,7 +106,7 @@ def with_proofs(given: Submission, proofs: Iterable[bytes]) -> Submission:
 
 
 def forged(given: Submission, lease: Lease, forge: Callable[[bytes], bytes]) -> Submission:
-    """With every proof replaced, given what the honest one would be."""
+    """With every proof replaced by a function of the honest one."""
     full = 2 + 2 * lease.proof.topk
     return with_proofs(given, (b"".join(map(forge, chunks_of(each.proofs, full))) for each in given.rollouts))
 

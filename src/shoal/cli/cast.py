@@ -57,7 +57,7 @@ def relay(
     from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.serve import RelayRequest, run_cast_relay
 
-    settings = {"kept_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}
+    settings = {"keep_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}
     request = RelayRequest(tuple(upstreams), tuple(peers or ()), folder, host, port, settings)
     run_cast_relay(request, lambda: _begin("relay"), CastTerminal())
 

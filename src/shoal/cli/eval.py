@@ -9,7 +9,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 
 ENV = "The environment whose held-out tasks are left out, and which verifies; as `shoal eval --env`."
 SET = "Change a setting of the trainer (rate, clip, memory, …), or environment.KEY. Repeatable."
@@ -157,10 +157,10 @@ def sft(
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source
-    from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
+    from shoal.trainer.demonstrations.selection import FilterOptions, Interrupted, Schedule
 
-    choice = Choice(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
-    request = WarmStartRequest(out, env, choice, Course(epochs, steps, batch, seed, validation), stop)
+    choice = FilterOptions(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
+    request = WarmStartRequest(out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop)
     request.open(data, settings or ())
     with model_source(model) as found:
         try:
@@ -169,4 +169,4 @@ def sft(
             raise Exit(request.train(found))
         except Interrupted:
             echo("stopped before training; to continue, give the same command again", err=True)
-            raise Exit(TOLD_TO_STOP_CODE) from None
+            raise Exit(STOPPED_CODE) from None

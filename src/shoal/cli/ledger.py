@@ -51,7 +51,7 @@ def verify(
     """Check every hash, account, order, receipt, verdict and head of a ledger. The exit code is 5 if anything is
     wrong."""
     from shoal.run.ledger.check import check_ledger, export_ledger
-    from shoal.run.ledger.places import evidence_file, head_file
+    from shoal.run.ledger.sources import evidence_file, head_file
 
     if sample is not None and not Path(where).is_dir():
         raise UserError(f"--recheck needs the run's folder, with its hub's submissions and its origin, not {where}")
@@ -63,10 +63,10 @@ def verify(
     echo("\n".join(map(visible, checked_lines(checked))))
     if sample is not None:
         from shoal.run.ledger.recheck import recheck_ledger
-        from shoal.run.roles import begin
+        from shoal.run.roles import start_role
 
         drawn = secrets.randbelow(2**31) if seed is None else seed
-        for line in recheck_ledger(Path(where), sample, drawn, begin("recheck", None, verbose=False)):
+        for line in recheck_ledger(Path(where), sample, drawn, start_role("recheck", None, verbose=False)):
             echo(visible(line))
 
 
@@ -151,14 +151,14 @@ def witness(
     if "://" not in url:
         raise UserError(f"a witness watches a hub: give its URL, http://HOST:8470/#KEY, not {url}")
     from shoal.run.ledger.witness import run_witness
-    from shoal.run.roles import begin
+    from shoal.run.roles import start_role
 
-    run_witness(url, folder, out or (), every_s, once, begin("witness", None, verbose=False))
+    run_witness(url, folder, out or (), every_s, once, start_role("witness", None, verbose=False))
 
 
 def checked_lines(checked: Checked) -> list[str]:
     from shoal.ledger import Account
-    from shoal.run.ledger.places import MANIFEST
+    from shoal.run.ledger.sources import MANIFEST
 
     accounts, rows = checked.accounts.by_node.values(), 0 if checked.last is None else checked.last.index + 1
     owners, total = len({account.owner for account in accounts if account.owner}), Account()

@@ -30,7 +30,7 @@ from shoal.models.folder import model_folder, read_config, read_files
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.sources import ModelSource, TaskSource, model_source, scorable, task_source
 from shoal.runtime.lock import FolderLock
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 from shoal.runtime.text import count_of
 
 RESCORE = "score them again: shoal eval --rescore {}"
@@ -105,7 +105,7 @@ def worked(
         found = work(processes, folder, stop, report)
     if found is None:
         echo(f"stopped; {kept.format(folder)}", err=True)
-        raise Exit(TOLD_TO_STOP_CODE)
+        raise Exit(STOPPED_CODE)
     return found
 
 

@@ -15,7 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken, stop_on_signals
 from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(
     recipe = None if source is None else Path(source)
     if recipe is not None and directory is None and recipe.suffix != ".toml" and not recipe.is_file():
         recipe, directory = None, options.run_folder(str(source))
-    from shoal.run.estimate import settled
+    from shoal.run.estimate import with_derived_settings
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
     from shoal.runtime.config import dump_config
@@ -75,7 +75,7 @@ def run(
     if dry_run:
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved)
-        shown, derived = settled(resolved)
+        shown, derived = with_derived_settings(resolved)
         return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
@@ -126,7 +126,7 @@ def demo(
 
     from shoal.adversary import find_cheat
     from shoal.cli.view import choose_display
-    from shoal.run.demo.claims import cheater_name, demo_recipe, make_room
+    from shoal.run.demo.claims import cheater_name, demo_recipe, replace_earlier_demo
     from shoal.run.folder import RunFolder
     from shoal.run.launch import launch, process_spec
     from shoal.run.preflight import check_ingredients
@@ -134,7 +134,7 @@ def demo(
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
     path = (directory or Path("runs", "demo")).absolute()
-    make_room(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
+    replace_earlier_demo(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
     folder = RunFolder.prepare(path, recipe)
     stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
     cheater = cheater_name(folder)
@@ -142,7 +142,7 @@ def demo(
         spec, notes = process_spec(folder.path, cheater, chosen.name), {cheater: f"cheats: {chosen.what}"}
         launched = launch(folder, patience_s, stop, display, (spec,), notes)
     ending, place = launched.ending, shlex.quote(str(path))
-    if ending.exit_code == TOLD_TO_STOP_CODE:
+    if ending.exit_code == STOPPED_CODE:
         echo(f"stopped. To start again: {shoal_command()} demo {place}")
         echo(f"to resume without the cheater: {shoal_command()} run {place}")
     elif ending.exit_code != 0:
@@ -155,12 +155,12 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     from rich.markup import escape
     from rich.table import Table
 
-    from shoal.run.demo.claims import cast_of, check
+    from shoal.run.demo.claims import check, participants_of
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
     found = []
-    for claim in check(folder, cast_of(folder, cheat), stop):
+    for claim in check(folder, participants_of(folder, cheat), stop):
         found.append(asdict(claim))
         sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
         line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
@@ -168,7 +168,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
         console.print(line if console.is_terminal else one_line, highlight=False, soft_wrap=not console.is_terminal)
     if stop.is_set():
         console.print("stopped before everything was checked")
-        return TOLD_TO_STOP_CODE
+        return STOPPED_CODE
     results = {"elapsed_s": round(elapsed_s, 1), "claims": found}
     write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
     following = NEXT.format(path=folder.path, shoal=shoal_command(), python=shoal_command("python"))
@@ -219,7 +219,7 @@ def relay(
         raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
     from shoal.run.join import run_standalone_relay
 
-    settings, sources = {"kept_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}, tuple(upstreams or ())
+    settings, sources = {"keep_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}, tuple(upstreams or ())
     return run_standalone_relay(where, sources, tuple(peers or ()), folder, (host, port), wait_s, settings)
 
 
@@ -266,10 +266,10 @@ def join(
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:
     """A rank of the trainer beyond the first needs no run folder: on another machine there may be none."""
-    from shoal.run.roles import begin
+    from shoal.run.roles import start_role
 
     supervised = SUPERVISED in os.environ
-    stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
+    stop = start_role(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
     if name.startswith("trainer-rank-"):
         from shoal.trainer.shards import run_rank
 
@@ -280,4 +280,4 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
 
         run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
     if supervised and stop.is_set():  # so that the supervisor does not take it for done
-        raise Exit(TOLD_TO_STOP_CODE)
+        raise Exit(STOPPED_CODE)

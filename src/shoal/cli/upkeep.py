@@ -37,12 +37,12 @@ def status(where: options.OptionalPlace = None, as_json: options.Json = False, w
 
     from shoal.cli.view import frame
     from shoal.client import HubClient
-    from shoal.run.folder import find_run, hub_of
+    from shoal.run.folder import find_run, hub_address
     from shoal.run.launch import when_stopped
-    from shoal.run.progress import History, Scene
+    from shoal.run.progress import History, RunView
 
     place = find_run(where)
-    with closing(HubClient.of_a_person(*hub_of(place, wait_s))) as client:
+    with closing(HubClient.of_a_person(*hub_address(place, wait_s))) as client:
         try:
             found = client.status()
         except HubUnreachable as error:
@@ -57,7 +57,7 @@ def status(where: options.OptionalPlace = None, as_json: options.Json = False, w
     history, out = History(), Console()
     history.add(found, 0.0)
     width = out.width if out.is_terminal else PIPED_WIDTH
-    return Console(width=width).print(frame(Scene(found, (), history, 0.0), width))
+    return Console(width=width).print(frame(RunView(found, (), history, 0.0), width))
 
 
 def export(

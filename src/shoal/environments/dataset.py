@@ -132,7 +132,6 @@ class DatasetEnvironment:
             raise UnusableTask(_named(opened, row, str(error))) from None
 
     def score(self, task: Task, completion: str) -> Score:
-        """With an unusable answer the completion is unscored."""
         try:
             answer = task.answer
         except UnusableTask as error:

@@ -403,7 +403,7 @@ FORMATS: dict[str, Callable[[Names, DatasetOptions], Format]] = {
     "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
     "gpqa": gpqa,
 }  # fmt: skip
-TELLING: tuple[tuple[str, frozenset[str]], ...] = (
+BY_COLUMNS: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
@@ -446,5 +446,5 @@ def fit(columns: Names, options: DatasetOptions) -> Format:
     if options.id and options.id not in columns:
         raise EnvironmentSetupError(f"there is no column {options.id!r} for the id; there are {', '.join(columns)}")
     other = "code" if first_of(columns, TESTS) else "columns"
-    detail = next((name for name, known in TELLING if known <= set(columns)), other)
+    detail = next((name for name, known in BY_COLUMNS if known <= set(columns)), other)
     return FORMATS[options.format or ("columns" if options.question and options.answer else detail)](columns, options)

@@ -95,8 +95,8 @@ def _as_score(result: object) -> Score:
     taken = next((str(name) for name in result.parts if protocol.is_reserved(str(name))), None)
     if taken is not None:
         raise ValueError(f"{protocol.RESERVED_NAMES} are shoal's own parts; call {taken!r:.40} something else")
-    parts = {str(name): _number(part, f"part {name!s:.40} is no number") for name, part in result.parts.items()}
-    return Score(_number(result.value, "its value is no number"), parts, str(result.notes))
+    parts = {str(name): _number(part, f"part {name!s:.40} is not a number") for name, part in result.parts.items()}
+    return Score(_number(result.value, "its value is not a number"), parts, str(result.notes))
 
 
 def _number(value: object, problem: str) -> float:
@@ -113,7 +113,7 @@ class _AsItIs(SourceFileLoader):
     """Ignores compiled files, which may be stale if the file was changed twice in a second."""
 
     def path_stats(self, path: str) -> Mapping[str, object]:
-        raise OSError(f"{path} is compiled anew")
+        raise OSError(f"{path} is compiled again")
 
 
 def _load(file: Path) -> ModuleType:

@@ -417,7 +417,6 @@ def _check(node: ast.expr, depth: int, most_digits: int) -> None:
 
 
 def _check_power(base: ast.expr, exponent: ast.expr) -> None:
-    """Refuse large exponents and powers of powers."""
     numbers = [part.value for part in ast.walk(exponent) if isinstance(part, ast.Constant)]
     largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(base, ast.Name) else LARGEST_EXPONENT
     too_large = any(isinstance(number, int | float) and abs(number) > largest for number in numbers)

@@ -35,8 +35,6 @@ class Task:
 
 
 class LazyTasks(Sequence[Task]):
-    """A sequence whose tasks are made on access."""
-
     def __init__(self, size: int, make: Callable[[int], Task]) -> None:
         self._size, self._make = size, make
 

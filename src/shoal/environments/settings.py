@@ -68,7 +68,6 @@ class LengthSettings(Table):
         return replace(task, prompt=f"{task.prompt} {self.text.replace('{target}', str(target))}")
 
     def worth(self, score: Score, target: int, tokens: int) -> Score:
-        """The score of a completion with so many tokens."""
         task = score.value
         if self.form == "exact":
             value = task - self.alpha * abs(target - tokens)

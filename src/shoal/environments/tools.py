@@ -61,7 +61,6 @@ def shown(value: Fraction) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number as `shown` writes it."""
     return _NUMBER.fullmatch(text) is not None
 
 

@@ -63,7 +63,7 @@ ADVICE[404] = "its url must end where /chat/completions follows, usually in /v1,
 
 
 class UnreadableAnswer(Exception):
-    """The judge answered, and there is no number in it."""
+    """The judge answered, without a number."""
 
 
 class ChatJudge:
@@ -95,7 +95,7 @@ class ChatJudge:
         except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
             log.warning("%s does not answer (%s); until it does, no group gets a reward", name, type(error).__name__)
         except UnreadableAnswer as error:
-            log.warning("%s gave no number from 0 to 10 in its last line when it was tried: %s", name, error)
+            log.warning("%s has no number from 0 to 10 in its last line when it was tried: %s", name, error)
 
     def values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]:
         try:
@@ -133,7 +133,7 @@ class ChatJudge:
                 try:
                     return grade(await self._ask(client, piece))
                 except UnreadableAnswer as error:
-                    problem, unreadable = f"gave no number from 0 to 10 in its last line ({error})", unreadable + 1
+                    problem, unreadable = f"has no number from 0 to 10 in its last line ({error})", unreadable + 1
                     if unreadable > 1:
                         break
                 except httpx.HTTPStatusError as error:

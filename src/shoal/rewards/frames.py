@@ -55,8 +55,6 @@ class Allows(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A score, a `failure` of the machinery, or too little memory."""
-
     value: float = 0.0
     parts: dict[str, float] = {}
     notes: bytes = b""

@@ -16,7 +16,7 @@ from shoal.environments import Score, Task
 from shoal.environments.graders import after_thinking
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import ScoringFailure
-from shoal.rewards.protocol import NotStarted
+from shoal.rewards.pool import NotStarted
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 

@@ -21,19 +21,19 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol, runtime_checkable
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
 from shoal.environments.composed import inner_of
 from shoal.environments.settings import ScoringSettings
-from shoal.errors import CodecError, DeadlineExceeded, ScoringFailure
+from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer
-from shoal.rewards.protocol import Job, NotStarted, Scores, ScoringPatience, process_count
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import describe_exit
@@ -42,6 +42,7 @@ from shoal.runtime.text import visible
 log = logging.getLogger(__name__)
 
 LIMIT_PART = "limit"
+MOST_PROCESSES = 8  # unless the settings ask for more: each process builds the environment, which takes memory
 STARTS = 3  # attempts to start a process for the same jobs
 MOST_AT_ONCE, MOST_BYTES, SHORT_S = 32, 2**23, 0.02
 """Jobs in a message: the number doubles while a message takes less than `SHORT_S`, so slow graders get one job."""
@@ -54,6 +55,77 @@ CHILD_ENVIRONMENT = {
 }  # fmt: skip
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 Result = JobAnswer | ScoringFailure
+
+
+class NotStarted(ScoringFailure):
+    """There was no time to start the job. It may be asked again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One completion to be scored: the task's id, and the text that was generated for it."""
+
+    task: str
+    completion: str
+
+
+Scores = list[Score | ScoringFailure]
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores completions of one environment. Failures of the machinery, and `NotStarted`, are returned, not raised."""
+
+    def scores(self, jobs: Sequence[Job]) -> Scores:
+        """One result per job, in order. Equal jobs have equal results."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def score_all(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
+    """All scores, in order. Jobs that were not started are asked again; each round finishes at least one."""
+    found = ask(jobs)
+    while left := [place for place, result in enumerate(found) if isinstance(result, NotStarted)]:
+        for place, result in zip(left, ask([jobs[place] for place in left]), strict=True):
+            found[place] = result
+    return found
+
+
+@dataclass(frozen=True)
+class DirectScorer:
+    environment: Environment
+
+    def scores(self, jobs: Sequence[Job]) -> Scores:
+        results: dict[Job, Score | ScoringFailure] = {}
+        for job in dict.fromkeys(jobs):
+            try:
+                results[job] = self.environment.score(self.environment.task(job.task), job.completion)
+            except EnvironmentSetupError as error:
+                results[job] = ScoringFailure(f"the environment does not know the task: {error}")
+            except ScoringFailure as failure:
+                results[job] = failure
+        return [results[job] for job in jobs]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True)
+class ScoringPatience:
+    """How long the parent waits for a process to be ready, for one job, and for all jobs of a call. `job_s` is clock
+    time, for jobs that wait instead of computing; None: three times the limit of processor time, and a minute. The time
+    that a grader allows (a sandbox) is added."""
+
+    start_s: float = 120.0
+    job_s: float | None = None
+    all_s: float = 600.0
+
+
+def process_count(settings: ScoringSettings) -> int:
+    """The number in the settings, or one for each core that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return settings.processes or min(MOST_PROCESSES, usable)
 
 
 class Cause(StrEnum):
@@ -164,7 +236,6 @@ class ScoringProcess:
             raise
 
     def ask_alone(self, job: Job) -> Result | Ended:
-        """In a new process."""
         self.end()
         try:
             return next(self.ask([job]))
@@ -237,7 +308,6 @@ class ScoringProcess:
         return f"needed more than {self._ground.limits.memory_mb} MB"
 
     def _drain(self, process: subprocess.Popen[bytes]) -> None:
-        """Read its prints: log the first lines, keep the last one."""
         assert process.stderr is not None
         with process.stderr as output:
             for number, line in enumerate(iter(lambda: output.readline(LINE_LIMIT), b"")):

@@ -1,6 +1,6 @@
 """`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
 
-`shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`, anything
+`shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`; everything
 else is a warning.
 """
 
@@ -36,7 +36,7 @@ TIMEOUT_S = 5.0
 MAX_SOURCES = 16
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")  # of the drivers of NVIDIA, of a Windows host, of AMD
-OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, tell_after_s=inf)
+OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, warn_after_s=inf)
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class Finding:
 def examine(
     urls: Sequence[str], folder: Path, device: str = "auto", dtype: str = "auto", engine: str = "torch"
 ) -> list[Finding]:
-    """Look at everything; a check that cannot be made is a problem, not a crash."""
+    """All checks; one that cannot be made is a problem, not a crash."""
     checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
     return [*(check() for check in checks), *(_route(urls, engine, device, dtype) if urls else [])]
 
 
 def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
-    """What matters to a worker that has met its hub already."""
+    """The checks for a worker that has met its hub."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
     return [*machine, _clock(client), _weights(client.trusted_run())]
 
 
 def _torch() -> Finding:
-    """Read from the package's metadata: importing torch takes seconds."""
+    """From the package's metadata, because importing torch takes seconds."""
     version = torch_version() or "0.0 (not installed; a relay or a hub does without)"
     numbers = tuple(int(part) for part in version.split()[0].split("+")[0].split(".")[:2])
     return _judged("torch", numbers >= LEAST_TORCH, version, "install torch 2.11 or newer (see README)")
@@ -91,7 +91,7 @@ def gpu_files() -> list[str]:
 
 
 def _device() -> Finding:
-    """By what drivers leave in /dev: torch would take seconds to say."""
+    """By the files of drivers in /dev, because torch would take seconds."""
     gpus = gpu_files()
     if not gpus:
         return Finding("device", True, "cpu (no GPU, or no driver for it)")
@@ -116,7 +116,7 @@ def _writable(folder: Path) -> Finding:
 
 
 def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[Finding]:
-    """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
+    """Each address of the hub; clock, weights and number format by the first that answers."""
     try:
         bases, given = parse_join_urls(urls)
         pinned, proxy = pinned_root(bases, given), proxy_of(bases[0])
@@ -140,7 +140,7 @@ def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterato
 
 
 def _compute(info: RunInfo, engine: str, device: str, dtype: str) -> Finding:
-    """What `shoal join` would compute in for the run, by the same functions; torch takes seconds to load."""
+    """What `shoal join` would compute in for the run, by the same functions. Loads torch."""
     from shoal.engines import choose
     from shoal.engines.memory import free_bytes
     from shoal.worker.settings import refuse_too_large
@@ -164,7 +164,7 @@ def _hub(client: HubClient) -> Finding:
 
 
 def _clock(client: HubClient) -> Finding:
-    """A client corrects its requests by the hub's clock, so this stops nobody."""
+    """Not fatal: a client corrects its requests by the hub's clock."""
     try:
         skew_ms = SystemClock().now_ms() - client.status().now_ms
     except ShoalError as error:
@@ -187,7 +187,7 @@ def _weights(trusted: TrustedRun) -> Finding:
 
 
 def _reach(reach: Reach, source: str) -> str:
-    """What is wrong with a source, if anything. One that has nothing yet is as good as another."""
+    """What is wrong with a source, if anything. A source without files yet is fine."""
     try:
         with closing(Connection(source, StopToken(), Timeouts(TIMEOUT_S, TIMEOUT_S, reach=reach))) as connection:
             status = connection.get("/head.json", Deadline(TIMEOUT_S)).status

@@ -1,4 +1,4 @@
-"""Taking part in a run that is elsewhere, knowing only its URL: a worker, or a relay.
+"""Taking part in a run elsewhere, knowing only its URL: as a worker or a relay.
 
 choices ─► hub (its root key pinned) ─► this machine (doctor) ─┬─► key, vouch ─► register, fetch, work: worker/loop
 exit 2      exit 1, 4                    exit 3, else warnings  └─► several workers: each of them by `fleet`
@@ -18,12 +18,12 @@ from shoal.client import HubClient
 from shoal.client.trust import parse_join_urls, pinned_root, remember_root
 from shoal.errors import ResourceError, UserError
 from shoal.run import fleet
-from shoal.run.folder import hub_of
-from shoal.run.roles import begin
+from shoal.run.folder import hub_address
+from shoal.run.roles import start_role
 from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class JoinRequest:
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """The exit code, when the run has ended or this process is stopped; one that a supervisor has started is not done
-    when a signal stops it."""
+    """Returns the exit code when the run has ended or this process is stopped; a supervised process that a signal stops
+    is not done."""
     from shoal.engines import ENGINES, check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
@@ -63,10 +63,10 @@ def run_joined_worker(request: JoinRequest) -> int:
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
     places = _places(request)
-    supervised, stop = SUPERVISED in os.environ, begin("worker", None, is_verbose())
+    supervised, stop = SUPERVISED in os.environ, start_role("worker", None, is_verbose())
 
     def say_when_stopping() -> None:
-        """At once: the group that is being generated may take long to end."""
+        """At once, because the group that is being generated may take long."""
         while not stop.wait(60):
             pass
         log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
@@ -74,7 +74,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     if SANDBOX not in os.environ:  # else the process around the sandbox says it
         threading.Thread(target=say_when_stopping, name="stopping", daemon=True).start()
     with ending_quietly(stop):
-        folder, root_fingerprint, profiles = arrive(urls, pinned, request, stop)
+        folder, root_fingerprint, profiles = meet_hub(urls, pinned, request, stop)
         on_gpus = f"{ENGINES[request.engine].profile}/cuda/"
         if places and places[0].gpu is not None and not any(kind.startswith(on_gpus) for kind in profiles):
             log.warning("the run takes no work of GPUs: one worker computes on the processor (--workers: more)")
@@ -85,7 +85,7 @@ def run_joined_worker(request: JoinRequest) -> int:
             from shoal.run.sandbox import run_in_sandbox
 
             code = run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
-            return TOLD_TO_STOP_CODE if code == 0 and supervised and stop.is_set() else code
+            return STOPPED_CODE if code == 0 and supervised and stop.is_set() else code
         config = WorkerConfig(
             folder=folder, settings=settings, engine=request.engine, hub_url=urls[0],
             root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
@@ -93,7 +93,7 @@ def run_joined_worker(request: JoinRequest) -> int:
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
         )  # fmt: skip
         run_worker(config, stop)
-    return TOLD_TO_STOP_CODE if supervised and stop.is_set() else 0
+    return STOPPED_CODE if supervised and stop.is_set() else 0
 
 
 def _places(request: JoinRequest) -> list[fleet.Place]:
@@ -110,16 +110,16 @@ def run_standalone_relay(
     hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
     wait_s: float, settings: Mapping[str, float | None],
 ) -> None:  # fmt: skip
-    """Without `upstreams`, from the sources that the hub names; `settings` are those of `RelaySettings` that were
+    """Without `upstreams`: from the sources that the hub names. `settings`: those of `RelaySettings` that were
     given."""
-    stop = begin("relay", None, is_verbose())
-    with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
+    stop = start_role("relay", None, is_verbose())
+    with closing(HubClient.of_a_person(*hub_address(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()
         remember_root(client.url, trusted.root_fingerprint)
     from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
     folder, bounds = folder or run_home(trusted.run) / "relay", RelaySettings.model_validate(settings)
-    if bounds.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
+    if bounds.disk_budget_gb is None:  # else a run could fill the disk
         bounds = bounds.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
     config = RelayConfig(
         folder=folder, upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort), run=trusted.run,
@@ -129,15 +129,15 @@ def run_standalone_relay(
     run_relay(config, stop, lambda _url: None)
 
 
-def arrive(
+def meet_hub(
     urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken
 ) -> tuple[Path, str, tuple[str, ...]]:
-    """Meet the hub, then look at this machine; the folder to work in, the run's root fingerprint, and the kinds of
+    """Meet the hub, then check this machine; the folder to work in, the run's root fingerprint, and the kinds of
     workers that it takes."""
     from shoal.run.doctor import examine_worker
 
     with closing(HubClient.of_a_person(urls, request.wait_s, pinned_root(urls, pinned), stop)) as client:
-        trusted = client.trusted_run()  # whoever is no hub of the run is told before anything is written here
+        trusted = client.trusted_run()  # fails before anything is written here
         remember_root(client.url, trusted.root_fingerprint)
         folder = request.folder or run_home(trusted.run) / "worker"
         findings = examine_worker(client, folder) if request.check else []
@@ -151,5 +151,4 @@ def arrive(
 
 
 def run_home(run: str) -> Path:
-    """Where a contributor's files of one run are. The run's id was checked when its description was opened."""
     return make_home() / Path(run).name

@@ -1,4 +1,4 @@
-"""A version that has arrived: its files and tensors, and how it differs from the one it was made from."""
+"""A downloaded version: its files and tensors, and its changes from the version it was made from."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ COPY_BYTES = 8 * 1024 * 1024
 
 
 class LazyFiles(UserDict[str, Any]):
-    """Views of the files of a payload by name; read when asked for."""
-
     def __getitem__(self, name: str) -> bytes:
         return bytes(self.data[name])
 
 
 @dataclass(frozen=True, eq=False)
 class ChangedValues:
-    """What changed in one tensor: positions, in units of `width` bytes, and the bits that are there now."""
+    """The changes in one tensor: positions, in units of `width` bytes, and the new bits."""
 
     name: str
     dtype: str
@@ -41,7 +39,7 @@ class ChangedValues:
 
 @dataclass(frozen=True, repr=False)
 class Payload:
-    """A version that has arrived and been verified. `tensors` are views of one read-only mapping, perhaps unaligned."""
+    """A downloaded and verified version. `tensors` are views of one read-only mapping, perhaps unaligned."""
 
     manifest: PolicyManifest
     files: Mapping[str, bytes]
@@ -54,14 +52,14 @@ class Payload:
         return f"Payload(policy {self.manifest.policy.label}: {what})"
 
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
-        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas. A
-        position may come twice. Files must be compared by their bytes."""
+        """The changes from the tensors of `ref`; None if this payload was not made from `ref` by deltas. A position may
+        occur twice. Files are not included: compare their bytes."""
         if ref is None or self.applied is None or self.applied.forgotten or self.applied.begin.digest != ref.digest:
             return None
         return self.applied.changes()
 
     def export(self, target: Path) -> list[Path]:
-        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it."""
+        """Write the files into the folder `target`; no name can leave it, also not through a link."""
         ensure_folder(target)
         written = []
         for entry in (entry for entry in self.manifest.entries if entry.type == "file"):
@@ -76,7 +74,7 @@ class Payload:
                 if self.path is None:
                     output.write(self.files[entry.name])
                     continue
-                with self.path.open("rb") as source:  # what is read through a mapping counts as this process's memory
+                with self.path.open("rb") as source:  # mapped pages would count as this process's memory
                     source.seek(entry.offset)
                     for left in range(entry.size_bytes, 0, -COPY_BYTES):
                         output.write(source.read(min(COPY_BYTES, left)))
@@ -85,7 +83,7 @@ class Payload:
 
 @contextlib.contextmanager
 def os_errors(action: str, path: Path) -> Iterator[None]:
-    """An `OSError` in the block becomes a `ResourceError` of one sentence."""
+    """Turns an `OSError` in the block into a `ResourceError` of one sentence."""
     try:
         yield
     except OSError as error:
@@ -94,7 +92,7 @@ def os_errors(action: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """A hidden name beside `target`, which becomes `target` at the end of the block, or goes."""
+    """A hidden file beside `target`, which replaces `target` at the end of the block, or is removed."""
     temporary = target.with_name(f".shoal-{os.urandom(4).hex()}")
     try:
         with os_errors("write", target):
@@ -119,7 +117,7 @@ def open_payload(
 
 
 def copy_or_link(source: Path, target: Path) -> None:
-    """Give `source` a second name, or copy it where that is impossible (another disk)."""
+    """Make a hard link, or a copy if that is impossible (another disk)."""
     with atomic_file(target) as temporary:
         try:
             os.link(source, temporary)
@@ -128,7 +126,7 @@ def copy_or_link(source: Path, target: Path) -> None:
 
 
 def read_fully(descriptor: int, offset: int, buffer: memoryview) -> bool:
-    """Fill `buffer` from a file; false if it ends before."""
+    """Fill `buffer` from a file; false if the file is too short."""
     filled = 0
     while filled < buffer.nbytes:
         if (count := os.preadv(descriptor, [buffer[filled:]], offset + filled)) == 0:

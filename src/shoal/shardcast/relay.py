@@ -1,8 +1,8 @@
 """A relay follows the head of its upstreams, mirrors the offered versions and serves them.
 
-    upstream ─(long poll)─► follower ─┐                      ┌─► TreeServer ─► clients, further relays
-    upstream ─(long poll)─► follower ─┼─► Mirror ─► pool ────┤
-    peer     ─(long poll)─► follower ─┘                      └─► … and its peers
+    upstream ─(long poll)─► poller ─┐                        ┌─► TreeServer ─► clients, further relays
+    upstream ─(long poll)─► poller ─┼─► Mirror ─► pool ──────┤
+    peer     ─(long poll)─► poller ─┘                        └─► … and its peers
 
 Peers are relays of the same level. They trade chunks, so upstream sends each about once, and report new heads to each
 other. All peers can have the same list: a relay asks each peer for its identity and leaves itself out.
@@ -60,15 +60,15 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
         server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
         mirror.load()
         sources = dict.fromkeys((*config.upstreams, *config.peers))
-        followers = [Follower(source, config, mirror, server.instance, closing) for source in sources]
+        pollers = [HeadPoller(source, config, mirror, server.instance, closing) for source in sources]
 
         def error() -> Exception | None:
-            return next(filter(None, [mirror.pool.error, *(follower.error for follower in followers)]), None)
+            return next(filter(None, [mirror.pool.error, *(poller.error for poller in pollers)]), None)
 
         def ready(url: str) -> None:  # after the port was opened
             mirror.pool.start()
-            for follower in followers:
-                follower.thread.start()
+            for poller in pollers:
+                poller.thread.start()
             on_ready(url)
 
         try:
@@ -76,14 +76,14 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
         finally:
             closing.set(stop.reason or "closed")
             mirror.pool.close()
-            for follower in followers:
-                if follower.thread.ident is not None:
-                    follower.thread.join(Timeouts().connect_s + 2)
+            for poller in pollers:
+                if poller.thread.ident is not None:
+                    poller.thread.join(Timeouts().connect_s + 2)
         if (found := error()) is not None:
             raise found
 
 
-class Follower:
+class HeadPoller:
     """Polls one upstream or peer for newer heads. `instance` is this relay's own; `error` ended the thread."""
 
     def __init__(self, source: str, config: RelayConfig, mirror: Mirror, instance: str, stop: StopToken) -> None:
@@ -351,7 +351,7 @@ class Mirror(Catalogue):
         before, settings = self._selection, self._settings
         budget = None if settings.disk_budget_gb is None else int(settings.disk_budget_gb * 1e9)
         known = {place: self._manifests.get(place) for place in candidates}
-        self._selection = manifests.select_versions(known, settings.kept_versions, budget)
+        self._selection = manifests.select_versions(known, settings.keep_versions, budget)
         if (problem := self._budget_problem(self._selection)) != self._budget_problem(before):
             log.warning("%s", problem or "the newest version fits into the disk budget again")
         gone = self._manifests.keys() - self._selection.wanted
@@ -359,7 +359,7 @@ class Mirror(Catalogue):
         chunks = (chunk for place in self.places() for chunk in offered(self._manifests[place]))
         self._sizes = {chunk.hash: chunk.size_bytes for chunk in chunks}
         self._complete = {chunk_hash for chunk_hash in self._complete if chunk_hash in self._sizes}
-        # A map of a version whose chunks may have been removed meanwhile is made anew.
+        # A map of a version whose chunks may have been removed meanwhile is made again.
         unchanged = before.mirrored & self._selection.mirrored & self.inventories.keys()
         self.inventories = {
             place: self.inventories[place] if place in unchanged else Inventory(offered(manifest), self._complete)

@@ -111,7 +111,7 @@ class Arrivals:
             self._loop = loop
 
     def notify(self, *keys: str) -> None:
-        """From any thread. Nobody waits before `attach`."""
+        """From any thread. Before `attach` no request waits."""
         for key in filter(self._waiting.__contains__, keys):
             with self._lock:
                 if self._loop is not None:
@@ -155,7 +155,6 @@ class Catalogue:
         return None
 
     def expects(self, key: str) -> bool:  # noqa: ARG002
-        """Whether a name that is not here now is being fetched."""
         return False
 
     def announced(self) -> Iterable[str]:

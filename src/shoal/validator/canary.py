@@ -1,13 +1,12 @@
 """Canaries: now and then a known cheat is judged beside honest work, and must be caught.
 
-    accepted job ─► a twin that differs in one thing and is surely bad ─► the same judge ─┬─ rejected: caught
-                                                                                            ├─ unsure: later
-                                                                                            └─ accepted: CanaryMissed
+    accepted audit ─► a twin that differs in one thing and is surely bad ─► the same judge ─┬─ rejected: caught
+                                                                                           ├─ unsure: later
+                                                                                           └─ accepted: CanaryMissed
 
-Otherwise a profile that is far too wide, or a broken check, would let cheats pass unseen. A validator that misses its
-canary reports nothing of that round and ends; its claims fall back to the hub.
-
-`SelfTest` does the same with this machine's own work, before a contributor joins.
+Without them a profile that is far too wide, or a broken check, could let cheats pass unnoticed. A validator that misses
+its canary reports nothing of that round and ends; its claims return to the hub. `SelfTest` does the same with this
+machine's own work, before a contributor joins.
 """
 
 from __future__ import annotations
@@ -41,24 +40,21 @@ ONE = b"\x3f\x80"  # the bits of 1.0
 
 @dataclass(frozen=True)
 class Original:
-    """An accepted submission, and its case, without the replay."""
-
     job: AuditJob
     case: Case
 
     def twin(self, rollouts: Sequence[Rollout]) -> AuditJob:
-        """The job with other rollouts in it."""
+        """The audit with other rollouts."""
         body = pack(msgspec.structs.replace(self.case.claim, rollouts=list(rollouts)))
-        changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}  # would give it away
+        changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}
         return replace(self.job, audit=self.job.audit.model_copy(update=changes), body=body)
 
 
-# A twin of the original that is surely bad; None where this way of cheating would not surely show.
+# Makes a twin of the original that is surely bad; None if this cheat would not surely show with it.
 CanaryCheat = Callable[[Original], AuditJob | None]
 
 
 def original_of(job: AuditJob, judge: Judge, engine: Engine) -> Original:
-    """A job that was accepted, opened."""
     submission, found = unpack(job.body, Submission, BODY_LIMITS), judge.limits(job.lease, engine)
     assert found is not None, "what was accepted was judged by them"
     return Original(job, Case(job.lease, submission, "", engine.vocabulary_size, engine.hidden_size, found[0]))
@@ -66,7 +62,8 @@ def original_of(job: AuditJob, judge: Judge, engine: Engine) -> Original:
 
 @dataclass
 class Canary:
-    """Counts full audits; after every so many a twin of an accepted one is judged. `due_in` are left until then."""
+    """Counts full audits; after every `every` of them a twin of an accepted one is judged. `due_in`: audits until
+    then."""
 
     judge: Judge
     every: int
@@ -74,7 +71,7 @@ class Canary:
     _turn: int = 0
 
     def check(self, jobs: Sequence[AuditJob], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
-        """Which canary was caught, None if it was the turn of none; `CanaryMissed` if one passed."""
+        """The name of the canary that was caught, None if none was due; `CanaryMissed` if one passed."""
         self.due_in -= sum(verdict.depth == "full" for verdict in verdicts)
         pairs = zip(jobs, verdicts, strict=True)
         accepted = [job for job, each in pairs if (each.outcome, each.depth) == (Outcome.ACCEPTED, "full")]
@@ -108,7 +105,7 @@ class Canary:
 
 
 def edited_tokens(original: Original) -> AuditJob | None:
-    """The first token of every rollout that continues after it is another one."""
+    """The first token of every longer rollout is another one."""
     case, rollouts, edited = original.case, list(original.case.rollouts), 0
     eos, size = case.lease.sampling.eos_token_id, case.vocabulary_size
     for index, rollout in enumerate(rollouts):
@@ -122,9 +119,9 @@ def edited_tokens(original: Original) -> AuditJob | None:
 
 
 def other_seeds(original: Original) -> AuditJob | None:
-    """The lease asked for other seeds, which would not have given these tokens."""
+    """The lease has other seeds, which would not have given these tokens."""
     case = original.case
-    room = 2 * case.profile.sampling.distance  # a token passes if its uniform is near enough
+    room = 2 * case.profile.sampling.distance
     if np.log(np.minimum(np.exp(case.claimed) + room, 1.0)).sum() > IMPROBABLE_NATS:
         return None
     seeds = tuple(hashlib.sha256(f"canary/{seed}".encode()).hexdigest()[:16] for seed in case.lease.seeds)
@@ -132,7 +129,7 @@ def other_seeds(original: Original) -> AuditJob | None:
 
 
 def other_temperature(original: Original) -> AuditJob | None:
-    """The log-probabilities are those of a temperature of a half, about."""
+    """The log-probabilities are about those of half the temperature."""
     case = original.case
     if float(np.abs(case.claimed).mean()) < SURELY * case.profile.noise.logprobs.rate:
         return None
@@ -142,7 +139,7 @@ def other_temperature(original: Original) -> AuditJob | None:
 
 
 def others_proofs(original: Original) -> AuditJob | None:
-    """Two rollouts of one length that differ from their first token on have each other's proofs."""
+    """Two rollouts of equal length with different first tokens have each other's proofs."""
     rollouts, firsts = list(original.case.rollouts), dict[int, int]()
     for second, two in enumerate(rollouts):
         first = firsts.setdefault(len(two.tokens), second)
@@ -155,7 +152,7 @@ def others_proofs(original: Original) -> AuditJob | None:
 
 
 def constant_proofs(original: Original) -> AuditJob:
-    """Every proof is a polynomial of the same size and modulus that says 1.0 everywhere: nothing was computed."""
+    """Every proof is a polynomial of the right size and modulus with the value 1.0 everywhere."""
     case = original.case
     forged = [proof[:2] + ONE + bytes(len(proof) - 2 - len(ONE)) for proof in case.proofs]
     ends = np.cumsum(case.chunks).tolist()
@@ -181,8 +178,6 @@ ROW_TOKENS = 1024  # of the completions that are said to fit
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing that was tried, and how it went."""
-
     name: str
     ok: bool
     text: str
@@ -190,7 +185,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """A policy, what this machine generates with, and what it is to be judged by."""
+    """A policy, what this machine generates with, and the validator to judge it."""
 
     files: Mapping[str, bytes]
     tensors: Mapping[str, TensorView]
@@ -202,7 +197,6 @@ class SelfTest:
     """Of the worker; a validator's is torch's."""
 
     def run(self) -> Iterator[Trial]:
-        """Each trial as it ends."""
         worker = self._engine(self.worker, self.engine)
         if worker.kind not in self.profiles:
             known = ", ".join(sorted(self.profiles))

@@ -1,31 +1,31 @@
 """Judging the audits of one policy together: cheap checks, one batched prefill, the rest, and the reward.
 
     jobs ─► before the prefill ─┬─ failed ─────────────────────────────────────────► rejected
-                                   ├─ a newcomer's: one rollout, replayed, fails for certain ─► rejected
-                                   ├─ light: as it is claimed ──────────────────────┐
-                                   └─ full: replay (one prefill for all) ─► after ─┬┴─► reward ─► accepted
-                                              │ the engine fails on it             └──► rejected    (all at once)
-                                              └► unsure                                 or unsure: after a second look
-    shown progress: a few of these checks on the one rollout that has tokens, as far as it was shown; rejected for
-                    certain, or no verdict: what is doubtful is judged when the group is finished
+                                ├─ a newcomer's: one rollout, replayed, fails for certain ─► rejected
+                                ├─ light: as it is claimed ──────────────────────┐
+                                └─ full: replay (one prefill for all) ─► after ─┬┴─► reward ─► accepted
+                                           │ the engine fails on it             └──► rejected    (all at once)
+                                           └► unsure                                 or unsure: after a second look
+    shown progress: a few of these checks on the one rollout that has tokens; rejected if that is certain, else no
+                    verdict: the finished group will be judged
 
-What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
-scorer, and the memory of what was accepted (`SeenWork`): nothing here talks to the hub.
+A group that could not be scored in time has no verdict: it is judged later, or by another validator. Uses only the
+engine, the scorer, and the memory of accepted work (`SeenWork`); nothing here talks to the hub.
 
-The second look is in the worker's own number format, in which rounding is smaller and independent of the first look's:
+The second look is in the worker's own number format, whose rounding is smaller and independent of the first look's:
 
     first look                 second look          verdict
     fails for certain          fails, too           rejected, certain
-                               passes or open       unsure (`second.passed`)
+                               passes or unsure     unsure (`second.passed`)
     fails by statistics        fails, too           rejected, statistical
-                               passes or open       unsure (`second.passed`)
+                               passes or unsure     unsure (`second.passed`)
                                not possible here    unsure (`second.missing`)
-    open (an accident)         passes               accepted
+    unsure (an accident)       passes               accepted
                                anything else        unsure, as before
 
-Where both have one format, and to confirm what is certain on a machine without the other, the group is prefilled again
-alone: a fault of one batch or of the memory does not repeat itself. An accident in the validator's own coarse format
-may be the validator's: it is looked at in float32 where there is the memory for that.
+If both have the same format, or to confirm a certain failure on a machine without the other format, the group is
+prefilled again alone: a fault of one batch or of the memory does not repeat. An accident in the validator's own coarse
+format may be the validator's, so it is looked at in float32 if there is enough memory.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from shoal.validator.verdicts import NO_BRANCHES, NOTHING_COUNTED, AuditJob
 
 log = logging.getLogger(__name__)
 
-# What a reward function said when it failed may name the answer, and contributors read verdicts.
+# The message of a failed reward function may contain the answer, and contributors read verdicts.
 NOT_SCORED = "the reward of this group could not be computed, so it is unscored; the validator's log says why"
 
 SHOWN_REASONS: Mapping[str, str] = {
     "shape": "progress.shape", "dialogue": "progress.dialogue",
     "proofs": "progress.proofs", "sampling": "progress.seed",
 }  # fmt: skip
-"""What a failed check of shown progress is called, by the check. Others are about the hub's own framing."""
+"""The reason of a failed check of shown progress, by check."""
 
 
 SECOND_WAIT_S = 30.0
@@ -78,8 +78,8 @@ OtherEngine = Callable[[PolicyRef, str], Engine | None]
 
 
 class SecondEngines:
-    """One more engine, of another number format than the validator's own. It is made when it is first needed, follows
-    the policies that it is asked for, and is dropped when nothing is to be audited (`drop`)."""
+    """One more engine, of another number format than the validator's own. It is made when first needed, follows the
+    policies, and is dropped when nothing is to be audited (`drop`)."""
 
     def __init__(self, engine: str, device: str, fetch: Fetch) -> None:
         self._engine, self._device, self._fetch = engine, device, fetch
@@ -88,7 +88,7 @@ class SecondEngines:
         self._failed: tuple[PolicyRef, str] | None = None
 
     def get(self, policy: PolicyRef, dtype: str) -> Engine | None:
-        """Tried once for each policy and format: a machine without the memory for it is not asked at every audit."""
+        """Tried once for each policy and format, so a machine without the memory does not retry at every audit."""
         if self._failed == (policy, dtype):
             return None
         if self._shelf is None or self._dtype != dtype:
@@ -104,7 +104,6 @@ class SecondEngines:
             return None
 
     def drop(self) -> None:
-        """Give its memory back."""
         if self._shelf is not None:
             self._shelf = None
             release_memory()
@@ -112,8 +111,6 @@ class SecondEngines:
 
 @dataclass
 class _OpenAudit:
-    """A job that no check has failed so far."""
-
     job: AuditJob
     case: Case
     findings: list[Finding]
@@ -122,8 +119,8 @@ class _OpenAudit:
 
 @dataclass(frozen=True)
 class Judge:
-    """Turns jobs into verdicts. But for copies, which show only beside what they were copied from, the same job
-    gives the same verdict, however it is batched."""
+    """Turns audits into verdicts. Except for copies, which show only beside their original, batching does not change
+    verdicts."""
 
     environment: Environment
     profiles: Profiles
@@ -137,15 +134,15 @@ class Judge:
     branch_checker: BranchChecker | None = field(default=None, repr=False)  # None: no branches are looked at
     calibrations: Callable[[str], Profiles | None] = field(default=lambda _digest: None, repr=False)  # by digest
     second_engine: OtherEngine = field(default=lambda _policy, _dtype: None, repr=False)
-    plain_kinds: set[str] = field(default_factory=set, repr=False)  # that dialogues were decoded as
+    plain_kinds: set[str] = field(default_factory=set, repr=False)  # kinds of dialogues
 
     def knows(self, lease: Lease) -> bool:
-        """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
+        """Whether the lease was made for this validator's environment."""
         mine = identity_of(self.environment)
         return lease.environment_digest == mine.digest and lease.data_digest in ("", mine.data_digest)
 
     def limits(self, lease: Lease, engine: Engine) -> tuple[Profile, bool] | None:
-        """What the lease is judged by, and whether it was measured for the worker's very kind; None: not known here."""
+        """The limits for a lease, and whether they were measured for the worker's own kind; None if unknown here."""
         measured = self.calibrations(lease.calibration) if lease.calibration else {}
         if measured is None:
             return None
@@ -156,12 +153,12 @@ class Judge:
         return limits_for(kind, format_of(engine.kind), measured, self.profiles)
 
     def named(self, job: AuditJob) -> AuditJob:
-        """The job, its verdict to name this environment."""
+        """The audit; its verdict will name this environment."""
         return replace(job, environment=identity_of(self.environment))
 
     def verdicts(self, jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[Verdict]:
-        """The verdicts, in the order of the jobs; of those that there was no time to score there is none, but the
-        first always gets its time. All leases must name the loaded policy."""
+        """The verdicts in the order of the audits, without those that could not be scored in time; the first one always
+        gets its time. All leases must name the loaded policy."""
         opened = [self._open(self.named(job), loaded) for job in jobs]
         opened = self._first_looks(opened, loaded.engine)
         full = [entry for entry in opened if isinstance(entry, _OpenAudit) and entry.job.audit.depth != "light"]
@@ -179,11 +176,12 @@ class Judge:
             branches = self.branch_checker.look(looked, loaded.engine, lambda groups: self._rewards(groups, loaded))
         found = iter(zip(rewarded, branches, strict=True))
         decided = [self._rewarded(entry, *next(found)) if isinstance(entry, _OpenAudit) else entry for entry in judged]
-        told = [_progress_verdict(each) if each is not None and each.depth == "progress" else each for each in decided]
-        return [verdict for verdict in told if verdict is not None]
+        reported = [
+            _progress_verdict(each) if each is not None and each.depth == "progress" else each for each in decided
+        ]
+        return [verdict for verdict in reported if verdict is not None]
 
     def _open(self, job: AuditJob, loaded: LoadedPolicy) -> _OpenAudit | Verdict:
-        """Everything before the prefill; a verdict if that decides already."""
         lease, engine, now_ms = job.lease, loaded.engine, self.clock.now_ms()
         problem = self._environment_problem(lease)
         if problem:
@@ -220,8 +218,8 @@ class Judge:
         return ""
 
     def _first_looks(self, opened: Sequence[_OpenAudit | Verdict], engine: Engine) -> list[_OpenAudit | Verdict]:
-        """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, twice, that
-        is the verdict, and the others are not computed. Rubbish costs as little as that."""
+        """One random rollout of each newcomer's group. If it fails for certain, twice, the group is rejected and the
+        other rollouts are not computed: garbage costs little."""
         first = [
             (entry, entry.case.only(self.pick(len(entry.case.rollouts))))
             for entry in opened
@@ -239,8 +237,8 @@ class Judge:
     def _certain(
         self, cases: Sequence[tuple[_OpenAudit, Case]], engine: Engine
     ) -> list[tuple[_OpenAudit, Case, list[Finding]]]:
-        """Those that fail for certain, by one prefill. One that the engine fails on is none: the whole group will show
-        it."""
+        """Those that fail for certain, by one prefill. If the engine fails, the check of the whole group will
+        show it."""
         found = []
         for (entry, case), replay in zip(cases, replay_all(engine, [case for _, case in cases]), strict=True):
             if isinstance(replay, Replay) and replay.is_finite:
@@ -254,7 +252,7 @@ class Judge:
     def _judged(
         self, entry: _OpenAudit, replay: Replay | Exception | None, loaded: LoadedPolicy
     ) -> _OpenAudit | Verdict | None:
-        """The checks after the prefill; a verdict unless all held. Shown progress that holds has none."""
+        """The checks after the prefill; a verdict unless all pass. Shown progress that passes has none."""
         job, case, findings, now_ms = entry.job, entry.case, entry.findings, self.clock.now_ms()
         if isinstance(replay, Exception):
             return job.unsure(findings, "machinery.prefill", f"the validator's engine failed: {replay}", now_ms)
@@ -289,7 +287,7 @@ class Judge:
                 return _combined(case, first, None, (), dtype)
             engine = other or engine
         elif dtype != "float32" and first[-1].severity is not Severity.CERTAIN:
-            # The noise may be this validator's own, and the same prefill would show it again: float32 has none.
+            # The noise may be this validator's own; the same prefill would repeat it, float32 does not.
             exact = self.second_engine(loaded.ref, "float32")
             engine, seen_in = (engine, dtype) if exact is None else (exact, "float32")
         [replay] = replay_all(engine, [case])
@@ -306,7 +304,7 @@ class Judge:
 
     def _rewarded(self, entry: _OpenAudit, scored: Scored | ScoringFailure, branches: Branches) -> Verdict | None:
         job, case, findings, tally = entry.job, entry.case, entry.findings, entry.tally
-        again, now_ms = duplicate(case), self.clock.now_ms()  # of a neighbour, accepted since the first look
+        again, now_ms = duplicate(case), self.clock.now_ms()  # of another group in this batch
         if not again.passed:
             return job.rejected([*findings, again], now_ms, tally)
         if isinstance(scored, NotStarted):
@@ -321,7 +319,7 @@ class Judge:
         if not gain.passed:
             return job.rejected([*findings, gain], now_ms, tally)
         findings = [*findings, gain] if branches.looked else findings
-        if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
+        if case.replay is not None:  # a light audit does not prove whose work it is
             self.seen.remember(case.proven)
         if self.reward_notes is not None:
             self.reward_notes.write(case.lease.unit, case.lease.task, scored.notes)
@@ -335,8 +333,8 @@ class Judge:
 def _combined(
     case: Case, first: list[Finding], again: Case | None, second: Sequence[Finding], dtype: str
 ) -> tuple[list[Finding], Tally]:
-    """All findings, the one that decides last, and what joins the node's record. `again` is the case with the second
-    replay, in `dtype`, and `second` what was found of it; None if there is no second look."""
+    """All findings, the deciding one last, and what joins the node's record. `again`: the case with the second replay
+    in `dtype`, and `second` its findings; None without a second look."""
     last = first[-1]
     if again is None:
         if last.unsure or last.severity is Severity.CERTAIN:
@@ -355,7 +353,7 @@ def _combined(
 
 
 def _of_unfinished(case: Case) -> Case:
-    """The case of the only rollout that has tokens, under its own seed, ready for the checks before the prefill."""
+    """The case of the only rollout that has tokens, under its own seed, for the checks before the prefill."""
     index = next(index for index, rollout in enumerate(case.rollouts) if rollout.tokens)
     rollout = msgspec.structs.replace(case.rollouts[index], logprobs=bytes(len(case.rollouts[index].tokens)))
     if case.dialogue is not None:
@@ -366,13 +364,13 @@ def _of_unfinished(case: Case) -> Case:
 
 
 def _with_replay(case: Case, replay: Replay) -> Case:
-    """Shown progress with its prefill, whose log-probabilities nobody claimed otherwise."""
+    """Shown progress with its replay; its log-probabilities are those of the replay, because none are claimed."""
     rollout = msgspec.structs.replace(case.rollouts[0], logprobs=pack_logprobs(replay.logprobs))
     return replace(case, submission=msgspec.structs.replace(case.claim, rollouts=[rollout]), replay=replay)
 
 
 def _progress_verdict(verdict: Verdict) -> Verdict | None:
-    """What is said of shown progress: a certain failure, under a reason of its own, or nothing."""
+    """The verdict on shown progress: a certain failure with a reason of its own, or None."""
     reason = SHOWN_REASONS.get(verdict.reason.partition(".")[0])
     if verdict.outcome is not Outcome.REJECTED or verdict.severity is not Severity.CERTAIN or reason is None:
         return None
@@ -384,7 +382,7 @@ REWARD_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class KeptSubmission:
-    """An accepted submission: the verdict on it, its signed lease, and its bytes."""
+    """An accepted submission: its verdict, its signed lease, and its bytes."""
 
     verdict: Verdict
     lease: SignedDocument
@@ -398,8 +396,8 @@ class Rechecked:
 
 
 def recheck(judge: Judge, kept: KeptSubmission, loaded: LoadedPolicy) -> Rechecked:
-    """Judge it fully, whatever depth it was audited with then, and compare outcome, tokens and rewards. If they differ,
-    the validator of then or this machine is wrong; what this machine cannot decide proves nothing."""
+    """Judge it fully, whatever the depth of its audit, and compare outcome, tokens and rewards. A difference means that
+    the validator was wrong then, or this machine is now; what this machine cannot decide proves nothing."""
     then, lease = kept.verdict, Lease.model_validate(kept.lease.document, extra="ignore")
     if submission_digest(kept.body) != then.submission:
         return Rechecked("different", "the kept bytes are not those that the verdict names")

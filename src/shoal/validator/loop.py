@@ -4,10 +4,10 @@
      ▲                    │
      └── signed verdicts ◄┴─ one batched prefill per policy ─► scoring processes (with limits), judges
 
-Back-pressure: it claims `max_audits` at a time and the next only when those are done. What it does not judge (it was
-killed, a policy could not be fetched) falls back to the hub when the claim runs out, and what there was no time to
-score goes back with the next request, which claims no more than were managed. Nothing that goes wrong here rejects a
-submission. What was leased for another environment is left for others, and no unit loses an attempt by it.
+Back-pressure: it claims `max_audits` at a time, and more only when those are done. Claims that it does not judge (it
+was killed, a policy could not be fetched) expire at the hub. What could not be scored in time goes back with the next
+request, which claims fewer. No failure here rejects a submission. Work leased for another environment is left to other
+validators and costs the unit no attempt.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ LOCK_WAIT_S = 5.0
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 MAX_LEFT = 1024
 CANARY_EVERY = 64  # full audits after which a known cheat is judged too; one that passes ends the validator
-NOT_READY_POLL_S = 1.0  # one long poll for audits while no policy is loaded: there is hardly anything to audit
-FIRST_CLAIM = 4  # audits; twice as many each time that there are as many
-FIRST_AUDIT_S = 30.0  # without audits, after which held-out tasks need not wait for the first any more
-POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
+NOT_READY_POLL_S = 1.0  # one long poll while no policy is loaded
+FIRST_CLAIM = 4  # audits; doubled while there are as many
+FIRST_AUDIT_S = 30.0  # without audits, after which evaluations may begin
+POLICY_TRIES = 3  # claims of a submission without its policy, before it is unsure
 
 
 def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
-    """Audit for a run until it is finished, or until told to stop. Failures are `ShoalError`s; stopping is none."""
+    """Audit until the run is finished, or until told to stop. Failures raise `ShoalError`; stopping does not."""
     options = ClientOptions(patience_s=config.pace.patience_s)
     try:
         with ExitStack() as stack:
@@ -82,7 +82,7 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
             if config.scored_by is not None:
                 scorer = pool = ScoringPool(config.scored_by, config.environment, stop)
                 stack.enter_context(closing(pool))
-                pool.start()  # at once, so that its processes are ready when the engine is
+                pool.start()
             panel = stack.enter_context(closing(panel_of(judges_of(config.environment), stop, config.settings.device)))
             warm_up(config.engine, config.settings.device)
             threading.Thread(target=compile_kernels, name="kernels", daemon=True).start()
@@ -136,25 +136,23 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
 
 
 class Validator:
-    """The loop itself; see the module's picture."""
-
     def __init__(
         self, client: HubClient, shelf: EngineShelf, judge: Judge, settings: ValidatorSettings, stop: StopToken,
         clock: Clock = SystemClock(), kind: str = "", calibrator: Calibrator | None = None,
         idle: Callable[[], None] = lambda: None, chosen: Derived | None = None, pace: Intervals = Intervals(),
     ) -> None:  # fmt: skip
-        """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
-        is nothing to audit. `chosen` are the settings that depend on the size of the run."""
+        """`kind`: what it generates with; without it, it gets no units to generate. `idle` is called when nothing is to
+        be audited. `chosen`: the settings that depend on the size of the run."""
         self._client, self._shelf, self._judge, self._stop, self._clock = client, shelf, judge, stop, clock
         self._kind, self._calibrator, self._idle, self._polling = kind, calibrator, idle, pace
-        self._has_files = bool(settings.profiles)  # limits that nobody has tried here
+        self._has_files = bool(settings.profiles)  # their limits were not tested here
         self._ready_s: float | None = None
-        self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
+        self._is_measuring = False  # then it does not wait for audits
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
         self._chosen = chosen or settle(settings)
         self.finished = self._is_over = False
-        # Few at first, so that the first verdicts come soon; then fewer only while scoring does not keep up.
+        # Few at first, so that the first verdicts come soon; later fewer only if scoring is too slow.
         self._most = min(FIRST_CLAIM, self._chosen.max_audits)
         self._canary = Canary(judge, CANARY_EVERY)
         self.activity = Activity(clock)
@@ -164,7 +162,6 @@ class Validator:
         self._evaluator = SliceEvaluator(client, shelf, judge.environment, judge.scorer, self.activity, stop, clock)
 
     def run(self) -> None:
-        """Claim, judge, report; until finished or stopped."""
         log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
         with self._heartbeat:
             try:
@@ -172,11 +169,11 @@ class Validator:
                     if self._heartbeat.refusal is not None:
                         raise self._heartbeat.refusal
                     if self._preloader.newest is None:
-                        self._heartbeat.once()  # names the newest policy; the regular one may be seconds away
+                        self._heartbeat.once()  # its reply names the newest policy
                     with self.activity.waiting("submissions to audit"):
                         reply = self._client.audits(request := self._request())
                     if reply.finished and not reply.audits:
-                        # Who could not measure just now asks again: the last version may wait for a score.
+                        # A validator that could not evaluate asks again: the last version may wait for a score.
                         self.finished, self._is_over = self._is_over or request.evaluate != "no", True
                     else:
                         self._work(reply)
@@ -185,7 +182,7 @@ class Validator:
                     raise
 
     def _work(self, reply: AuditReply) -> None:
-        """All that a reply asks for; what comes next is got ready where nothing is to be audited."""
+        """Do all that a reply asks for, then prepare for what comes next."""
         self._calibrate(reply)
         with self._evaluator.auditing():
             self.audit(reply.audits)
@@ -198,7 +195,6 @@ class Validator:
         self._evaluator.measure(reply.evaluation)
 
     def _calibrate(self, reply: AuditReply) -> None:
-        """See to it that there are limits to judge by."""
         if self._calibrator is None:
             return
         job = self._calibrator.due(reply, self._preloader.newest, self._preloader.is_ready)
@@ -208,12 +204,12 @@ class Validator:
                 self._calibrator.attempt(job)
             if self._calibrator.has_measured and not self._preloader.has_measured:
                 self._preloader.has_measured = True
-                if not self._has_files:  # all limits are built in, or every cheat was seen caught just now
+                if not self._has_files:  # limits are built in, or were tested with every cheat just now
                     self._canary.due_in = FIRST_CLAIM + 1
 
     def _request(self) -> AuditRequest:
         ready, now_s = self._preloader.is_ready and not self._is_measuring, self._clock.monotonic_s()
-        if ready and self._ready_s is None:  # the first step waits for the first verdicts, nobody for an evaluation
+        if ready and self._ready_s is None:  # the first verdicts come before evaluations
             self._ready_s = now_s + FIRST_AUDIT_S
         evaluates = ready and self._ready_s is not None and now_s >= self._ready_s
         return AuditRequest(
@@ -224,7 +220,7 @@ class Validator:
         )  # fmt: skip
 
     def audit(self, audits: Sequence[Audit]) -> None:
-        """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
+        """Judge audits, one policy after another, oldest first, because batches need those first."""
         fetched = [job for together in _portions(audits) for job in self._fetched(together)]
         jobs = [job for job in fetched if self._is_ours(job)]
         policies, claimed, judged = {job.lease.policy for job in jobs}, 0, 0
@@ -240,11 +236,11 @@ class Validator:
                 verdicts = self._judge.verdicts(together, loaded)
                 done = {verdict.submission for verdict in verdicts}
                 decided = [job for job in together if job.audit.submission in done]
-                try:  # before anything is reported: does this validator still catch what it must?
+                try:  # before anything is reported
                     caught = self._canary.check(decided, verdicts, loaded)
                 except CanaryMissed:
                     self.activity.count("canaries_missed")
-                    self._heartbeat.once()  # so that the hub knows why nothing is judged any more
+                    self._heartbeat.once()  # tells the hub why nothing is judged any more
                     raise
                 if caught is not None:
                     self.activity.count("canaries_caught")
@@ -291,13 +287,13 @@ class Validator:
             pairs = zip(audits, bodies, strict=True)
             return [AuditJob(audit, self._client.open_lease(audit.lease), body) for audit, body in pairs]
         except (HubRefused, ProtocolError) as error:
-            if len(audits) > 1:  # one by one, so that one that cannot be had does not hold up the others
+            if len(audits) > 1:  # one by one, so that a missing one does not block the others
                 return [job for audit in audits for job in self._fetched([audit])]
             log.error("submission %s cannot be audited: %s", audits[0].submission[:16], error)
             return []
 
     def _policy(self, policy: PolicyRef, jobs: Sequence[AuditJob]) -> LoadedPolicy | None:
-        """The engine with this policy. Without it the claims run out; after a few times they are given up."""
+        """The engine with this policy. Without it the claims expire; after a few times they are reported as unsure."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
                 return self._shelf.get(policy, self._shelf.wait_s)
@@ -323,8 +319,8 @@ class Validator:
             for verdict in part:
                 self._misses.pop(verdict.submission, None)
                 if refusal := refused.get(verdict.submission):
-                    said = "the verdict on unit %d was not taken: %s [%s]"
-                    log.warning(said, verdict.unit, refusal.message, refusal.code)
+                    message = "the verdict on unit %d was not taken: %s [%s]"
+                    log.warning(message, verdict.unit, refusal.message, refusal.code)
                     continue
                 self.activity.count(verdict.outcome.value)
                 self.activity.count("tokens", verdict.generated_tokens)
@@ -338,7 +334,7 @@ class Validator:
 
 
 def _portions(audits: Sequence[Audit]) -> Iterator[Sequence[Audit]]:
-    """Audits whose bodies are fetched together: few enough, and small enough in sum."""
+    """Audits whose bodies are fetched together: limited in number and total size."""
     portion: list[Audit] = []
     for audit in audits:
         size_bytes = sum(each.size_bytes for each in (*portion, audit))

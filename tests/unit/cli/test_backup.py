@@ -40,7 +40,7 @@ def taken(tmp_path_factory: TempPaths) -> Path:
     return folder / "run.tar"
 
 
-def test_a_run_that_is_going_on_goes_on_from_its_backup_and_nothing_promised_is_lost(tmp_path: Path) -> None:
+def test_backup_of_a_running_run_resumes_with_every_receipt(tmp_path: Path) -> None:
     run = LocalRun(tmp_path / "run")
     run.step()
     promised = list(run.receipts)
@@ -206,7 +206,7 @@ HOLE = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}
         (alone("hub/hub.db", pax_headers=HOLE, size=1), STRANGE),
     ],
 )
-def test_what_is_no_whole_backup_is_found_and_nothing_is_restored(taken, tmp_path, made, said):
+def test_damaged_backup_is_refused_and_restores_nothing(taken, tmp_path, made, said):
     bad = tmp_path / "bad.tar"
     bad.write_bytes(made(taken))
     with pytest.raises(ProtocolError, match=said):
@@ -226,7 +226,7 @@ def test_nothing_is_replaced(taken: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "mine").read_text() == "here"
 
 
-def test_what_fails_leaves_no_file(tmp_path: Path) -> None:
+def test_failed_backup_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="none: No such file"), new_bundle(tmp_path / "out.tar", "run", 1) as bundle:
         bundle.add("a", tmp_path / "none")
     with pytest.raises(UserError, match="there is no backup at"):

@@ -45,12 +45,10 @@ DATA = {"name": "dataset", "data": "{tmp}/data.jsonl"}
         ("{tmp}/run", [], ADDITION, False),
         ("{tmp}/data.jsonl", [], DATA, True),
         ("dataset:{tmp}/data.jsonl", [], DATA, True),
-        *(
-            (f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True)
-            for name in ("aime", "columns")
-        ),
+        *((f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True) for name in ("aime",
+            "columns")),
     ],
-)
+)  # fmt: skip
 def test_tasks_are_named_in_many_ways(tmp_path, data, spec, overrides, settings, whole):
     (tmp_path / "my.py").write_text("")
     (tmp_path / "run").mkdir()

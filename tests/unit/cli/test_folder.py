@@ -95,7 +95,7 @@ def test_a_folder_takes_a_corrected_recipe_until_something_has_happened_in_it(fo
     assert RunFolder.open(folder.path).recipe.run.seed == 3
 
 
-def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch: Patch) -> None:
+def test_running_run_keeps_its_recipe(folder: RunFolder, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.run.folder.LOCK_WAIT_S", 0.0)
     before = files(folder.path)
     with FolderLock(folder.path).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
@@ -116,7 +116,7 @@ TRAINED = (
 )  # fmt: skip
 
 
-def test_what_decides_nothing_of_what_is_trained_may_change(folder: RunFolder) -> None:
+def test_settings_that_do_not_affect_training_may_change(folder: RunFolder) -> None:
     begun(folder)
     for override in TRAINED:
         with pytest.raises(ConfigError, match=r"was made with another recipe \(trainer\..* was .*, is "):
@@ -148,7 +148,7 @@ def test_only_a_restore_moves_a_run_that_has_begun(tmp_path: Path, before: str, 
     assert files(run.path) == there
 
 
-def test_of_its_database_the_password_may_change_and_before_a_run_has_begun_all(tmp_path: Path) -> None:
+def test_database_password_may_change_and_all_of_it_before_the_run(tmp_path: Path) -> None:
     for host in ("typo", "h"):
         run = RunFolder.prepare(tmp_path / host, recipe(f"hub.database=postgresql://u:old@{host}/d"))
         (run.path / "hub").mkdir()
@@ -220,7 +220,7 @@ def test_an_earlier_port_that_is_taken_is_replaced_by_another(folder: RunFolder,
     assert second.hub == first.hub
 
 
-def test_a_configured_address_that_cannot_be_had_is_one_sentence(tmp_path: Path, taken: int) -> None:
+def test_unusable_address_is_one_sentence(tmp_path: Path, taken: int) -> None:
     folder = RunFolder.prepare(tmp_path / "run", recipe(f"hub.port={taken}"))
     with pytest.raises(ResourceError, match=rf"cannot listen on port {taken} .*hub\.port=0"):
         folder.assign_endpoints()
@@ -229,7 +229,7 @@ def test_a_configured_address_that_cannot_be_had_is_one_sentence(tmp_path: Path,
         folder.assign_endpoints()
 
 
-def test_damaged_endpoints_are_named_and_chosen_anew(folder: RunFolder) -> None:
+def test_damaged_endpoints_are_named_and_replaced(folder: RunFolder) -> None:
     folder.assign_endpoints()
     (folder.path / "endpoints.json").write_text('{"hub": 3')
     with pytest.raises(ConfigError, match=r"endpoints\.json is damaged"):

@@ -148,10 +148,8 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
     [
         ({"worker": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[worker\] the engine scripted does not"),
         ({"validator": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[validator\] the engine scripted does not"),
-        (
-            {"worker": {"dtype": "bfloat16"}},
-            r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype",
-        ),
+        ({"worker": {"dtype": "bfloat16"}},
+            r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype"),
         ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' "),
@@ -163,7 +161,7 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
         "vllm-checks",
     ],
 )  # fmt: skip
-def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
+def test_kinds_that_no_validator_judges_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check_ingredients(Recipe.model_validate(changes, strict=False))
 
@@ -179,7 +177,7 @@ def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sente
     ],
     ids=["named", "no-workers", "measured", "coarse-validator", "scripted"],
 )
-def test_what_can_be_checked(changes: dict[str, object]) -> None:
+def test_kinds_that_a_validator_judges_pass(changes: dict[str, object]) -> None:
     check_engines(Recipe.model_validate(changes, strict=False))
 
 

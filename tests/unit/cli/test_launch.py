@@ -50,7 +50,7 @@ def test_each_role_is_a_command_of_the_same_program_and_a_cheater_has_one_option
     assert cheater == replace(honest, argv=(*honest.argv, "--cheat", "best-of"))
 
 
-def test_who_ends_the_run_and_who_is_missed() -> None:
+def test_essential_roles_end_the_run_and_others_do_not() -> None:
     names = ("hub", "origin", "relay-0", "trainer", "validator-0", "worker-0")
     kinds = {name: process_spec(Path("/r"), name) for name in names}
     assert [spec.when_done for spec in kinds.values()] == ["restart", "restart", "restart", "end", "rest", "rest"]
@@ -124,7 +124,7 @@ BROKEN = "import sys; print('shoal: the model is broken', file=sys.stderr); sys.
     ("trainer", "patience_s", "code", "words"),
     [(BROKEN, 600.0, 2, "trainer: the model is broken"), (SERVE, 0.5, 1, "the hub does not answer")],
 )
-def test_a_run_that_cannot_go_on_ends_and_says_why(monkeypatch, folder, trainer, patience_s, code, words):
+def test_run_that_cannot_continue_ends_with_the_reason(monkeypatch, folder, trainer, patience_s, code, words):
     stand_ins(monkeypatch, trainer)
     ending = start(folder, patience_s).ending
     assert (ending.exit_code, words in ending.message) == (code, True), ending
@@ -221,8 +221,8 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
 BEGIN = """
 import logging, sys
 from pathlib import Path
-from shoal.run.roles import begin
-begin("hub", Path(sys.argv[1]), False)
+from shoal.run.roles import start_role
+start_role("hub", Path(sys.argv[1]), False)
 logging.getLogger("shoal").info("hello")
 """
 

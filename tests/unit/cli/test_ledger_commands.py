@@ -23,7 +23,7 @@ from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
 from shoal.run.folder import RunFolder, find_run
 from shoal.run.launch import ledger_line
 from shoal.run.ledger.check import Book, check_ledger, export_ledger, leave_ledger
-from shoal.run.ledger.places import CertifiedHead, KeptHead, kept_path
+from shoal.run.ledger.sources import CertifiedHead, KeptHead, kept_path
 from shoal.runtime.clock import ManualClock
 
 ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))

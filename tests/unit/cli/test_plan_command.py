@@ -46,7 +46,7 @@ def files() -> Mapping[str, bytes]:
     return {"config.json": json.dumps({**QWEN3, "num_hidden_layers": 4}).encode()}
 
 
-def test_what_is_certain_is_exact(files: Mapping[str, bytes]) -> None:
+def test_certain_sizes_are_exact(files: Mapping[str, bytes]) -> None:
     """bfloat16 weights, float32 masters, gradients and two moments: 2 + 4 + 4 + 8 bytes for each weight."""
     shape = shape_of(files, BFLOAT16)
     layer = 3072 * 1024 * 3 + 1024 * 2048 * 2 + 1024 * 1024 * 2 + 2 * 1024 + 2 * 128
@@ -147,7 +147,7 @@ def test_the_command_says_what_fits_and_what_would(arguments, code, words, capsy
 
 
 @pytest.mark.parametrize(("where", "advised"), [(["--set", "trainer.device=cpu"], False), (["--memory", "8"], True)])
-def test_more_validators_are_advised_for_gpus_only(where: list[str], advised: bool, capsys: Capture) -> None:
+def test_advice_of_more_validators_is_for_gpus_only(where: list[str], advised: bool, capsys: Capture) -> None:
     """By the speeds of a GPU 300 steps of a toy need four; of a processor's trainer these speeds say nothing."""
     assert main(["plan", str(TINY), "--set", "run.steps=300", *where]) == 0
     assert ("raise validator.count" in capsys.readouterr().out) == advised

@@ -1,4 +1,4 @@
-"""The history of a run, the words for what a status says, the summary, and who is to blame when nothing happens."""
+"""How a run goes, in words: history, remarks, the watchdog, and the reasons when nothing happens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from kit import eventually
 from kit.cli import NODE, RecordingDisplay, at_step, process, report, status, verdict, wait, worker
 from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus
 from shoal.run.launch import steps_in, summary
-from shoal.run.progress import History, Reporter, StatusPoller, Watchdog, blame, labels, troubles, waits_line
+from shoal.run.progress import (
+    History,
+    Reporter,
+    StatusPoller,
+    Watchdog,
+    labels,
+    process_problems,
+    standstill_reasons,
+    waits_line,
+)
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.supervise import Ending
 
@@ -242,7 +251,7 @@ def test_the_watchdog_is_told_everything() -> None:
     assert "hub (pid 4711) has not answered for 60 s" in ending.message
 
 
-def test_who_was_suspended_blames_nobody() -> None:
+def test_suspended_process_blames_no_other() -> None:
     """Ctrl-Z and fg, or a laptop that slept: the others may have gone on all the while."""
     clock, source = ManualClock(), Answers()
     reporter = Reporter(source, RecordingDisplay(), Watchdog(60), clock=clock)
@@ -315,7 +324,7 @@ DEAD = process("validator-0", state="restarting", restarts=2, why="was killed by
     ],
 )  # fmt: skip
 def test_symptom_and_cause_are_both_named(seen, processes, silent_s, words):
-    assert blame(seen, processes, silent_s) == words
+    assert standstill_reasons(seen, processes, silent_s) == words
 
 
 @pytest.mark.parametrize(
@@ -339,8 +348,8 @@ def test_symptom_and_cause_are_both_named(seen, processes, silent_s, words):
         ({}, ""),
     ],
 )  # fmt: skip
-def test_what_the_supervisor_knows(changes: dict[str, Any], words: str) -> None:
-    assert troubles(None, [HUB, process("w", **changes)], 0.0).get("w", "") == words
+def test_supervisor_states_appear_as_reasons(changes: dict[str, Any], words: str) -> None:
+    assert process_problems(None, [HUB, process("w", **changes)], 0.0).get("w", "") == words
 
 
 def node(name: str, seen_s_ago: float, role: Any = "validator") -> NodeView:
@@ -368,8 +377,10 @@ HEARD_63 = node("validator-0", 63)
     ],
 )
 def test_a_process_of_which_the_hub_has_not_heard_for_long(of, since_s, seen, words):
-    assert troubles(seen, [HUB, process(of, since_s=since_s)], 0.0).get(of, "") == words
-    assert troubles(seen, [process("hub", since_s=5.0), process(of)], 0.0) == {}, "the hub itself has just started"
+    assert process_problems(seen, [HUB, process(of, since_s=since_s)], 0.0).get(of, "") == words
+    assert process_problems(seen, [process("hub", since_s=5.0), process(of)], 0.0) == {}, (
+        "the hub itself has just started"
+    )
 
 
 @pytest.mark.parametrize(
@@ -378,7 +389,7 @@ def test_a_process_of_which_the_hub_has_not_heard_for_long(of, since_s, seen, wo
 )
 def test_a_hub_that_does_not_answer(since_s: float, silent_s: float, said: str | None) -> None:
     """One that has answered in this life is silent sooner than one that has just been started."""
-    found = troubles(status(), [process("hub", since_s=since_s)], silent_s).get("hub")
+    found = process_problems(status(), [process("hub", since_s=since_s)], silent_s).get("hub")
     expected = said and f"hub (pid 4711) has not answered for {said}: is it stuck? (see logs/hub.log)"
     assert found == expected
 
@@ -392,4 +403,4 @@ def test_a_paused_or_drained_run_is_left_alone_for_as_long_as_it_takes() -> None
     draining = status(standing=OwnerOrders(conduct="draining", since_ms=40_000, reason="moving"))
     assert watchdog.look(draining, 3001.0) is None
     ending = watchdog.look(draining, 3011.0)
-    assert "draining by its owner, 60 s ago: moving; to go on: shoal admin resume" in ending.message
+    assert "draining by its owner, 60 s ago: moving; to continue: shoal admin resume" in ending.message

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig
 
+from kit.tiny import build_tiny
 from shoal.engines import GenerationRequest, PrefillRequest, paged
 from shoal.engines.batching import paged_decoder
 from shoal.engines.paged import PagedDecoder
@@ -17,7 +18,6 @@ from shoal.engines.torch import TorchEngine
 from shoal.errors import ModelError
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.models.tiny import build_tiny
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import inverse
 from shoal.sampling.stream import uniforms

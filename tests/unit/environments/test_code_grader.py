@@ -145,7 +145,7 @@ def call_of(name: str, *given: Any, output: Any) -> str:
 
 @needs_bubblewrap
 @pytest.mark.parametrize(("name", "output"), [("gcd", 4), ("sqrt", 2.0), ("Any", None), ("max", 8)])
-def test_what_a_program_may_take_for_granted_is_not_its_own_function(name: str, output: Any) -> None:
+def test_predefined_names_are_not_the_programs_functions(name: str, output: Any) -> None:
     value, _share, notes = score(call_of(name, 12, 8, output=output), "pass")
     assert (value, notes) == (0.0, "test 1 of 1: ended with an error (KeyError)")
 

@@ -10,7 +10,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders.registry")
 LISTS = {
     "GRADERS": "shoal.environments.graders.registry", "FORMATS": "shoal.environments.formats",
-    "TELLING": "shoal.environments.formats", "TOOLS": "shoal.environments.tools", "PartJudge": "shoal.rewards.panel",
+    "BY_COLUMNS": "shoal.environments.formats", "TOOLS": "shoal.environments.tools", "PartJudge": "shoal.rewards.panel",
     "panel_of": "shoal.rewards.panel",
 }  # fmt: skip
 

@@ -146,7 +146,7 @@ def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     (" {'ground_truth': \"it's\"}", {"ground_truth": "it's"}),
     ("[{'input': '1', 'output': None}]", [{"input": "1", "output": None}]),
 ])  # fmt: skip
-def test_what_python_wrote_is_read(info: str, read: Any, tmp_path: Path) -> None:
+def test_python_literals_are_read(info: str, read: Any, tmp_path: Path) -> None:
     rows = described(6, verification_info={0: info})
     task = open_data(write_jsonl(tmp_path / "a.jsonl", rows), grader="exact").task("0/p0")
     assert json.loads(task.answer) == read
@@ -303,7 +303,7 @@ def test_spaces_case_and_width_do_not_make_another_question(text: str) -> None:
         assert prompt_digest(text.upper()) == prompt_digest(text.lower()) == digest
 
 
-def test_what_was_said_before_makes_another_question(tmp_path: Path) -> None:
+def test_history_is_part_of_the_question_digest(tmp_path: Path) -> None:
     """The last words of many conversations are the same."""
     first, second = ([("user", text), ("assistant", "4")] for text in ("2+2?", "3+1?"))
     assert len({question_digest("And doubled?", history) for history in (first, second, ())}) == 3

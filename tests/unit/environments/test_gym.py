@@ -89,7 +89,7 @@ def fingerprints(names):
 """
 
 
-def test_those_that_went_by_hashes_or_global_numbers_do_not_any_more() -> None:
+def test_patched_generators_do_not_depend_on_hashes_or_global_random_numbers() -> None:
     chosen = ["isomorphic_strings", "ransom_note", "polynomial_multiplication", "list_functions", "pool_matrix"]
     command = [sys.executable, "-c", f"{FINGERPRINT}print(json.dumps(fingerprints({chosen})))"]
     environ = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -284,7 +284,7 @@ def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
         ({"generator": "acre", "level": 1}, "has no curriculum"),
     ],
 )
-def test_what_cannot_work_is_said_when_it_is_built(options: dict[str, object], sentence: str) -> None:
+def test_invalid_generator_settings_are_refused_when_built(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         gym(**options)
 

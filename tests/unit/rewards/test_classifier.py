@@ -61,7 +61,7 @@ def test_one_label_is_the_models_own_number_in_any_batches_and_order(tmp_path: P
     assert Classifier(tmp_path, "cpu").values([]) == []
 
 
-def test_several_labels_are_the_probability_of_the_last_or_of_the_one_called_positive(tmp_path: Path) -> None:
+def test_several_labels_give_the_probability_of_positive_or_of_the_last(tmp_path: Path) -> None:
     model = bert(tmp_path / "last", num_labels=3)
     bert(tmp_path / "named", num_labels=3, id2label={0: "Positive", 1: "b", 2: "c"})
     with torch.inference_mode():
@@ -131,7 +131,7 @@ def test_a_completion_cannot_speak_as_somebody_else(tmp_path: Path, template: st
     )
 
 
-def test_what_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
+def test_long_text_loses_its_beginning(tmp_path: Path) -> None:
     bert(tmp_path, num_labels=1)
     long = "bad " * 40 + "good " * 31
     found, same = Classifier(tmp_path, "cpu").values([JudgedText("ask", long), JudgedText("bad", "good " * 31)])

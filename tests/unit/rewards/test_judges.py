@@ -82,7 +82,7 @@ def unscored(found: Any, said: str = "") -> bool:
     return isinstance(found, ScoringFailure) and said in str(found)
 
 
-def test_it_asks_as_such_servers_are_asked_and_takes_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_request_format_and_number_in_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "k-123")
     found, server = value(lambda _n, _body: said("Fine, though 3 words short.\n8"))
     assert found == 0.8
@@ -94,7 +94,7 @@ def test_it_asks_as_such_servers_are_asked_and_takes_the_last_line(monkeypatch: 
     assert "four" not in body["messages"][0]["content"]
 
 
-def test_answers_come_in_the_order_of_the_questions_a_few_at_a_time() -> None:
+def test_judge_answers_keep_their_order_with_few_requests_at_once() -> None:
     pieces = [JudgedText("p", str(n)) for n in range(30)]
 
     def reply(_number: int, body: dict[str, Any]) -> Answer:
@@ -237,7 +237,7 @@ def test_a_grade_is_the_one_number_of_the_last_line(text: str, worth: float) -> 
         "\u0667.", "[" * 3000, '{"a":' * 3000,
     ],
 )  # fmt: skip
-def test_what_is_no_grade_is_not_guessed_at(text: str) -> None:
+def test_answers_without_a_grade_are_unreadable(text: str) -> None:
     with pytest.raises(UnreadableAnswer):
         grade(text)
 
@@ -268,7 +268,7 @@ def test_ranks_are_in_order_share_ties_and_do_not_depend_on_the_scale(numbers: l
     assert ranks(numbers[:1]) == [0.5]
 
 
-def test_the_kinds_of_judges_and_what_is_refused_before_anything_is_judged() -> None:
+def test_judge_settings_are_checked_before_judging() -> None:
     panel = panel_of([FAR, NEAR], StopToken(), "cpu")
     assert [type(seat.judge) for seat in panel.seats] == [ChatJudge, Classifier]
     assert panel.unreproducible == ("judge.far",), "nobody can compute it again"

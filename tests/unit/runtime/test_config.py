@@ -166,7 +166,7 @@ anything = st.builds(
 
 
 @given(st.builds(Nested, top=st.integers(0, 9), one=anything, two=anything))
-def test_what_is_dumped_loads_to_the_same_model(model: Nested) -> None:
+def test_dumped_config_loads_to_the_same_model(model: Nested) -> None:
     assert parse_config(dump_config(model), Nested, "dump") == model
 
 

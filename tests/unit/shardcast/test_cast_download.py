@@ -94,7 +94,7 @@ def test_a_fetch_that_failed_is_continued_where_it_stopped(lab: Lab) -> None:
     assert whole.asked("/chunks/") == [f"/{chunk_key(last)}"]
 
 
-def test_a_cached_payload_that_rotted_is_mended_not_believed(lab: Lab) -> None:
+def test_damaged_cached_payload_is_fetched_again(lab: Lab) -> None:
     manifest, source = lab.publish(1), lab.source()
     lab.fetch(manifest, source.url)
     flip(lab.folder / "cache" / f"{manifest.policy.digest}.bin", CHUNK + 5)
@@ -129,13 +129,13 @@ def test_a_full_disk_is_a_resource_error_and_does_not_hang(lab: Lab, monkeypatch
 
 
 @pytest.mark.parametrize(("error", "traced"), [(DiskError("the disk is full"), False), (KeyError("oops"), True)])
-def test_fetching_ahead_ends_with_a_line_or_for_a_bug_with_a_traceback(error, traced, caplog: Logs) -> None:
+def test_prefetch_ends_with_a_log_line_and_for_a_bug_with_a_traceback(error, traced, caplog: Logs) -> None:
     """It knows of a newer version and cannot fetch it."""
-    failing = Mock(fetch=Mock(side_effect=error), follower=lambda: Mock(newer=lambda _wait_s: REF))
+    failing = Mock(fetch=Mock(side_effect=error), head_poller=lambda: Mock(newer=lambda _wait_s: REF))
     with caplog.at_level(logging.INFO, "shoal"):
         Prefetch(cast("Downloader", failing), StopToken())._run()  # in this thread: it ends by itself
     (record,) = caplog.records
-    assert "fetching ahead has ended" in record.getMessage()
+    assert "prefetching has ended" in record.getMessage()
     assert bool(record.exc_info) is traced
     assert traced or "the disk is full" in record.getMessage()
 

@@ -191,7 +191,7 @@ def test_a_closed_pool_does_not_call_its_store_and_its_threads_end(lab: Lab) -> 
         assert not thread.is_alive()
 
 
-def test_what_is_no_longer_wanted_is_left_on_its_way(lab: Lab) -> None:
+def test_attempts_for_unwanted_chunks_are_cancelled(lab: Lab) -> None:
     left, asked = threading.Event(), threading.Event()
 
     def stall(target: str, to: socket.socket) -> None:

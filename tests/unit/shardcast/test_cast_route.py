@@ -61,7 +61,7 @@ WEB = (
 )
 
 
-def test_with_nothing_here_an_anchor_is_fetched_whole_and_nothing_is_asked_for() -> None:
+def test_without_local_payload_an_anchor_is_fetched_without_other_manifests() -> None:
     web = Web(*WEB)
     route = web.route(12)
     assert (versions(route), route.whole, web.asked) == ([12], WEB[-1], [])
@@ -155,7 +155,7 @@ def bits(data: bytes) -> list[int]:
     arriving=st.lists(st.sampled_from(NAMES)),
     soon=st.sets(st.sampled_from(NAMES)),
 )
-def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(chunks, here, arriving, soon):
+def test_maps_have_bits_for_present_and_for_coming_chunks(chunks, here, arriving, soon):
     inventory = Inventory([named(name) for name in chunks], {named(name).hash for name in here})
     for name in arriving:
         before = inventory.count
@@ -197,7 +197,7 @@ CHAIN = by_place(
 )
 
 
-def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
+def test_oldest_versions_are_removed_first_and_anchors_stay() -> None:
     assert numbers(select_versions(CHAIN, 3, 110).mirrored) == [1, 2, 3, 4, 5]
     for budget in (109, 60, 50):  # version 3 would fit, but nobody could reach it
         selection = select_versions(CHAIN, 3, budget)
@@ -206,7 +206,7 @@ def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
         assert selection.fits
 
 
-def test_a_route_that_does_not_fit_is_told_and_what_fits_is_mirrored_newest_first() -> None:
+def test_route_that_does_not_fit_is_reported_and_newest_versions_are_mirrored() -> None:
     selection = select_versions(CHAIN, 3, 49)
     assert (selection.fits, selection.route_bytes) == (False, 50)
     assert numbers(selection.mirrored) == [2, 3, 5]  # no anchor fits beside them
@@ -214,7 +214,7 @@ def test_a_route_that_does_not_fit_is_told_and_what_fits_is_mirrored_newest_firs
     assert numbers(select_versions(grown, 2, 50).mirrored) == [1]  # what was here already stays
 
 
-def test_a_manifest_not_known_yet_is_wanted_and_ends_the_route_for_now() -> None:
+def test_unknown_manifest_is_wanted_and_counts_as_anchor() -> None:
     unknown = {**CHAIN, (0, 4): None}
     selection = select_versions(unknown, 1, 50)
     assert numbers(selection.wanted) == [4, 5]

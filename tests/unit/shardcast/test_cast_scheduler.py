@@ -42,7 +42,7 @@ def following(
     return world, node, *sources
 
 
-def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again_later() -> None:
+def test_source_without_maps_that_lacks_a_chunk_is_asked_again_later() -> None:
     world, node, source = following(Source(A, hashes(0, 39), maps=False))
     assert not world.run(10)
     assert node.kept == hashes(0, 39)
@@ -51,7 +51,7 @@ def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again
     assert world.run(5)
 
 
-def test_what_was_asked_for_a_moment_ago_is_not_held_by_every_connection() -> None:
+def test_a_requested_chunk_is_not_requested_on_other_connections() -> None:
     """Before its map has come, a relay gets one request: it might be held until the chunk is there."""
     world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE / 10, silent=True))
     for _ in range(40):
@@ -160,7 +160,7 @@ def test_the_last_resort_helps_when_nobody_else_can(trouble: str) -> None:
     assert len(origin.asked) == (30 if trouble == "lacking" else 40)
 
 
-def test_what_a_relay_announces_is_waited_for_before_the_last_resort_is_asked() -> None:
+def test_announced_chunk_is_waited_for_before_the_last_resort_is_asked() -> None:
     world, _, relay, origin = following(
         Source(A, set(), announces=set(ALL)), Source(ORIGIN, set(ALL), maps=False), last_resort=[ORIGIN]
     )
@@ -296,7 +296,7 @@ def ask(source: ScriptedSource) -> bytes | None:
         return fetch_map(connection, MapRequest((2, 31), 11, 5, 2.5))
 
 
-def test_a_map_is_asked_for_by_version_and_count_and_a_wrong_or_huge_one_is_refused_unread(lab: Lab) -> None:
+def test_map_request_names_version_and_count_and_a_map_of_wrong_size_is_refused_unread(lab: Lab) -> None:
     source = lab.source(says(b"abcd"))
     assert ask(source) == b"abcd"
     assert source.seen == ["/have/2.31?count=5&wait_s=2.5"]

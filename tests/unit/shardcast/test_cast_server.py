@@ -126,7 +126,7 @@ def test_any_other_name_is_not_found(lab: Lab, target: str) -> None:
         b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(lab: Lab, request_bytes: bytes) -> None:
+def test_other_requests_are_refused_and_disconnected(lab: Lab, request_bytes: bytes) -> None:
     assert send(lab.honest().url, request_bytes).startswith(b"HTTP/1.1 400 ")
 
 
@@ -233,7 +233,7 @@ def test_connections_beyond_a_cap_are_told_to_come_back(lab: Lab, limit: str, re
         eventually(lambda: get(server.url, "/head.json")[0] == 200)
 
 
-def test_what_cannot_be_served_is_a_resource_error(lab: Lab, tmp_path: Path) -> None:
+def test_failure_to_serve_is_a_resource_error(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     port = int(lab.honest().url.rsplit(":", 1)[1])
     for folder, host, at, why in (
@@ -330,7 +330,7 @@ def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(sizes: list[int],
         assert sent <= 1000.0 * (may_go_s - 100.0 + Throttle.BURST_S) + 1e-3
 
 
-def test_a_bucket_lets_a_quiet_client_receive_at_once_and_a_busy_one_wait() -> None:
+def test_throttle_allows_a_burst_and_then_delays() -> None:
     throttle = Throttle(rate_bytes_s=1000.0)
     assert throttle.take(1000, 50.0) == 0.0
     assert throttle.take(500, 50.0) == pytest.approx(0.5)

@@ -24,7 +24,7 @@ from shoal.validator import Judge
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
-from shoal.validator.evidence import DOUBT, STRIKE, Odd, accident_sums, log_evidence, log_evidence_of_seeds
+from shoal.validator.evidence import DOUBT, STRIKE, Outliers, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
 from shoal.validator.verdicts import LeaseTemplate
 
@@ -104,7 +104,7 @@ def test_only_the_odd_tokens_of_a_part_are_left_out_where_its_proof_is_in_order(
     far[[3, 40]] = True
     zero = np.zeros(2, np.int64)
     for proofs, left in ((zero, 62), (np.array([0, 2]), 31)):
-        odd = Odd(seeds=np.array([1, 1]), logprobs=zero, proofs=proofs, tokens=far)
+        odd = Outliers(seeds=np.array([1, 1]), logprobs=zero, proofs=proofs, tokens=far)
         assert odd.kept(drawn, chunk_of, COARSE.accidents).tokens.sum() == left
         assert odd.kept(drawn, chunk_of, AccidentLimits()).tokens.all(), "where there are no accidents all is measured"
 
@@ -250,7 +250,7 @@ def test_log_probabilities_that_lean_by_rollout_up_and_down_fail() -> None:
         assert outcome(saying(case, lambda values, n: values + 0.05 * (-1) ** n)) != ""
 
 
-def test_what_leans_less_is_found_by_the_record() -> None:
+def test_small_bias_is_found_by_the_record() -> None:
     record, passed = Tally(), 0
     for case in groups(100, 40):
         lie = replace(saying(case, lambda values, n: values + 0.02 * (-1) ** n), record=record)

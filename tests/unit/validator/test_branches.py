@@ -116,7 +116,7 @@ def test_no_branch_is_asked_for_tokens_beyond_its_leases() -> None:
     assert {len(each.prompt_ids) + each.sampling.max_new_tokens for each in asked} == {room}
 
 
-def test_of_rollouts_that_begin_alike_one_is_looked_at() -> None:
+def test_one_branch_for_rollouts_that_begin_alike() -> None:
     """All of a group draw their first token from the same distribution: where rounding favours the better of two
     answers, it does so in each of them, and that is one piece of evidence."""
     case = case_of(lease(seeds=32))
@@ -129,7 +129,7 @@ def test_of_rollouts_that_begin_alike_one_is_looked_at() -> None:
     assert len(looked) > 3, "any of them, so that nobody has one that is looked at for all"
 
 
-def test_a_branch_that_does_not_end_in_its_block_is_none() -> None:
+def test_branch_that_does_not_end_in_its_block_is_dropped() -> None:
     case = case_of(lease(seeds=1))
     look = Branch(case, 0, 0, 3)
     assert look.ended(np.array([5, 6, 7], dtype=np.int32)) is None
@@ -225,7 +225,7 @@ def test_a_node_whose_evidence_suffices_is_struck() -> None:
     assert "60 unequal pairs" in verdict.message
 
 
-def test_of_distrusted_nodes_only_groups_with_tokens_by_tolerance_are_unsure() -> None:
+def test_distrusted_node_is_unsure_only_with_tokens_by_tolerance() -> None:
     of = lease(seeds=32)
     audit_jobs = [audit_job(of, handed_in(of), distrusted="newcomers"), audit_job(of, distrusted="newcomers")]
     verdicts = judge_with(BranchChecker()).verdicts(audit_jobs, loaded())

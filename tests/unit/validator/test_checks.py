@@ -321,7 +321,7 @@ BLIND_TO_SEEDS = {
 
 
 @pytest.mark.parametrize(("temperature", "side"), [(0.3, "likelier"), (4.0, "unlikelier")])
-def test_picking_by_likelihood_shows_without_the_dice(temperature: float, side: str) -> None:
+def test_picking_by_likelihood_shows_without_seeds(temperature: float, side: str) -> None:
     of = lease(seeds=12, sampling=NO_END)
     verdict = judged(of, redrawn(of, temperature), judge(limits=BLIND_TO_SEEDS))
     assert (verdict.reason, verdict.severity) == ("likelihood.unlikely", "statistical")
@@ -383,7 +383,7 @@ def test_rare_tokens_of_a_nearly_sure_policy_are_honest() -> None:
         ("mantissa", "proofs.drift"), ("logprobs", "logprobs.mismatch"), ("bias", "logprobs.mismatch"),
     ],
 )  # fmt: skip
-def test_more_than_rounding_explains_together_with_earlier_work_fails(channel: str, reason: str) -> None:
+def test_drift_over_several_submissions_fails(channel: str, reason: str) -> None:
     off = Tally(tokens=100_000, channels={channel: Sums(seen=2000.0, expected=500.0)})
     verdict = judged(lease(), record=off)
     assert (verdict.reason, verdict.severity) == (reason, "statistical")

@@ -57,7 +57,7 @@ def wrong_from(unit: int, first: int) -> AuditJob:
     return of_newcomer(audit_job(of, submission(of, completions(of, seeds=seeds))))
 
 
-def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no_more() -> None:
+def test_garbage_of_a_newcomer_costs_one_rollout() -> None:
     made, policy = counting()
     audit_jobs = [wrong_from(1, first=0), of_newcomer(audit_job(lease(2))), audit_job(lease(3))]
     first, second, third = judge(pick=lambda count: count - 1).verdicts(audit_jobs, policy)
@@ -69,7 +69,7 @@ def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no
     assert third.outcome is Outcome.ACCEPTED
 
 
-def test_which_rollout_of_a_newcomer_is_looked_at_first_is_drawn_anew_each_time() -> None:
+def test_first_rollout_of_a_newcomer_is_random() -> None:
     cheat, found = wrong_from(1, first=6), []
     for _ in range(24):
         made, policy = counting()
@@ -95,7 +95,7 @@ def test_a_failing_engine_is_unsure_for_the_one_it_fails_on_and_rejects_nobody()
 
 
 @pytest.mark.parametrize("task", ["t/broken", "t/nan", "unknown"])
-def test_a_scoring_failure_is_no_sample_and_never_zero(task: str) -> None:
+def test_scoring_failure_is_unscored_and_never_zero(task: str) -> None:
     [verdict] = judge().verdicts([audit_job(lease(1, task=task))], loaded())
     assert (verdict.outcome, verdict.reason, verdict.rewards) == (Outcome.UNSURE, "reward.machinery", ())
     assert verdict.message
@@ -114,7 +114,7 @@ def test_shuffled_rewards_keep_the_group_and_lose_the_connection() -> None:
     assert control.rewards[0].parts["task"] == control.rewards[0].value
 
 
-def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_of_the_validator_rejects_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken policy, or a broken machine: honest work must not be struck for it, and cheats are not accepted."""
     of, table = lease(), loaded()
     prefill = table.engine.prefill
@@ -165,7 +165,7 @@ def test_a_lie_that_was_waved_through_is_found() -> None:
     assert "and is rejected with 0" in found.sentence
 
 
-def test_what_this_machine_cannot_decide_is_unknown() -> None:
+def test_undecidable_recheck_is_unknown() -> None:
     elsewhere = audit_job(lease(5, profile="torch/cuda/nothing"))
     accepted = kept(audit_job(UNIT), submission=elsewhere.audit.submission).verdict
     found = recheck(judge(), KeptSubmission(accepted, elsewhere.audit.lease, elsewhere.body), loaded())

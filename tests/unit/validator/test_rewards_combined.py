@@ -131,7 +131,7 @@ def test_judges_are_added_with_their_weights_and_every_part_is_written_down() ->
         assert reward.value == pytest.approx(task + 0.5 * task - 2.0 * reward.parts["judge.rank"])
 
 
-def test_a_judge_that_fails_gives_no_sample_and_the_other_groups_theirs() -> None:
+def test_failing_judge_leaves_one_group_unscored() -> None:
     alone = next(
         text
         for rollout in submission(lease(1)).rollouts
@@ -208,7 +208,7 @@ def test_notes_are_bounded_and_a_disk_that_takes_none_is_said_once(tmp_path: Pat
     assert caplog.text.count("cannot be written") == 1
 
 
-def test_what_a_failing_reward_function_says_is_in_no_verdict(tmp_path: Path, caplog: Logs) -> None:
+def test_message_of_a_failing_reward_function_is_in_no_verdict(tmp_path: Path, caplog: Logs) -> None:
     file = tmp_path / "reward.py"
     file.write_text(REWARD.replace("return", "raise ValueError(answer)\n    return"))
     environment = build(EnvironmentSettings(file=file))
@@ -249,7 +249,7 @@ class Slow(DirectScorer):
 
 
 @pytest.mark.parametrize(("most", "units", "calls"), [(15, [1], [36]), (5, [1], [36, 7, 2]), (24, [1, 2], [36])])
-def test_what_there_is_no_time_to_score_has_no_verdict_but_one_always_has(
+def test_groups_without_time_have_no_verdict_except_the_first(
     most: int, units: list[int], calls: list[int], monkeypatch: Patch
 ) -> None:
     environment = LengthEnvironment()

@@ -73,7 +73,7 @@ def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **
         pytest.param(accident, None, Outcome.UNSURE, "sampling.accident", id="an accident without a second look"),
     ],
 )
-def test_what_a_second_look_makes_of_a_failure(
+def test_verdict_after_a_second_look(
     monkeypatch: Patch, check: Any, second: float | None, outcome: Outcome, reason: str
 ) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
@@ -114,7 +114,7 @@ class Coarse(ScriptedEngine):
         (drift, None, (Outcome.REJECTED, "proofs.drift")),
     ],
 )
-def test_what_a_coarse_validator_sees_in_its_own_format_is_looked_at_in_float32(
+def test_failure_in_a_coarse_format_is_checked_in_float32(
     monkeypatch: Patch, check: Any, second: float | None, expected: tuple[Outcome, str]
 ) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))

@@ -87,7 +87,7 @@ def evaluating(
     return SliceEvaluator(client, *given)
 
 
-def test_a_policy_that_cannot_be_had_is_reported_but_not_by_who_is_told_to_stop() -> None:
+def test_missing_policy_is_reported_unless_stopping() -> None:
     hub, stop = Hub(), StopToken()
     evaluating(hub, stop, missing=True).measure(protocol.sign_document(part("t/1"), HUB))
     stop.set("enough")

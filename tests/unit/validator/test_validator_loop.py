@@ -165,7 +165,7 @@ def test_a_validator_that_rejects_its_own_work_for_certain_judges_nobody() -> No
 
 
 @pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
-def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills: int) -> None:
+def test_no_rehearsal_after_measuring_limits(has_measured: bool, prefills: int) -> None:
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
     hub.newest = POLICY
     role = validator(hub, shelf)
@@ -186,9 +186,7 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
         pytest.param((Path("torch/cpu/bfloat16"),), [0, 1], id="at once, where the owner has added limits"),
     ],
 )
-def test_who_has_measured_limits_releases_a_canary_with_the_second_claim(
-    files: tuple[Path, ...], expected: list[int]
-) -> None:
+def test_canary_with_the_second_claim_after_measuring_limits(files: tuple[Path, ...], expected: list[int]) -> None:
     """A twin is confirmed in the worker's number format: building that engine held up the first verdict by 5 s. Limits
     in a file were not tried by that measurement."""
     hub = ListHub()
@@ -268,7 +266,7 @@ class InNoTime(Judge):
         return super().verdicts(audit_jobs[:2], loaded)
 
 
-def test_what_there_is_no_time_for_is_left_for_later_and_no_more_is_claimed_than_is_managed() -> None:
+def test_unscored_audits_are_left_and_fewer_are_claimed() -> None:
     hub = ListHub()
     audits = [hub.audit(lease(unit)) for unit in range(1, 6)]
     hub.replies = [AuditReply(audits=tuple(part)) for part in (audits, audits[2:4], audits[4:])]
@@ -324,7 +322,7 @@ def test_a_policy_that_cannot_be_fetched_leaves_its_audits_and_at_last_gives_the
     assert hub.taken[-1].severity is None
 
 
-def test_what_was_leased_for_another_environment_is_left_for_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_audits_of_another_environment_are_left(caplog: pytest.LogCaptureFixture) -> None:
     hub = ListHub()
     foreign = [hub.audit(lease(unit, environment_digest="f" * 64, environment="chess")) for unit in (1, 2)]
     hub.replies = [AuditReply(audits=(*foreign, hub.audit(lease(3)))), AuditReply(finished=True)]
@@ -408,7 +406,7 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
     assert CanaryMissed.exit_code == 5  # a supervisor does not start it again
 
 
-def test_who_could_not_measure_asks_once_more_before_it_leaves_a_finished_run() -> None:
+def test_validator_that_could_not_evaluate_asks_once_more_at_the_end() -> None:
     hub = ListHub(AuditReply(finished=True), AuditReply(waiting="a score"), AuditReply(finished=True))
     role = validator(hub)
     role.run()

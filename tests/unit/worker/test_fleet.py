@@ -254,10 +254,10 @@ def test_a_worker_that_cannot_work_is_left_and_its_exit_code_is_the_commands(ser
 @pytest.mark.parametrize("kind", ["torch/cpu/float32", "torch/cuda/bfloat16"])
 def test_gpus_of_which_the_run_takes_nothing_leave_one_worker_on_the_processor(tmp_path, monkeypatch, caplog, kind):
     ended = list[Any]()
-    monkeypatch.setattr(join, "arrive", lambda *_: (tmp_path, "0" * 40, (kind, "vllm/cuda/float32")))
+    monkeypatch.setattr(join, "meet_hub", lambda *_: (tmp_path, "0" * 40, (kind, "vllm/cuda/float32")))
     monkeypatch.setattr(fleet, "run_fleet", lambda *given: ended.append([place.gpu for place in given[-1]]) or 0)
     monkeypatch.setattr(fleet, "visible_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr(join, "begin", lambda *_: StopToken())
+    monkeypatch.setattr(join, "start_role", lambda *_: StopToken())
     monkeypatch.setattr("shoal.worker.loop.run_worker", lambda config, _stop: ended.append(config.settings.device))
     assert join.run_joined_worker(request()) == 0
     alone = kind == "torch/cpu/float32"

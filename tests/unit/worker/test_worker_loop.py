@@ -246,7 +246,7 @@ def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_pa
     with pytest.raises(errors.ConfigError, match="this run has no profile for warp/tpu/int3") as caught:
         bench.worker.run()
     assert caught.value.exit_code == 2
-    assert bench.units == [1]  # what was done before is handed in
+    assert bench.units == [1]  # what was done before is submitted
 
 
 def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
         thread.join(30)
     tokens = {f"lease-{s.unit}": sum(len(r.token_ids) for r in s.rollouts) for s in bench.hub.submitted}
     assert max(bench.hub.beats, key=lambda beat: sum(beat.progress.values())).progress == tokens
-    assert bench.worker.activity.heartbeat().progress == {}, "what is handed in is over"
+    assert bench.worker.activity.heartbeat().progress == {}, "what is submitted is over"
 
 
 def test_a_suspended_worker_waits_and_resumes(tmp_path: Path, caplog: Logs) -> None:
@@ -418,7 +418,7 @@ def test_a_suspended_worker_waits_and_resumes(tmp_path: Path, caplog: Logs) -> N
 
     bench.hub.replies += [still_out, lifted]
     bench.worker.run()
-    assert bench.units == [1, 2], "what it held was handed in, and it got more when the time was over"
+    assert bench.units == [1, 2], "what it held was submitted, and it got more when the time was over"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

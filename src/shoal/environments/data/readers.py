@@ -131,8 +131,6 @@ class ParquetSource:
 
 
 class Pieces:
-    """The most recently used decoded rows of all files."""
-
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self._limit_bytes, self.size_bytes = limit_bytes, 0
         self._pieces: OrderedDict[tuple[object, ...], Any] = OrderedDict()

@@ -187,7 +187,7 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
 
 
 def _rate(row: dict[str, Any] | Broken, column: str) -> float:
-    """The solve rate, also from text; NaN, which is in no band, if there is none."""
+    """The solve rate, also from text; without one NaN, which is in no band."""
     value = np.nan if isinstance(row, Broken) or row[column] in (None, "") else row[column]
     try:
         return float(value)

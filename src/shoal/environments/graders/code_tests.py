@@ -155,7 +155,6 @@ def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = Fa
 
 
 def _printed(given: Any, wanted: Any) -> Test:
-    """Each is text, or a list of lines."""
     texts = []
     for value, what in ((given, "input"), (wanted, "output")):
         text = "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else value

@@ -45,7 +45,6 @@ TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code", "verifi
 
 
 def grader(name: str) -> Grader:
-    """The grader of that name, or of that task type."""
     from shoal.environments.graders import choice
 
     match TASK_TYPES.get(name, name):

@@ -20,7 +20,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -57,7 +56,6 @@ class Limits(BaseModel):
     output_bytes: int = Field(default=10_000_000, ge=1, le=1_000_000_000, description="what one test may print")
 
     def wall_s(self, tests: int) -> float:
-        """The clock time that so many tests may take together."""
         return WALL_FACTOR * (self.cpu_s + TEST_COST_S * tests) + WALL_GRACE_S
 
 
@@ -211,7 +209,8 @@ class Sandbox:
         settings = [str(self._uid), str(limits.memory_mb << 20), str(limits.threads), ",".join(modules)]
         runner = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")  # the package is not visible inside
         try:
-            inside = ["-c", runner, str(theirs.fileno()), _filter(), *settings]
+            syscalls = seccomp.assemble(os.uname().machine).hex()
+            inside = ["-c", runner, str(theirs.fileno()), syscalls, *settings]
             return subprocess.Popen(
                 view.command(inside, uid=self._uid), stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
                 env=view.ENVIRON, pass_fds=[theirs.fileno()],
@@ -272,11 +271,6 @@ class Sandbox:
         elif code == -signal.SIGKILL:
             raise ScoringFailure("the program was killed, and not by itself; is this machine out of memory?")
         return Ran(ended, bytes(exchange.output), bytes(exchange.returned), bytes(exchange.errors), code, cpu_s)
-
-
-@cache
-def _filter() -> str:
-    return seccomp.assemble(os.uname().machine).hex()
 
 
 # With two threads: before Linux 5.14 a user's processes are counted across namespaces, so the limit would not work.

@@ -9,6 +9,7 @@ the list returns ENOSYS, as on an older kernel.
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import Final
 
 from shoal.errors import EnvironmentSetupError
@@ -64,6 +65,7 @@ _PRLIMIT64, _FCNTL = (302, 261), (72, 25)
 Instruction = tuple[int, int, int, int]
 
 
+@cache
 def assemble(machine: str) -> bytes:
     """The filter for the kernel, eight bytes per instruction. `machine` as in `uname -m`."""
     if machine not in ARCHITECTURES:

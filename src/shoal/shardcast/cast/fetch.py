@@ -1,11 +1,11 @@
-"""`shoal cast fetch`: bring a version here, and put it where it was asked for.
+"""`shoal cast fetch`: download a version to a given place.
 
     sources ─► .model.bin.cast/<digest>.part ─► .bin ─► model.bin   a link: the disk holds the bytes once
-               head.json        the newest version seen: what is older, or of another broadcast, is refused
+               head.json        the newest version seen: an older one, or another broadcast, is refused
                delivered.json   name → size and time of every file that a fetch has written here
 
-The hidden folder makes a fetch resumable, and the next version a small difference. A file that is not listed in it is
-not replaced unless forced. A file that is listed, unchanged, and no longer part of the version is removed.
+With the hidden folder a fetch can be resumed, and the next version is a small delta. A file that is not in
+delivered.json is replaced only with --force. A listed and unchanged file that the new version lacks is removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shoal.shardcast.payload import copy_or_link, os_errors
 log = logging.getLogger(__name__)
 
 STOPPED_CODE = 130
-DEADLINE_S = 30 * 86_400.0  # in all; a fetch that gets nowhere ends after `patience_s`
+DEADLINE_S = 30 * 86_400.0  # in all; a fetch without progress ends after `patience_s`
 LONG_NAME_BYTES = 240  # a name may have 255
 
 Stamp = tuple[int, int]  # size, time of the last change
@@ -49,7 +49,7 @@ class FetchRequest:
 
 
 def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: Terminal) -> int:
-    """Fetch and report; the exit code. `begin` is called once the request is known to make sense."""
+    """Fetch and report; the exit code. `begin` is called when the request was found valid."""
     sources, path = Sources.parse(request.sources), Path(request.output).absolute()
     if not path.name:
         raise UserError(f"{path} cannot be the output; give a file or folder with --out")
@@ -117,7 +117,7 @@ class Delivery:
         self._record = cache / "delivered.json"
 
     def deliver(self, payload: Payload) -> Path:
-        """Write the version; where it is. A single file is a second name of the copy in the cache."""
+        """Write the version and return its path. A single file is a hard link to the copy in the cache."""
         entries, target = payload.manifest.entries, self._path
         if len(entries) == 1 and entries[0].type == "file":
             if target.is_dir() or self._output.endswith("/"):
@@ -151,7 +151,7 @@ class Delivery:
             raise UserError(f"{strangers[0]} exists and was not fetched from here: {advice}")
 
     def _remove_old(self, kept: set[str]) -> None:
-        """Remove what an older version brought and this one lacks, unless it was changed since."""
+        """Remove files of an older version that this one lacks, unless they were changed."""
         for name, stamp in self._delivered().items():
             path = Path(name)
             if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:

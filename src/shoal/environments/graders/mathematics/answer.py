@@ -43,7 +43,6 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def final_answer(completion: str) -> str | None:
-    r"""The final answer of a completion; None if there is none."""
     text = after_thinking(completion)
     last = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     found = _boxed(text, last) if last >= 0 else _unboxed(text[-_TAIL:])
@@ -106,8 +105,8 @@ def _of_sentence(sentence: str) -> str:
 
 
 def _of_line(line: str) -> str:
-    """The last formulas, or the numbers after them that follow "is" or the like; the whole line if there are none, or
-    if it denies them."""
+    """The last formulas, or the numbers after them that follow "is" or the like; the whole line if it has
+    neither, or denies them."""
     line = " ".join(line[-LONGEST:].split())
     formulas = list(_FORMULA.finditer(line))
     after = formulas[-1].end() if formulas else 0

@@ -63,7 +63,7 @@ class Undefined(Exception):
 
 @lru_cache(maxsize=4096)
 def tree(text: str) -> Tree | None:
-    """The tree of a formula; None if the text is none. Cached: a group repeats its answers."""
+    """The tree of a formula; None if the text is no formula. Cached: a group repeats its answers."""
     try:
         parser = _Parser(_tokens(text))
         result = parser.sum(0)
@@ -282,7 +282,7 @@ def variables(found: Tree) -> frozenset[str]:
 
 
 def number(found: Tree | None) -> Any:
-    """The value of a tree without variables; None if there is none, or it is too large."""
+    """The value of a tree without variables; None without one, or if it is too large."""
     with suppress(TooLarge):
         return None if found is None or variables(found) else value_at(found, {})
 
@@ -311,7 +311,7 @@ def same_value(left: Tree, right: Tree) -> bool | None:
 
 
 def value_at(found: Tree, point: Point) -> Any:
-    """The value at a point; None if there is none. Raises `TooLarge`."""
+    """The value at a point, or None. Raises `TooLarge`."""
     with suppress(Undefined, ZeroDivisionError):
         return _value(found, point)
 
