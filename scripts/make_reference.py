@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from shoal.cli.help import argument_name, leaves, meaning, option_name
 from shoal.cli.main import app as cli
-from shoal.hub.http.routes import TABLE
+from shoal.hub.service.calls import TABLE
 from shoal.run.recipe import Recipe
 from shoal.trainer.guards import GuardRule, GuardSettings
 from shoal.validator import checks, verdicts

@@ -24,7 +24,7 @@ SRC = Path(__file__).parent.parent / "src"
 LAYERS = [
     {"cli"},
     {"run"},
-    {"dashboard"},
+    {"dashboard", "simulator"},
     {"trainer", "worker", "validator", "hub"},
     {"evaluation", "adversary"},
     {"engines", "client", "rewards"},
@@ -405,11 +405,11 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 # These only go down. A commit that raises one says why.
 RATCHETS = {
     "lines": 57_600,
-    "statements": 38_800,
+    "statements": 38_860,  # help in sentences
     "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 19,
-    "test lines": 54_300,  # the table of mistakes, and the checks of dependencies and workflows
+    "test lines": 54_330,
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +31,7 @@ PROFILE = "With --selftest: a profile file to judge by. Repeatable."
 LONGEST = "With --calibrate: the longest completion in tokens."
 HEAT = "With --calibrate: the sampling temperature."
 WRITTEN = "With --calibrate: the profile to write. (default: KIND.toml, such as torch-cpu-float32.toml)"
+BENCH = "Measure tokens per second beside transformers.generate, and what a run would get of it; about a minute."
 
 
 def status(where: options.OptionalPlace = None, as_json: options.Json = False, wait_s: options.Wait = 3) -> None:
@@ -116,6 +119,7 @@ def doctor(
     folder: Annotated[Path | None, options.value("--folder", "FOLDER", FOLDER)] = None,
     selftest: Annotated[bool, Option("--selftest", help="Run the validator's checks on work of this machine.")] = False,
     calibrate: Annotated[bool, Option("--calibrate", help=CALIBRATE)] = False,
+    bench: Annotated[bool, Option("--bench", help=BENCH)] = False,
     model: Annotated[str, options.value("--model", "MODEL", MODEL)] = "tiny",
     engine: options.Engine = "torch",
     device: options.Device = "auto",
@@ -126,27 +130,43 @@ def doctor(
     tokens: Annotated[int, options.whole("--max-new-tokens", LONGEST, 1)] = 128,
     temperature: Annotated[float, options.number("--temperature", "T", HEAT, 0.01, 10)] = 1.0,
     out: Annotated[Path | None, options.value("--out", "FILE", WRITTEN)] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Check this machine, and say what to do about each problem. The exit code is 1 if there is one."""
     from shoal.engines import check_engine
     from shoal.run.doctor import examine
 
-    if selftest and calibrate:
-        raise UserError("--selftest and --calibrate are two things: ask for one of them")
+    if selftest + calibrate + bench > 1:
+        raise UserError("--selftest, --calibrate and --bench are three things: ask for one of them")
+    if as_json and (selftest or calibrate):
+        raise UserError("--json shows what was found and measured by --bench; leave it out here")
     check_engine(engine, device, dtype)
     findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype, engine=engine)
-    for finding in findings:
-        echo(visible(finding.line))
+    found: dict[str, object] = {"findings": [asdict(finding) for finding in findings]}
     ok = all(finding.ok for finding in findings)
-    if not (selftest or calibrate):
+    if not as_json:
+        echo("\n".join(visible(finding.line) for finding in findings))
+    elif not bench:
+        echo(visible_json(json.dumps(found, indent=2)))
+    if not (selftest or calibrate or bench):
         raise Exit(0 if ok else 1)
+    from rich.console import Console
+
+    from shoal.cli.printing import counted
     from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
 
     asked = TrialOptions(
         urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), samples, tokens,
         temperature, out, engine,
     )  # fmt: skip
-    if selftest:
+    if bench:
+        from shoal.run.bench import run_bench
+
+        with counted("benchmark", Console(stderr=True), unit="s") as report:
+            measured = run_bench(asked, stop_on_signals(), report)
+        found["bench"] = asdict(measured)
+        echo(visible_json(json.dumps(found, indent=2)) if as_json else "\n".join(map(visible, measured.lines())))
+    elif selftest:
         for finding in run_selftest(asked, stop_on_signals()):
             echo(visible(finding.line))
             ok = ok and finding.ok

@@ -23,7 +23,7 @@ from shoal.engines.decoding import Row
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.paged import WINDOW, PagedDecoder, PagePool, size_for
 from shoal.engines.pages import PAGE
-from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest
+from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest, checks_of
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS
 from shoal.protocol import ProofParameters, SamplingParameters
@@ -94,12 +94,12 @@ class RowBatch:
         return left
 
     def _run(self, pool: PagePool) -> None:
-        self._free = list(range(pool.cache.pages - 1, 0, -1))
+        self._free, checks = list(range(pool.cache.pages - 1, 0, -1)), checks_of(self._requests)
         self._admit(pool)
         while self._held:
             longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
             steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
-            self._decoder.run(size_for(max(self._held) + 1), steps, self._greedy, self._proof is not None)
+            self._decoder.run(size_for(max(self._held) + 1), steps, self._greedy, self._proof is not None, checks)
             self._tell()
             self._seen = self._harvest(pool)
             self._admit(pool)

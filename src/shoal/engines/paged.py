@@ -9,7 +9,7 @@ S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -135,17 +135,22 @@ class PagedDecoder:
         there.slots.clear(slice(None))
         return there
 
-    def run(self, size: int, steps: int, greedy: bool, proves: bool) -> None:
-        """Queue so many steps of the first `size` slots. Nobody waits for them."""
+    def run(self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = ()) -> None:
+        """Queue so many steps of the first `size` slots. Nobody waits for them. On a processor `checks` are made after
+        each step, on a GPU when all are queued."""
         assert self._pool is not None
         self._pool.step_1.zero_()
         if self.device.type != "cuda":
             for _ in range(steps):
                 self._step(self._pool, size, greedy, proves)
+                for check in checks:
+                    check()
             return
         graph = self._captured(self._pool, size, greedy, proves)
         for _ in range(steps):
             graph.replay()
+        for check in checks:
+            check()
 
     def _captured(self, pool: PagePool, size: int, greedy: bool, proves: bool) -> torch.cuda.CUDAGraph:
         """A step is tried first with every row asleep: it changes nothing but what the next one overwrites."""
