@@ -129,7 +129,7 @@ def test_a_benchmark_measures_each_kind_of_work_beside_transformers(
 ) -> None:
     monkeypatch.setattr(bench, "BUDGET_S", 1.0)
     monkeypatch.setattr("shoal.cli.printing.EVERY_S", 0.0)
-    arguments = ["doctor", "--folder", tmp_path, "--bench", "--device", "cpu", "--tokens", "16"]
+    arguments = ["doctor", "--folder", tmp_path, "--bench", "--device", "cpu", "--max-new-tokens", "16"]
     said = told(capsys, 0, *arguments, "--json")
     assert re.search("benchmark: . of 1 s, .*prefill with checks", said.err)
     found = json.loads(said.out)
