@@ -294,7 +294,7 @@ def test_a_broken_rule_is_noticed(rule: object, module: str, source: str) -> Non
 
 
 @pytest.mark.parametrize(("module", "source"), FINE)
-def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:
+def test_allowed_source_breaks_no_rule(module: str, source: str) -> None:
     assert [violation for rule in RULES for violation in rule({**BASE, module: source})] == []
 
 
@@ -437,7 +437,7 @@ def test_the_house_does_not_grow() -> None:
     assert not grown, f"(found, allowed): {grown}; shrink something else, or raise RATCHETS and say why"
 
 
-def test_what_grows_is_noticed(tmp_path: Path) -> None:
+def test_larger_source_is_counted(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "one.py").write_text("class A:\n    x = 1\n")
     (tmp_path / "src" / "two.py").write_text("class A: ...\n")

@@ -79,7 +79,7 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, c
     assert "there is no node 'nobody' in this run; a node is named by" in capsys.readouterr().err
 
 
-def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: Capture) -> None:
+def test_unknown_unit_or_node_is_a_user_error(folder: RunFolder, capsys: Capture) -> None:
     for what, said in (("9999999", "there is no unit 9999999"), ("f" * 32, ""), ("nobody", "")):
         assert said in told(capsys, 2, "why", what, folder.path).err
 

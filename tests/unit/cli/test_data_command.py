@@ -124,7 +124,7 @@ def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: Capture) -> None:
         assert row == f"{unit}\t{task.id.partition('/')[0]}\t{task.id}"
 
 
-def test_the_order_goes_on_after_a_task_that_cannot_be_used(tmp_path: Path, capsys: Capture) -> None:
+def test_order_continues_after_an_unusable_task(tmp_path: Path, capsys: Capture) -> None:
     rows = [{"id": f"q{row}", "question": f"{row} + 1?", "answer": "" if row % 2 else "1"} for row in range(50)]
     said = told(capsys, 0, "data", "check", write_jsonl(tmp_path / "a.jsonl", rows), "--order", "30").out
     shown = [int(line.split("\t")[1]) for line in said.splitlines()[2:]]
