@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def make_requests(loaded: LoadedModel, options: argparse.Namespace) -> list[GenerationRequest]:
-    never_drawn = loaded.config.vocab_size
+    never_drawn = loaded.model.config.vocab_size
     sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_id=never_drawn)
     rng = np.random.default_rng(0)
-    low, high = 5, min(loaded.config.vocab_size, 15)
+    low, high = 5, min(loaded.model.config.vocab_size, 15)
     return [
         GenerationRequest(
             tuple(int(token) for token in rng.integers(low, high, PROMPT_TOKENS)),
