@@ -11,6 +11,7 @@ waits and few are left, they are moved into the first slots, and a smaller step 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,14 +66,16 @@ class HeldRow:
 
 
 class RowBatch:
-    """The rows of one call. `groups` are all rows of every request, for those who are told how far it is."""
+    """The rows of one call. `groups` are all rows of every request, for those who are told how far it is. Of prompts at
+    most so many tokens are computed at once."""
 
     def __init__(
         self, decoder: PagedDecoder, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Row]],
-        proof: ProofParameters | None, greedy: bool = False,
+        proof: ProofParameters | None, greedy: bool = False, most_tokens: int = sys.maxsize,
     ) -> None:  # fmt: skip
         self._decoder, self._proof, self._greedy = decoder, proof, greedy
         self._requests, self._groups = requests, groups
+        self._prefill_tokens = min(decoder.prefill_tokens, most_tokens)
         self._waiting = deque(row for group in groups for row in group if row.completion is None)
         self._prefixes: dict[tuple[int, bytes], Prefix] = {}
         for row in self._waiting:
@@ -162,7 +165,7 @@ class RowBatch:
         device, model = self._decoder.device, self._decoder.model
         waiting = sorted((prefix for prefix in new if len(prefix.tokens) > 1), key=lambda prefix: len(prefix.tokens))
         while waiting:
-            size = max(1, self._decoder.prefill_tokens // len(waiting[-1].tokens))
+            size = max(1, self._prefill_tokens // len(waiting[-1].tokens))
             part, waiting = waiting[-size:], waiting[:-size]
             shape = (len(part), len(part[-1].tokens) - 1)
             ids, pages, live = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.bool_)

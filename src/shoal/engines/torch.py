@@ -193,7 +193,7 @@ class TorchEngine:
         if pages is None:
             return self._fitting_rows(tokens_each)
         there = int(POOL_SHARE * (self._usable + pages.held_bytes)) // pages.page_bytes
-        return max(1, min(self._max_rows, there // pages.pages_for(tokens_each)))
+        return max(1, min(self._max_rows, self._computable(tokens_each), there // pages.pages_for(tokens_each)))
 
     def _paged(self) -> PagedDecoder | None:
         """What decodes with pages, if this model can: tried once there are weights."""
@@ -240,13 +240,17 @@ class TorchEngine:
         self._measure_room()
         with self._inference():
             left = [row for group in drawing.groups for row in group]
+            tokens = max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
+            at_once, prompts = self._computable(tokens), [request.prompt_ids for request in drawing.requests]
             pages = None if any(request.respond for request in drawing.requests) else self._paged()
             if pages is not None and left:
-                prompts = [request.prompt_ids for request in drawing.requests]
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-            most, tokens = self._max_rows, max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
+                pages = (
+                    pages if max(map(len, prompts)) <= at_once else None
+                )  # the plain path computes pieces of a prompt
+            most = min(self._max_rows, at_once)
             while pages is not None and left and (most := min(most, self._paged_tokens // tokens)):
-                batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
+                batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy, at_once)
                 left = batch.draw(self._usable + pages.held_bytes, most)
                 if left:
                     most = min(most, len(left)) // 2
