@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from shoal.engines.decoding import Row
+from shoal.engines.guesses import Followers, Guessed
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.paged import WINDOW, PagedDecoder, PagePool, size_for
 from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest
@@ -63,6 +64,7 @@ class HeldRow:
     drawn: int
     points: list[PointBatch] = field(default_factory=list)
     ended: bool = False
+    guessed: Guessed | None = None
 
 
 class RowBatch:
@@ -83,6 +85,7 @@ class RowBatch:
             if key not in self._prefixes:
                 self._prefixes[key] = Prefix((*requests[row.group].prompt_ids, *row.tokens.tolist()))
             self._prefixes[key].waiting += 1
+        self._followers: dict[int, Followers] = {}
         self._held: dict[int, HeldRow] = {}
         self._free: list[int] = []
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
@@ -119,11 +122,25 @@ class RowBatch:
             longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
             steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
             ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
-            self._decoder.run(size_for(max(self._held) + 1), steps, self._greedy, self._proof is not None, ended)
+            size, guesses = size_for(max(self._held) + 1), self._guesses()
+            self._decoder.run(size, steps, self._greedy, self._proof is not None, ended, guesses)
             self._tell()
             self._seen = self._harvest(pool)
             self._admit(pool)
         self._tell()
+
+    def _guesses(self) -> dict[int, Guessed] | None:
+        """Rows by their slots, where it is worth guessing what they say next."""
+        if len(self._held) > self._decoder.guessing_rows:
+            return None
+        for group in {held.row.group for held in self._held.values()} - self._followers.keys():
+            prompt = self._requests[group].prompt_ids
+            self._followers[group] = Followers(*((*prompt, *row.tokens.tolist()) for row in self._groups[group]))
+        for held in self._held.values():
+            if held.guessed is None:
+                text = [*held.request.prompt_ids, *held.row.tokens.tolist()]
+                held.guessed = Guessed(text, self._followers[held.row.group])
+        return {slot: held.guessed for slot, held in self._held.items() if held.guessed is not None}
 
     def _admit(self, pool: PagePool) -> None:
         """Take waiting rows into free slots while there are pages for them."""

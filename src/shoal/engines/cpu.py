@@ -9,6 +9,7 @@ R: live rows, T: steps of a window, H: hidden size, W: pages of a row.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.engines.dense import DenseModel
+from shoal.engines.guesses import Guessed
 from shoal.engines.paged import PagedDecoder, PagePool
 from shoal.sampling.sampler import sample
 from shoal.sampling.stream import uniforms_at
@@ -26,16 +28,22 @@ LOGIT_ELEMENTS = 2**23
 
 class CpuDecoder(PagedDecoder):
     page, prefill_tokens, kept_bytes = 8, 4_096, 2**28  # small pages: more of a short prompt is shared
+    guessing_rows = 4
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._dense, self._make = DenseModel(model), torch.empty  # memory is taken when it is written
         self._tile = max(1, LOGIT_ELEMENTS // self.vocabulary)
 
-    def run(self, size: int, steps: int, greedy: bool, proves: bool, ended: int) -> None:
+    def run(
+        self, size: int, steps: int, greedy: bool, proves: bool, ended: int, guesses: Mapping[int, Guessed] | None
+    ) -> None:  # fmt: skip
         """Draw so many tokens of every live row, or fewer: until `ended` rows have ended, or time is over."""
         assert self._pool is not None
         until_s, pool, slots = time.monotonic() + WINDOW_S, self._pool, self._pool.slots
+        if guesses is not None:
+            self._run_guessing(pool, steps, greedy, proves, until_s, guesses)
+            return
         live_R = slots.alive[:size].nonzero()[:, 0]
         uniforms_RT = self._uniforms(pool, live_R, steps)
         names = ("token", "context", "drawn", "limit", "eos", "temperature", "table_SW")
@@ -57,6 +65,42 @@ class CpuDecoder(PagedDecoder):
                 break
         for name, column in zip(names[:3], columns, strict=False):
             getattr(slots, name)[live_R] = column
+
+    def _run_guessing(
+        self, pool: PagePool, steps: int, greedy: bool, proves: bool, until_s: float, rows: Mapping[int, Guessed]
+    ) -> None:
+        """The same for few rows, with the tokens that are guessed to come next in the same step: those that are drawn
+        again are right, and so is the token after them. What was stored of the others is overwritten."""
+        slots, first = pool.slots, dict(zip(rows, pool.slots.drawn[list(rows)].tolist(), strict=True))
+        uniforms_RT = dict(zip(rows, self._uniforms(pool, torch.tensor(list(rows)), steps), strict=True))
+        while time.monotonic() < until_s:
+            done = {slot: int(slots.drawn[slot]) - first[slot] for slot in rows}
+            if max(done.values()) == steps or not bool(slots.alive[list(rows)].all()):
+                return
+            room = {slot: min(steps - done[slot], int(slots.limit[slot] - slots.drawn[slot])) - 1 for slot in rows}
+            fed = {slot: [row.text[-1], *row.guess(room[slot])] for slot, row in rows.items()}
+            slot_N = torch.tensor([slot for slot, tokens in fed.items() for _ in tokens])
+            place_N = slots.context[slot_N] + torch.cat([torch.arange(len(tokens)) for tokens in fed.values()])
+            ids_N = torch.tensor([token for tokens in fed.values() for token in tokens])
+            states_NH = self._dense.states(pool.cache, ids_N, place_N, slots.table_SW[slot_N])
+            uniforms_N = torch.cat([uniforms_RT[slot][done[slot] :][: len(tokens)] for slot, tokens in fed.items()])
+            tokens_N, logprobs_N = self._choose(states_NH, uniforms_N, slots.temperature[slot_N], greedy)
+            said, start = tokens_N.tolist(), 0
+            for slot, tokens in fed.items():
+                own, eos, count = said[start : start + len(tokens)], int(slots.eos[slot]), 1
+                while count < len(tokens) and own[count - 1] == tokens[count] and tokens[count] != eos:
+                    count += 1
+                new, at = slice(start, start + count), slice(done[slot], done[slot] + count)
+                pool.tokens_SW[slot, at], pool.logprobs_SW[slot, at] = tokens_N[new].int(), logprobs_N[new]
+                if proves:
+                    kept_T = (slots.drawn[slot] + torch.arange(count)) % (2 * pool.chunk)
+                    slots.hidden_SCH[slot, kept_T] = states_NH[new].to(torch.bfloat16)
+                rows[slot].take(own[:count], len(tokens) - 1)
+                slots.token[slot] = own[count - 1]
+                slots.context[slot] += count
+                slots.drawn[slot] += count
+                slots.alive[slot] = own[count - 1] != eos and slots.drawn[slot] < slots.limit[slot]
+                start += len(tokens)
 
     def _uniforms(self, pool: PagePool, live_R: Tensor, steps: int) -> Tensor:
         """The uniforms of the next tokens of every row."""

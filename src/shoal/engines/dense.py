@@ -145,12 +145,13 @@ def _is_dense(layer: Any) -> bool:
 
 def _layer(layer: Any) -> Layer:
     own, mlp = layer.self_attn, layer.mlp
+    window = getattr(own, "sliding_window", getattr(own.config, "sliding_window", None))
     return Layer(
         before=_norm(layer.input_layernorm), query=_linear(own.q_proj), key=_linear(own.k_proj),
         value=_linear(own.v_proj), query_norm=_norm(getattr(own, "q_norm", None)),
         key_norm=_norm(getattr(own, "k_norm", None)), out=_linear(own.o_proj),
         after=_norm(layer.post_attention_layernorm), gate=_linear(mlp.gate_proj), up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj), scale=own.scaling, window=getattr(own, "sliding_window", None) or 0,
+        down=_linear(mlp.down_proj), scale=own.scaling, window=window or 0,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.engines.guesses import Guessed
 from shoal.engines.memory import release_memory
 from shoal.engines.pages import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
@@ -86,6 +87,7 @@ class PagedDecoder:
 
     page, prefill_tokens = PAGE, 16_384  # of prompts computed at once
     kept_bytes = sys.maxsize  # a larger pool is given back after every call
+    guessing_rows = 0  # so few that it is worth guessing their tokens: the steps of a GPU have fixed shapes
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
@@ -143,7 +145,9 @@ class PagedDecoder:
         there.slots.clear(slice(None))
         return there
 
-    def run(self, size: int, steps: int, greedy: bool, proves: bool, _ended: int) -> None:
+    def run(
+        self, size: int, steps: int, greedy: bool, proves: bool, _ended: int, _guesses: Mapping[int, Guessed] | None
+    ) -> None:  # fmt: skip
         """Queue so many steps of the first `size` slots. Nobody waits for them, or looks how many rows have ended."""
         assert self._pool is not None
         self._pool.step_1.zero_()

@@ -80,11 +80,13 @@ class TorchEngine:
             self._paged_kind = PagedDecoder
 
     @classmethod
-    def wrap(cls, model: Any, max_rows: int = 2048, max_prefill_tokens: int | None = None) -> Self:
+    def wrap(
+        cls, model: Any, max_rows: int = 2048, max_prefill_tokens: int | None = None, pages: bool = False
+    ) -> Self:  # fmt: skip
         """An engine around a model that somebody else owns and changes (the trainer's): nothing is copied."""
         engine = cls.__new__(cls)
         engine._setup(model, max_rows, max_prefill_tokens)
-        engine._loaded = engine._shared = True
+        engine._loaded, engine._shared, engine._may_page = True, True, pages
         return engine
 
     def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
