@@ -63,7 +63,7 @@ demo: $(STAMP) ## watch a tiny model learn on real processes, and a cheating wor
 	$(BIN)/shoal demo $(ARGS)
 
 test: $(STAMP) ## the tests, without the slow ones
-	$(BIN)/pytest $(SPREAD) -m "not slow and not gpu"
+	$(BIN)/pytest $(SPREAD) -m "not slow and not gpu and not vllm"
 
 test-all: $(STAMP) ## all tests, slow ones included, with more examples of every property
 	$(BIN)/pytest $(SPREAD) --hypothesis-profile=thorough

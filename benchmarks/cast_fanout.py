@@ -201,15 +201,15 @@ class Client:
     def run(self) -> None:
         downloader = Downloader(self.sources, RUN, self.trusted_key, self.folder, self.stop)
         downloader.fetch(downloader.newest(DEADLINE_S), DEADLINE_S)
-        follower = downloader.follower()
+        poller = downloader.head_poller()
         self.arrivals.note_ready()
         newest: PolicyRef | None = None
         while newest is None and not self.stop.wait(POLL_S):
-            newest = follower.newer(wait_s=10)
+            newest = poller.newer(wait_s=10)
         if newest is not None:
             downloader.fetch(newest, DEADLINE_S)
             self.arrivals.note_done()
-        follower.close()
+        poller.close()
         downloader.close()
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from kit.attack import Attacked, table  # noqa: E402
-from kit.trial import PROFILES, Court, Judged, Trial, docket  # noqa: E402
+from kit.trial import PROFILES, Harness, Judged, Trial, audit_job  # noqa: E402
 from shoal.adversary import CHEATS, Cheat, find_cheat  # noqa: E402
 from shoal.adversary.steering import steer  # noqa: E402
 from shoal.adversary.tokens import Steal  # noqa: E402
@@ -83,12 +83,12 @@ def trials(options: argparse.Namespace) -> str:
 
 
 def tried(name: str, profile: str, units: Sequence[int]) -> Trial:
-    court = Court(profile=profile)
+    harness = Harness(profile=profile)
     if name == "steal":
-        Steal.library[:] = [submission for _, submission in court.groups(Cheat(), [court.lease(10**6)])]
+        Steal.library[:] = [submission for _, submission in harness.groups(Cheat(), [harness.lease(10**6)])]
     if name == "steer":  # slow, for it looks at every token of the vocabulary: only until it is banned
-        return court.tried(steer(PROFILES[profile].sampling)(), units, stop_when_banned=True)
-    return court.tried(Cheat() if name == "honest" else find_cheat(name), units)
+        return harness.tried(steer(PROFILES[profile].sampling)(), units, stop_when_banned=True)
+    return harness.tried(Cheat() if name == "honest" else find_cheat(name), units)
 
 
 def columns(trial: Trial) -> tuple[str, str, str]:
@@ -97,14 +97,14 @@ def columns(trial: Trial) -> tuple[str, str, str]:
 
 
 def reward(trial: Trial) -> float:
-    court = scorer()
-    rewards = [court.reward_of(each) for each in trial.judged]
+    harness = scorer()
+    rewards = [harness.reward_of(each) for each in trial.judged]
     return sum(rewards) / len(rewards)
 
 
 @cache
-def scorer() -> Court:
-    return Court()
+def scorer() -> Harness:
+    return Harness()
 
 
 def place(until: tuple[int, int] | None) -> str:
@@ -121,36 +121,36 @@ def reasons(judged: Sequence[Judged]) -> str:
 
 def stale(options: argparse.Namespace) -> str:
     rate = () if options.learning_rate is None else (f"trainer.learning_rate={options.learning_rate}",)
-    recipe, court = load_recipe(RECIPE, rate), Court()
+    recipe, harness = load_recipe(RECIPE, rate), Harness()
     units = range(10**6, 10**6 + options.groups)  # tasks that are not trained on here
-    old = list(court.groups(Cheat(), [court.lease(unit) for unit in units]))
-    learner = new_learner(court.loaded.model, recipe.trainer)
+    old = list(harness.groups(Cheat(), [harness.lease(unit) for unit in units]))
+    learner = new_learner(harness.loaded.model, recipe.trainer)
     lines = [said(f"## Stale: {options.groups} groups of version 0, judged as groups of a later version\n")]
     unit = 0
     for version in range(1, options.versions + 1):
-        batch, unit = collect(court, recipe, unit, version - 1)
+        batch, unit = collect(harness, recipe, unit, version - 1)
         train_step(learner, StepWork(version - 1, batch, recipe.run.temperature, 0, recipe.run.seed))
-        judged = [claimed(court, lease.unit, version, submission) for lease, submission in old]
+        judged = [claimed(harness, lease.unit, version, submission) for lease, submission in old]
         rejected = sum(each.verdict.outcome is Outcome.REJECTED for each in judged)
         lines.append(said(f"* version {version}: {rejected} rejected ({reasons(judged)})"))
     return "\n".join(lines)
 
 
-def claimed(court: Court, unit: int, version: int, submission: Submission) -> Judged:
+def claimed(harness: Harness, unit: int, version: int, submission: Submission) -> Judged:
     """An old group, as what it would claim to be."""
-    lease = court.lease(unit, version)
-    said_so = court.as_of(submission, lease)
-    truth = LoadedPolicy(lease.policy, court.engine(), court.files)
-    [verdict] = court.judge.verdicts([docket(lease, said_so)], truth)
+    lease = harness.lease(unit, version)
+    said_so = harness.as_of(submission, lease)
+    truth = LoadedPolicy(lease.policy, harness.engine(), harness.files)
+    [verdict] = harness.judge.verdicts([audit_job(lease, said_so)], truth)
     return Judged(lease, said_so, verdict)
 
 
-def collect(court: Court, recipe: Recipe, unit: int, version: int) -> tuple[list[TrainingGroup], int]:
+def collect(harness: Harness, recipe: Recipe, unit: int, version: int) -> tuple[list[TrainingGroup], int]:
     """A step's groups by the present weights: those whose rewards differ, from `unit` on."""
     batch: list[TrainingGroup] = []
     while len(batch) < recipe.run.groups_per_step:
-        [(lease, submission)] = court.groups(Cheat(), [court.lease(unit, version)])
-        rewards = court.rewards(unit, submission)
+        [(lease, submission)] = harness.groups(Cheat(), [harness.lease(unit, version)])
+        rewards = harness.rewards(unit, submission)
         if len(set(rewards)) > 1:
             batch.append(training_group(lease, submission, rewards))
         unit += 1

@@ -47,7 +47,7 @@ from shoal.protocol import (
 )
 from shoal.validator import Judge
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 POLICY = PolicyRef(incarnation=0, version=1, digest="d" * 64)
 HUB = SigningKey.from_seed(b"h" * 32)
@@ -81,7 +81,7 @@ class LengthEnvironment:
 class Bench:
     engine: TorchEngine
     loaded: LoadedPolicy
-    dockets: list[Docket]
+    audit_jobs: list[AuditJob]
     model: torch.nn.Module
     sequences: list[tuple[list[int], int]]  # token ids, and how many of them are the prompt's
     tokens: int
@@ -92,26 +92,29 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     bench = prepare(options)
     judge = Judge(LengthEnvironment(), {**BUILT_IN, **ON_REQUEST})
-    verdicts = judge.verdicts(bench.dockets, bench.loaded)
+    verdicts = judge.verdicts(bench.audit_jobs, bench.loaded)
     report_outcomes(verdicts)
     if options.profile:
-        profile(lambda: judge.verdicts(bench.dockets, bench.loaded))
+        profile(lambda: judge.verdicts(bench.audit_jobs, bench.loaded))
     budget = bench.engine._max_prefill_tokens
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     pairs = timed(
-        options.repeat, clock, lambda: bare_prefill(bench, budget), lambda: judge.verdicts(bench.dockets, bench.loaded)
+        options.repeat,
+        clock,
+        lambda: bare_prefill(bench, budget),
+        lambda: judge.verdicts(bench.audit_jobs, bench.loaded),
     )
     bare, judged = (min(column) for column in zip(*pairs, strict=True))
     typical = statistics.median(one / two for one, two in pairs)
     weights = sum(parameter.numel() for parameter in bench.model.parameters())
     print(
-        f"{weights:,} weights, {bench.engine.kind}, {len(bench.dockets)} groups of {options.group}, "
-        f"{bench.tokens / len(bench.dockets) / options.group:.1f} tokens each, {bench.tokens} tokens"
+        f"{weights:,} weights, {bench.engine.kind}, {len(bench.audit_jobs)} groups of {options.group}, "
+        f"{bench.tokens / len(bench.audit_jobs) / options.group:.1f} tokens each, {bench.tokens} tokens"
     )
     print(f"bare prefill    {bench.tokens / bare:12,.0f} tokens/s")
     print(f"Judge.verdicts  {bench.tokens / judged:12,.0f} tokens/s   {bare / judged:.1%} of the bare prefill")
     print(f"                {'':12}            {typical:.1%} in the median of {len(pairs)} alternating pairs")
-    print(f"checks          {1e6 * (judged - bare) / len(bench.dockets):12,.0f} µs per group")
+    print(f"checks          {1e6 * (judged - bare) / len(bench.audit_jobs):12,.0f} µs per group")
 
 
 def prepare(options: argparse.Namespace) -> Bench:
@@ -120,17 +123,17 @@ def prepare(options: argparse.Namespace) -> Bench:
     leases = list(make_leases(options, engine))
     requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling) for lease in leases]
     groups = engine.generate(requests, leases[0].proof)
-    dockets, sequences = [], []
+    audit_jobs, sequences = [], []
     for lease, group in zip(leases, groups, strict=True):
         body = pack(submission_of(lease, group, engine.name))
         audit = Audit(
             submission=submission_digest(body), size_bytes=len(body), lease=sign_document(lease, HUB),
             received_at_ms=1, deadline_ms=2,
         )  # fmt: skip
-        dockets.append(Docket(audit, lease, body))
+        audit_jobs.append(AuditJob(audit, lease, body))
         sequences += [([*lease.prompt_ids, *each.token_ids.tolist()], len(lease.prompt_ids)) for each in group]
     tokens = sum(len(ids) - prompt for ids, prompt in sequences)
-    return Bench(engine, LoadedPolicy(POLICY, engine, files), dockets, model, sequences, tokens)
+    return Bench(engine, LoadedPolicy(POLICY, engine, files), audit_jobs, model, sequences, tokens)
 
 
 def make_model(options: argparse.Namespace) -> tuple[dict[str, bytes], torch.nn.Module]:

@@ -38,7 +38,7 @@ from shoal.validator.case import Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.evidence import STRIKE, log_evidence, log_evidences
 from shoal.validator.profiles import CHANNELS, Profile
-from shoal.validator.verdicts import Terms
+from shoal.validator.verdicts import LeaseTemplate
 
 Array = npt.NDArray[Any]
 COLUMNS = {
@@ -74,7 +74,7 @@ def recorded(path: Path) -> list[Case]:
 
 def case_of(number: int, replay: Replay, claimed_T: Array, lengths: Array) -> Case:
     sampling = SamplingParameters(temperature=1.0, max_new_tokens=8192, eos_token_id=0)
-    lease = Terms("recorded", 1, sampling, ProofParameters(), "torch/cuda/bfloat16").lease(number, (1,))
+    lease = LeaseTemplate("recorded", 1, sampling, ProofParameters(), "torch/cuda/bfloat16").lease(number, (1,))
     rollouts = [
         Rollout(tokens=bytes(4 * len(part)), logprobs=pack_logprobs(part), finish="length")
         for part in np.split(claimed_T, np.cumsum(lengths)[:-1])

@@ -38,7 +38,7 @@ from shoal.validator.calibrate import OPENINGS, Plan, measure
 from shoal.validator.case import replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profiles, load_profiles
-from shoal.validator.verdicts import POLICY, Docket, Machine, Terms, docket_of
+from shoal.validator.verdicts import POLICY, AuditJob, LeaseTemplate, Machine, audit_job_of
 
 
 class Bench:
@@ -83,17 +83,17 @@ class Bench:
         print(f"{self.machine}: limits measured in {found.seconds} s; {found.problems or 'accepted'}", flush=True)
         return {found.profile.key: found.profile}
 
-    def judged(self, start: int, dockets: Sequence[Docket]) -> None:
+    def judged(self, start: int, audit_jobs: Sequence[AuditJob]) -> None:
         began_s = time.monotonic()
-        places = [(start + index) % len(self.records) for index in range(len(dockets))]
+        places = [(start + index) % len(self.records) for index in range(len(audit_jobs))]
         given = [
             dataclasses.replace(each, audit=each.audit.model_copy(update={"record": self.records[place]}))
-            for place, each in zip(places, dockets, strict=True)
+            for place, each in zip(places, audit_jobs, strict=True)
         ]
         verdicts = self.judge.verdicts(given, LoadedPolicy(POLICY, self.engine, self.files))
-        for docket, verdict in zip(given, verdicts, strict=True):
+        for audit_job, verdict in zip(given, verdicts, strict=True):
             if verdict.reason and self.kept:
-                self.keep(docket)
+                self.keep(audit_job)
         for place, verdict in zip(places, verdicts, strict=True):
             self.outcomes[f"{verdict.outcome.value} {verdict.reason}".strip()] += 1
             if verdict.reason:
@@ -101,15 +101,15 @@ class Bench:
             self.records[place] = recent(self.records[place].plus(verdict.tally))
         self.seconds += time.monotonic() - began_s
 
-    def keep(self, docket: Docket) -> None:
+    def keep(self, audit_job: AuditJob) -> None:
         """All that the checks look at, for a closer look without this machine."""
-        case = self.judge._open(docket, LoadedPolicy(POLICY, self.engine, self.files)).case  # type: ignore[union-attr]
+        case = self.judge._open(audit_job, LoadedPolicy(POLICY, self.engine, self.files)).case  # type: ignore[union-attr]
         [replay] = replay_all(self.engine, [case])
         columns = {each.name: getattr(replay, each.name) for each in dataclasses.fields(replay)}
         compared = columns.pop("comparisons")
         columns |= {f"proof_{each.name}": getattr(compared, each.name) for each in dataclasses.fields(compared)}
         profile = np.frombuffer(case.profile.model_dump_json().encode(), np.uint8)
-        name = f"{str(self.machine).replace('/', '-')}-{docket.lease.unit}.npz"
+        name = f"{str(self.machine).replace('/', '-')}-{audit_job.lease.unit}.npz"
         np.savez_compressed(
             self.kept / name, **columns, claimed=case.claimed, lengths=case.lengths, chunk_of=case.chunk_of,
             part=case.part, profile=profile,
@@ -127,7 +127,7 @@ def main() -> None:
     eos = worker.vocabulary_size - 1 if options.endless else loaded.eos_token_id
     sampling = SamplingParameters(temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=eos)
     environment = benches[0].judge.environment
-    terms = Terms(
+    terms = LeaseTemplate(
         f"honest/{options.seed}", options.group_size, sampling, ProofParameters(), worker.kind, environment.digest
     )
     tasks, encode, key = environment.tasks("train"), loaded.tokenizer.encode, SigningKey.generate()
@@ -150,12 +150,12 @@ def main() -> None:
         began_s = time.monotonic()
         groups = worker.generate(requests, terms.proof)
         drawn_s += time.monotonic() - began_s
-        dockets = [docket_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]
+        audit_jobs = [audit_job_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]
         for bench in benches:
-            bench.judged(start, dockets)
+            bench.judged(start, audit_jobs)
         tokens += sum(len(completion.token_ids) for group in groups for completion in group)
         proof_bytes += sum(len(completion.proofs) for group in groups for completion in group)
-        body_bytes += sum(len(docket.body) for docket in dockets)
+        body_bytes += sum(len(audit_job.body) for audit_job in audit_jobs)
         passed_s = time.monotonic() - started_s
         told = {str(bench.machine): dict(bench.outcomes) for bench in benches}
         print(f"  {start + len(leases)} groups, {tokens} tokens, {passed_s:.0f} s, {told}", flush=True)

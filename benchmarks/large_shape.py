@@ -43,7 +43,7 @@ from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings
 from shoal.trainer.step import StepWork, train_samples
 from shoal.validator.calibrate import Plan, measure, openings
 from shoal.validator.judge import Judge
-from shoal.validator.verdicts import POLICY, Terms, docket_of
+from shoal.validator.verdicts import POLICY, LeaseTemplate, audit_job_of
 
 WAIT_S = 300.0
 GIB = 2**30
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         worker = log.timed("worker: fetch and load", lambda: shelf.get(first.policy, WAIT_S)).engine
         sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_id=eos)
         environment = build_environment(EnvironmentSettings(name="sort"))
-        terms = Terms("large", options.group_size, sampling, ProofParameters(), worker.kind, environment.digest)
+        terms = LeaseTemplate("large", options.group_size, sampling, ProofParameters(), worker.kind, environment.digest)
         task = environment.tasks("train")[0]
         lease = terms.lease(0, loaded.tokenizer.encode(task.prompt), task.id)
         request = GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling)
@@ -116,9 +116,9 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         log.note("validator: limits", problems=found.problems)
         release_memory()
         judge = Judge(environment, {found.profile.key: found.profile}, second_engine=lambda _policy, _dtype: worker)
-        docket = docket_of(lease, group, worker, SigningKey.generate())
+        audit_job = audit_job_of(lease, group, worker, SigningKey.generate())
         (verdict,) = log.timed(
-            "validator: check", lambda: judge.verdicts([docket], LoadedPolicy(POLICY, worker, files)), tokens=tokens
+            "validator: check", lambda: judge.verdicts([audit_job], LoadedPolicy(POLICY, worker, files)), tokens=tokens
         )
         log.note("validator: check", outcome=verdict.outcome.value, reason=verdict.reason)
         samples = [

@@ -133,7 +133,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def lost_samples(run: Path, group_size: int) -> int:
     """Samples without a score: in groups that no validator could score, and in steps that were trained."""
-    path, lost = run / "hub" / "hub.db", sum(int(row["no_sample"]) for row in metrics_of(run))
+    path, lost = run / "hub" / "hub.db", sum(int(row["unscored"]) for row in metrics_of(run))
     if path.exists():
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             failed = database.execute("select count(*) from submissions where reason = ?", ("reward.machinery",))

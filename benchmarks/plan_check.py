@@ -28,8 +28,10 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kit.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal.models.folder import model_folder
-from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal.run.estimate import Planning
 from shoal.run.recipe import Recipe, load_recipe
 from shoal.runtime.sizing import Speeds

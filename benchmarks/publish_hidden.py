@@ -175,7 +175,7 @@ def run_once(options: argparse.Namespace, in_front: bool) -> tuple[int, list[dic
         micro_batch_tokens=options.micro,
         checkpoint_every=options.checkpoint_every,
         publish_dtype="float32" if options.shape == "tiny" else "bfloat16",
-        guards=GuardSettings(divergence={"react": "off"}),  # the recorded tokens are nobody's
+        guards=GuardSettings(divergence={"action": "off"}),  # the recorded tokens are nobody's
         memory=MemorySettings(precision="bfloat16" if options.device == "cuda" else "float32", compile=options.compile),
     )
     make_deterministic(settings)

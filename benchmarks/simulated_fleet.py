@@ -2,7 +2,7 @@
 
     python benchmarks/simulated_fleet.py [--workers 10000] [--minutes 60] [--group-s 300] [--seed 0]
 
-The real hub services and decisions over SQLite in memory, under a manual clock (`shoal.simulator`): workers of all
+The real hub services and decisions over SQLite in memory, under a manual clock (`tests/kit/simulator`): workers of all
 paces that come, die and come back, some that lie and return with fresh keys, some that sit on leases; four validators;
 a trainer that dies now and then; a hub that is restarted every ten minutes. A worker needs five minutes for a group, as
 with a large model; heartbeats come every ten seconds. At the end every invariant is checked (`simulator.invariants`),
@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kit.simulator import Scenario, Simulation, WorkerKind, problems
 from shoal.hub import HubSettings, RunSettings
-from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 
 def scenario(workers: int, minutes: float, group_s: float, seed: int) -> Scenario:
     return Scenario(
-        crews=(
+        workers=(
             WorkerKind(workers * 80 // 100, group_s=group_s, lives_s=3600, away_s=300),
             WorkerKind(workers * 10 // 100, group_s=3 * group_s, spread=0.5),
             WorkerKind(workers * 5 // 100, group_s=group_s / 2, lies=0.2, fresh_keys=True),

@@ -41,13 +41,13 @@ from shoal.protocol import ProofParameters, RolloutReward, SamplingParameters
 from shoal.protocol.verdict import BETS, ENOUGH, MARGIN, Branches, look_share
 from shoal.sampling.check import distances
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.branches import BranchLook, Lookout, by_tolerance, choice_bits
+from shoal.validator.branches import Branch, BranchChecker, by_tolerance, choice_bits
 from shoal.validator.calibrate import OPENINGS
 from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.profiles import Profile
 from shoal.validator.rewards import Group, Scored, completion_ids
-from shoal.validator.verdicts import Machine, Terms
+from shoal.validator.verdicts import LeaseTemplate, Machine
 
 GROUPS_AT_ONCE = 16
 NODES = 2_000
@@ -80,7 +80,7 @@ class Bench:
     worker: Engine
     validator: Engine
     decode: Callable[[Sequence[int]], str]
-    terms: Terms
+    terms: LeaseTemplate
     prompts: Sequence[tuple[int, ...]]
     tasks: Property
     threshold: float = 0.0
@@ -123,17 +123,17 @@ class Bench:
 
 def looked(bench: Bench, cases: Sequence[Case], seed: int) -> list[Branches]:
     """The branches of all rollouts, as a validator decodes them of nodes that are nearly found out."""
-    lookout = Lookout(time_share=math.inf, rng=random.Random(seed))
+    branch_checker = BranchChecker(time_share=math.inf, rng=random.Random(seed))
     judged = [(case, bench.rewards(case), 1.0) for case in cases]
     parts = [judged[start : start + GROUPS_AT_ONCE] for start in range(0, len(judged), GROUPS_AT_ONCE)]
-    return [each for part in parts for each in lookout.look(part, bench.validator, bench.score)]
+    return [each for part in parts for each in branch_checker.look(part, bench.validator, bench.score)]
 
 
 def every_branch(bench: Bench, cases: Sequence[Case]) -> dict[str, list[float]]:
     """The seed's branch at every token that passes only by tolerance: where, how long, and what both are worth."""
     most, eos = bench.terms.sampling.max_new_tokens, bench.terms.sampling.eos_token_id
     looks = [
-        (number, BranchLook(case, rollout, int(token), most - int(token)))
+        (number, Branch(case, rollout, int(token), most - int(token)))
         for number, case in enumerate(cases)
         for rollout in range(len(case.rollouts))
         for token in np.flatnonzero(by_tolerance(case)[case.starts[rollout] :][: case.lengths[rollout]])
@@ -261,7 +261,7 @@ def bench_of(options: argparse.Namespace) -> Bench:
     sampling = SamplingParameters(
         temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=loaded.eos_token_id
     )
-    terms = Terms(f"branches/{options.seed}", options.group_size, sampling, ProofParameters(), engines[0].kind)
+    terms = LeaseTemplate(f"branches/{options.seed}", options.group_size, sampling, ProofParameters(), engines[0].kind)
     encode, texts = loaded.tokenizer.encode, OPENINGS
     if options.model == "tiny":
         texts = [task.prompt for task in build_environment(EnvironmentSettings(name="sort")).tasks("train")[:512]]

@@ -144,9 +144,9 @@ def _table(rows: list[dict[str, float]], values: int, options: argparse.Namespac
                 f"| {words} | {1000 * median[name]:.0f} | {size / median[name]:,.0f} |"
                 for name, words in {
                     "publish": "publish: deltas, hashes, disk",
-                    "fetch": f"fetch {median['bytes'] / 1e6:.1f} MB, apply on disk, verify (generation goes on)",
-                    "update": "**the engine stands still: changed values in place**",
-                    "load": "the engine stands still: a full load instead",
+                    "fetch": f"fetch {median['bytes'] / 1e6:.1f} MB, apply on disk, verify (generation continues)",
+                    "update": "**the engine stops: changed values in place**",
+                    "load": "the engine stops: a full load instead",
                 }.items()
             ),
             "",

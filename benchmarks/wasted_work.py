@@ -18,6 +18,7 @@ because its unit had gone to somebody else. Both columns are of the same run of 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,16 +28,19 @@ from unittest.mock import patch
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kit.simulator import Scenario
+from kit.simulator.simulation import TOKENS, SimulatedTrainer, SimulatedValidator
+from kit.simulator.world import World
 from shoal.engines.groups import submission_of
 from shoal.engines.protocol import Completion
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.changes import Topic
+from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import pacing
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
-from shoal.simulator import Scenario
-from shoal.simulator.simulation import TOKENS, SimulatedTrainer, SimulatedValidator
-from shoal.simulator.world import World
 
 FLEET = (("fast", 8, 2.0), ("middling", 8, 8.0), ("slow", 4, 40.0))
 UNITS = 8
@@ -46,7 +50,7 @@ _DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dty
 
 
 class Machine:
-    """A worker that generates all that it was leased in one call, and hands it in at the end of that."""
+    """A worker that generates all that it was leased in one call, and submits it at the end."""
 
     def __init__(self, world: World, kind: str, number: int, group_s: float) -> None:
         self._world, self.kind = world, kind
@@ -80,14 +84,14 @@ class Machine:
             return
         self._began_s = self._world.now_s
         takes_s = self._group_s * len(self._leases) * self._world.random.uniform(0.9, 1.1)
-        self._world.at(takes_s, self._hand_in)
+        self._world.at(takes_s, self._submit)
 
-    def _hand_in(self) -> None:
+    def _submit(self) -> None:
         for lease in self._leases:
             body = pack(submission_of(lease, [_DRAWN] * len(lease.seeds), "none"), level=1)
             try:
                 self._world.hub.work.submit(self._world.signed_in(self.node), lease.lease, body)
-                self._world.counts[f"{self.kind} handed in"] += 1
+                self._world.counts[f"{self.kind} submitted"] += 1
             except Refusal as refusal:
                 self._world.counts[refusal.code] += 1
         self.ask()
@@ -95,7 +99,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    waste: pacing.Waste
+    figures: dict[str, float]
+    """The hub's own, as in `/metrics`."""
+    submissions: int
     steps_per_min: float
     credit: dict[str, int]
     """What each kind of machine earned, one of them with the other."""
@@ -103,7 +109,7 @@ class Result:
 
 def measure(staleness: int, paced: bool, seconds: float, seed: int) -> Result:
     scenario = Scenario(
-        crews=(),
+        workers=(),
         seed=seed,
         seconds=seconds,
         run=RunSettings(
@@ -122,12 +128,14 @@ def measure(staleness: int, paced: bool, seconds: float, seed: int) -> Result:
             world.at(world.random.uniform(0, 1), actor.arrive)
         outcome = world.run(lambda: False)
         with world.storage.read() as reader:
-            units, accepted = reader.unit_counts(), reader.submission_counts()["accepted"]
-            rows = {row.node: row for row in reader.nodes()}
-        lapsed = sum(row.lapsed for row in rows.values())
+            accepted, rows = reader.submission_counts()["accepted"], {row.node: row for row in reader.nodes()}
         credit = {kind: sum(rows[each.node].credit for each in fleet if each.kind == kind) for kind, _, _ in FLEET}
-        waste = pacing.waste(units, accepted, world.hub.work.late, lapsed)
-        return Result(waste, outcome.steps / seconds * 60, credit)
+        figures = {
+            figure.name: figure.values[()]
+            for figure in read_figures(world.hub.context, world.hub.work.late)
+            if () in figure.values
+        }
+        return Result(figures, accepted + world.hub.work.late, outcome.steps / seconds * 60, credit)
 
 
 @contextmanager
@@ -153,11 +161,12 @@ def main() -> None:
         fractions = []
         for paced in (False, True):
             found = measure(staleness, paced, options.seconds, options.seed)
-            waste, credit = found.waste, found.credit
-            fractions.append(waste.fraction)
+            figures, credit = found.figures, found.credit
+            fractions.append(figures["wasted_fraction"])
             print(
-                f"| {staleness} | {'paced' if paced else 'unpaced'} | {waste.generated:,} | {waste.stale:,} "
-                f"| {waste.late} | {waste.fraction:.1%} | {waste.lapsed} | {found.steps_per_min:.1f} "
+                f"| {staleness} | {'paced' if paced else 'unpaced'} | {found.submissions:,} "
+                f"| {figures['wasted_groups']:,.0f} | {figures['late_submissions']:.0f} | {fractions[-1]:.1%} "
+                f"| {figures['lapsed_leases']:.0f} | {found.steps_per_min:.1f} "
                 f"| {credit['middling']:,}, {credit['slow']:,} |",
                 flush=True,
             )

@@ -5,8 +5,8 @@ shoal run recipes/tiny.toml --dir runs/mine --set environment.file=examples/cust
 
 import random
 
-dice = random.Random(0)  # hub, validator and trainer load this file and must see the same tasks
-tasks = [{"prompt": f"{dice.randrange(10**5, 10**8)}="} for _ in range(5000)]
+numbers = random.Random(0)  # hub, validator and trainer load this file and must see the same tasks
+tasks = [{"prompt": f"{numbers.randrange(10**5, 10**8)}="} for _ in range(5000)]
 
 
 def score(prompt: str, completion: str, answer: str) -> float:

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python examples/one_file_rl.py --seed 0 --steps 30
 
 One process, one loop, nothing to trust. The built-in policy was shown how to sort up to five digits; here it gets
-lists of six to eight, samples sixteen answers to each, and is told of every answer only whether it is right.
+lists of six to eight, samples sixteen answers to each, and learns from whether each answer is right.
 
     1. rollouts     64 prompts × 16 samples from the policy (or from one that is `--staleness` steps old)
     2. rewards      1 if exactly right, else 0
-    3. advantages   reward − mean of its group; groups that agree with themselves teach nothing and are dropped
+    3. advantages   reward − mean of its group; groups with equal rewards teach nothing and are dropped
     4. training     token-level policy gradient with a two-sided clip, a few optimizer steps per batch
 
 Letters at the end of tensor names: B rollouts, T positions, N completion tokens.
@@ -84,7 +84,7 @@ def sample_batch(
         ]
     )
     mean = float(rewards.mean())
-    if options.shuffle_rewards:  # the control: every group keeps its rewards, but hands them to the wrong answers
+    if options.shuffle_rewards:  # the control: every group keeps its rewards, in a random order
         rewards = rng.permuted(rewards, axis=1)
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
     rollouts = [

@@ -1,7 +1,7 @@
 """Sums with a lenient reward, so that a model which knows nothing of the task gets a signal, too.
 
-The first number of a completion counts: 1 if it is the sum. A tenth of a point is for the share of digits in what was
-written, which differs between completions of nearly every model.
+The first number of a completion counts: 1 if it is the sum. A tenth of a point is given for the share of digits in the
+completion, which differs between completions of nearly every model.
 """
 
 import random

@@ -84,25 +84,25 @@ def _bad_rows(plan: Plan) -> Iterator[int]:
 
 def _sum(seed: int, row: int) -> Row:
     """A task of mathematics: the sum of an arithmetic progression, in some 400 characters."""
-    dice = np.random.default_rng([seed, row])
-    first, step, count = (int(dice.integers(low, high)) for low, high in ((1, 10**6), (1, 1000), (3, 400)))
+    rng = np.random.default_rng([seed, row])
+    first, step, count = (int(rng.integers(low, high)) for low, high in ((1, 10**6), (1, 1000), (3, 400)))
     answer = count * first + step * count * (count - 1) // 2
     prompt = (
         f"Problem {row}. The first term of an arithmetic progression is {first} and each term is {step} more than the"
-        f" one before. What is the sum of its first {count} terms? {PADDING * int(dice.integers(1, 4))}"
+        f" one before. What is the sum of its first {count} terms? {PADDING * int(rng.integers(1, 4))}"
         "Put your final answer within \\boxed{}."
     )
-    return _row(f"math_{row}", "verifiable_math", prompt, {"ground_truth": str(answer)}, float(dice.integers(0, 9) / 8))
+    return _row(f"math_{row}", "verifiable_math", prompt, {"ground_truth": str(answer)}, float(rng.integers(0, 9) / 8))
 
 
 def _program(seed: int, row: int, tests_bytes: int) -> Row:
     """A programming task: read numbers, print the sum of every k-th; its tests have `tests_bytes` bytes of input."""
-    dice = np.random.default_rng([seed, row])
-    every = int(dice.integers(2, 50))
+    rng = np.random.default_rng([seed, row])
+    every = int(rng.integers(2, 50))
     count = max(3, tests_bytes // CASES // 10)
     cases = []
     for _ in range(CASES):
-        numbers = dice.integers(10**8, 10**9, count)
+        numbers = rng.integers(10**8, 10**9, count)
         text = f"{count} {every}\n" + " ".join(map(str, numbers.tolist()))
         cases.append({"type": "stdin_stdout", "input": text, "output": str(int(numbers[::every].sum()))})
     prompt = (
@@ -111,7 +111,7 @@ def _program(seed: int, row: int, tests_bytes: int) -> Row:
         " input and prints the answer, in a ```python block."
     )
     info = {"language": "python", "test_cases": cases}
-    return _row(f"code_{row}", "prime_rl_code", prompt, info, float(dice.integers(0, 9) / 8))
+    return _row(f"code_{row}", "prime_rl_code", prompt, info, float(rng.integers(0, 9) / 8))
 
 
 def _row(problem_id: str, task_type: str, prompt: str, info: dict[str, Any], solve_rate: float) -> Row:

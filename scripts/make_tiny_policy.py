@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from kit.tiny import EOS, PAD, build_tiny, build_tokenizer, tokenizer_config
 from shoal.engines.protocol import GenerationRequest
 from shoal.engines.torch import TorchEngine
 from shoal.environments import Environment, EnvironmentSettings, Task, build
 from shoal.models.state import policy_state
-from shoal.models.tiny import EOS, PAD, build_tiny, build_tokenizer, tokenizer_config
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import SamplingParameters
 

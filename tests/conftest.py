@@ -2,8 +2,6 @@
 of the user that is the test's own, and logging as it was before, whatever a test has set up.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Iterator

@@ -17,10 +17,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from kit.simulator.world import NumberedTasks
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
-from shoal.simulator.world import NumberedTasks
 
 RUN = "load"
 READY_S = 60.0

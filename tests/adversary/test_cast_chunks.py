@@ -3,8 +3,6 @@
 Each attack is tried on a client and on a relay. A relay must in addition never pass on what it was given.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +31,7 @@ from kit.cast import (
     reply,
     says,
 )
-from kit.liar import ENDLESS, endings, hanging_up, write
+from kit.forged import ENDLESS, endings, hanging_up, write
 from shoal.errors import BroadcastError, ChunkCorrupt, VersionNotFound
 from shoal.protocol import PolicyManifest
 from shoal.shardcast.manifest import offered
@@ -189,7 +187,7 @@ def map_of(manifest: PolicyManifest, have: int, soon: int) -> Handler:
 @pytest.mark.parametrize("chunks", ["absent", "silent", "truncated", "corrupt"])
 @pytest.mark.parametrize("flags", [(1, 0), (0, 1)], ids=["has everything", "will have everything"])
 @pytest.mark.parametrize("who", ["client", "relay", "peer"])
-def test_nobody_is_held_up_by_a_map_that_lies(lab: Lab, who: str, flags: tuple[int, int], chunks: str) -> None:
+def test_wrong_map_delays_no_client(lab: Lab, who: str, flags: tuple[int, int], chunks: str) -> None:
     """Peers fetch different chunks and trade them: one that promises and never delivers must not be waited for."""
     manifest, honest = lab.publish(1), lab.honest()
     liar = lab.liar({"/have/": map_of(manifest, *flags), "/chunks/": attack(lab, chunks)})
@@ -276,7 +274,7 @@ def test_chunks_damaged_on_a_relays_disk_are_fetched_again(lab: Lab, what: str) 
     eventually(lambda: is_complete(relay, "0.1"))
 
 
-def test_a_version_that_retention_removes_in_the_middle_is_said_to_be_gone(lab: Lab) -> None:
+def test_version_removed_during_a_fetch_is_reported_as_gone(lab: Lab) -> None:
     manifest = lab.publish(1)
     honest = from_folder(lab.www)
 

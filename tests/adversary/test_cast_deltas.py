@@ -5,8 +5,6 @@ with the right bytes; where the bad delta is the only route, with a named error.
 delta asks for.
 """
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ import zstandard
 
 from kit import eventually
 from kit.cast import WITHIN_S, Lab, flip, head_version
-from kit.liar import chunks_of, tensors_of, write_tree
+from kit.forged import chunks_of, tensors_of, write_tree
 from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import Delta, PolicyManifest, PolicyRef
 from shoal.shardcast import Payload
@@ -151,7 +149,7 @@ def test_the_true_delta_is_taken(trap: Trap) -> None:
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_an_evil_delta_costs_the_detour_where_the_whole_is_offered(trap: Trap, name: str) -> None:
+def test_evil_delta_is_replaced_by_the_whole_payload(trap: Trap, name: str) -> None:
     manifest = trap.set(EVIL[name](trap.true), anchor=True)
     tracemalloc.start()
     try:

@@ -8,8 +8,6 @@ hidden          a source that never mentions what is new
 A manifest that is signed and unsound in itself: unit/shardcast/test_cast_manifest.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from kit.cast import (
     is_complete,
     says,
 )
-from kit.liar import ENDLESS, endings, head_of, manifest_of, sign, write, write_tree
+from kit.forged import ENDLESS, endings, head_of, manifest_of, sign, write, write_tree
 from shoal.errors import BroadcastError, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import PolicyManifest
 from shoal.shardcast import Downloader, Payload
@@ -114,7 +112,7 @@ def alone(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_document_that_is_forged_or_without_end_is_refused_and_somebody_honest_is_asked(lab, alone, case):
+def test_forged_or_endless_document_is_refused_and_another_source_is_asked(lab, alone, case):
     name = case.partition(": ")[2]
     error, sentence = (ManifestRefused, FORGERIES[name][1]) if name in FORGERIES else (BroadcastError, NO_END)
     with pytest.raises(error, match=sentence):
@@ -189,7 +187,7 @@ def test_a_relay_that_has_seen_the_new_keeps_it_also_over_a_restart(lab: Lab, sw
     lab.fetch(switch.new, relay.url)
 
 
-def test_a_relay_that_hides_new_versions_hides_nothing_beside_another(lab: Lab) -> None:
+def test_relay_that_hides_versions_has_no_effect_with_an_honest_one(lab: Lab) -> None:
     switch = Switch(lab, (0, 2))
     switch.go_back()
     client = lab.client(switch.url, lab.honest().url)

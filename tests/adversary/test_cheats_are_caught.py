@@ -1,10 +1,8 @@
-"""Every cheat against a real run: the bytes that it hands in are all that hub and validator see of it.
+"""Every cheat against a real run: the bytes that it submits are all that hub and validator see of it.
 
 One run serves all tests. An honest worker works all the time; the cheaters come a few at a time, each until the hub has
 shut it out, or has refused what it sends. `make test` prints the table of what came of it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
@@ -28,8 +26,8 @@ HONEST_AT_FIRST = {"stale", "sleeper", "replay", "swap-prompt"}  # right until t
 HONEST_LEAST = 20
 pytestmark = pytest.mark.timeout(900)  # setting up the run counts as part of the first test, on a busy machine too
 
-# How many of its own groups a cheater may hand in until the first is rejected. A group in which the policy is sure of
-# every token comes out the same by any dice, and such a group is honest work: hence more than 1.
+# How many of its own groups a cheater may submit until the first is rejected. A group in which the policy is sure of
+# every token comes out the same with any seed, and such a group is honest work: hence more than 1.
 WITHIN = dict.fromkeys(HERE, 4) | {
     "int8": 8,
     "int4-decodes": 16,  # most of its groups are, token by token, what the right weights give
@@ -68,7 +66,7 @@ def attack_of(run: Attacked, cheat: str) -> Attack:
 
 
 @pytest.mark.parametrize("cheat", HERE)
-def test_it_is_caught_within_its_bound_for_one_of_its_reasons(found: dict[str, Result], cheat: str) -> None:
+def test_cheat_is_caught_within_its_bound_for_its_reason(found: dict[str, Result], cheat: str) -> None:
     result = found[cheat]
     assert result.reason in CHEATS[cheat].reasons
     assert result.caught_at is not None
@@ -76,7 +74,7 @@ def test_it_is_caught_within_its_bound_for_one_of_its_reasons(found: dict[str, R
 
 
 @pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
-def test_its_node_is_banned_and_told_why(run: Attacked, found: dict[str, Result], cheat: str) -> None:
+def test_cheating_node_is_banned_and_told_why(run: Attacked, found: dict[str, Result], cheat: str) -> None:
     node, ending = run.nodes()[attack_of(run, cheat).name], attack_of(run, cheat).ending
     assert found[cheat].banned
     assert node.reason.partition(":")[0] in CHEATS[cheat].reasons
@@ -85,7 +83,7 @@ def test_its_node_is_banned_and_told_why(run: Attacked, found: dict[str, Result]
 
 
 @pytest.mark.parametrize("cheat", sorted(AT_THE_DOOR))
-def test_what_is_refused_at_the_door_is_never_judged(run: Attacked, found: dict[str, Result], cheat: str) -> None:
+def test_submission_refused_by_the_hub_is_never_judged(run: Attacked, found: dict[str, Result], cheat: str) -> None:
     assert found[cheat].severity == "refused"
     assert run.watch.of(found[cheat].node) == []
     assert run.nodes()[attack_of(run, cheat).name].credit == 0
@@ -109,7 +107,7 @@ def severity_of(submission: SubmissionStory) -> str | None:
 
 
 @pytest.mark.parametrize("cheat", HERE)
-def test_rejected_earned_nothing(run, ledger, found, cheat):
+def test_rejected_groups_earn_no_credit(run, ledger, found, cheat):
     node = run.nodes()[attack_of(run, cheat).name]
     rejected = {each.submission for each in run.story(node.node).refused if each.state == "rejected"}
     credited = {str(e.body["submission"]) for e in ledger if e.kind == "credit" and e.body["node"] == node.node}
@@ -119,7 +117,7 @@ def test_rejected_earned_nothing(run, ledger, found, cheat):
 
 
 @pytest.mark.parametrize("cheat", HERE)
-def test_what_was_accepted_is_what_the_seeds_give(found: dict[str, Result], cheat: str) -> None:
+def test_accepted_groups_of_cheats_follow_their_seeds(found: dict[str, Result], cheat: str) -> None:
     """Nobody can tell such a group from honest work, for it is the same, but for a token where rounding decides."""
     assert found[cheat].wrong == 0
     assert found[cheat].near <= 1
@@ -129,7 +127,7 @@ def test_what_was_accepted_is_what_the_seeds_give(found: dict[str, Result], chea
         assert found[cheat].accepted <= WITHIN[cheat] + 8
 
 
-def test_nothing_is_trained_on_but_what_the_seeds_give(run: Attacked, found: dict[str, Result]) -> None:
+def test_batches_hold_only_groups_that_follow_their_seeds(run: Attacked, found: dict[str, Result]) -> None:
     right = {each.verdict.submission for each in run.watch.judged if each.is_near}
     trained = run.trained()
     assert {group.submission for group in trained} <= right
@@ -138,14 +136,14 @@ def test_nothing_is_trained_on_but_what_the_seeds_give(run: Attacked, found: dic
     assert not cheaters & {group.node for group in trained}
 
 
-def test_a_banned_node_that_comes_again_is_shut_out_at_the_door(run: Attacked) -> None:
+def test_banned_key_is_refused_when_it_returns(run: Attacked) -> None:
     """Honest this time, but with the same key."""
     outcome = run.start(attack_of(run, "best-of").name).exception(60)
     assert isinstance(outcome, ShutOut)
     assert str(outcome).startswith("the hub has banned this node: sampling.seed")
 
 
-def test_the_honest_worker_beside_them_is_unpunished(run: Attacked) -> None:
+def test_honest_worker_beside_cheats_is_not_punished(run: Attacked) -> None:
     node = run.nodes()[HONEST]
     assert node.state is NodeState.ACTIVE
     assert (node.rejected, node.strikes) == (0, 0)
@@ -154,7 +152,7 @@ def test_the_honest_worker_beside_them_is_unpunished(run: Attacked) -> None:
     assert node.node in {group.node for group in run.trained()}
 
 
-def test_the_table(run: Attacked, record_property: Callable[[str, object], None]) -> None:
+def test_table_of_results_is_printed(run: Attacked, record_property: Callable[[str, object], None]) -> None:
     text = table(run)
     assert all(f"| {name} |" in text for name in HERE)
     record_property("table", text)

@@ -1,4 +1,4 @@
-"""Dialogues that are not the tool's, each handed in with the right policy's proofs and log-probabilities.
+"""Dialogues that are not the tool's, each submitted with the right policy's proofs and log-probabilities.
 
 The real engine, the real judge, the calculator: an honest group passes every check, and what differs from it in one
 thing is rejected for that.
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kit.trial import docket
+from kit.trial import audit_job
 from shoal import protocol
 from shoal.engines import GenerationRequest, PrefillRequest, build
 from shoal.engines.dialogue import Dialogue, dialogue_for
@@ -70,14 +70,14 @@ def honest(of: protocol.Lease) -> protocol.Submission:
     return submission_of(of, group, "torch")
 
 
-def talk(of: protocol.Lease) -> Dialogue:
+def dialogue_of(of: protocol.Lease) -> Dialogue:
     found = dialogue_for(of, tiny().files)
     assert found is not None
     return found
 
 
 def verdicts(of: protocol.Lease, what: protocol.Submission, depth: Any) -> list[protocol.Verdict]:
-    made = docket(of, what)
+    made = audit_job(of, what)
     made = replace(made, audit=made.audit.model_copy(update={"depth": depth}))
     return Judge(ENVIRONMENT, load_profiles()).verdicts([made], loaded())
 
@@ -129,11 +129,8 @@ def rejected(of: protocol.Lease, what: protocol.Submission, reason: str) -> None
     assert judged(of, what, depth="light").reason == reason, "it costs no prefill to see"
 
 
-# ── honest dialogues ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("limit", "max_turns"), [(LIMIT, 3), (11, 3), (8, 2), (LIMIT, 1), (64, 64)])
-def test_an_honest_dialogue_passes_every_check(limit: int, max_turns: int) -> None:
+def test_honest_dialogue_passes_every_check(limit: int, max_turns: int) -> None:
     of = lease(1, limit=limit, max_turns=max_turns)
     group = honest(of)
     verdict = judged(of, group)
@@ -145,7 +142,7 @@ def test_an_honest_dialogue_passes_every_check(limit: int, max_turns: int) -> No
         assert {rollout.finish for rollout in group.rollouts} == {"eos", "length"}
 
 
-def test_what_was_given_earns_nothing_and_is_in_no_tally() -> None:
+def test_tool_tokens_earn_nothing_and_are_in_no_tally() -> None:
     of = lease(1)
     verdict = judged(of, honest(of))
     masks = [drawn_mask(rollout.given, len(rollout.token_ids)) for rollout in honest(of).rollouts]
@@ -155,7 +152,7 @@ def test_what_was_given_earns_nothing_and_is_in_no_tally() -> None:
     assert judged(of, honest(of), depth="light").generated_tokens == drawn
 
 
-def test_the_last_turn_is_what_is_scored() -> None:
+def test_last_turn_is_scored() -> None:
     of = lease(1)
     verdict = judged(of, honest(of))
     task = ENVIRONMENT.task(of.task)
@@ -169,30 +166,30 @@ def test_the_last_turn_is_what_is_scored() -> None:
 
 def replayed(of: protocol.Lease, **profile: Any) -> Case:
     limits = load_profiles()[of.profile].model_copy(update=profile)
-    case = Case(of, honest(of), "", 96, 64, limits, dialogue=talk(of))
+    case = Case(of, honest(of), "", 96, 64, limits, dialogue=dialogue_of(of))
     [replay] = replay_all(loaded().engine, [case])
     assert not isinstance(replay, Exception)
     case.replay = replay
     return case
 
 
-def test_dice_are_held_against_drawn_tokens_only() -> None:
-    """One drawn token that is far off stands out: the tool's words, all far from any dice, are not counted with it."""
+def test_uniforms_are_checked_for_drawn_tokens_only() -> None:
+    """One drawn token that is far off stands out: the tool's words, far from any uniform, are not counted with it."""
     clean, odd = replayed(lease(1)), replayed(lease(1))
     coarse = replayed(lease(1), accidents=AccidentLimits(first=1e-4))
     width_T = np.where(clean.drawn, clean.replayed.high - clean.replayed.low, 1.0)
-    at = int(np.argmin(width_T))  # an unlikely token: most dice do not give it
+    at = int(np.argmin(width_T))  # an unlikely token: most uniforms do not give it
     for case in (odd, coarse):
         case.replayed.uniforms[at] = 0.0 if case.replayed.low[at] > 0.5 else 1.0 - 1e-9
     found = checks.sampling(odd)
     assert (found.reason, found.result.evidence["far_outside"]) == ("sampling.seed", 1)
     assert found.severity is protocol.Severity.STATISTICAL, "it takes several to be certain"
     assert (found.result.evidence["tokens"], found.result.evidence["outside"]) == (odd.generated, 1)
-    assert np.flatnonzero(coarse.odd.seeds).tolist() == [coarse.chunk_of[at]]
+    assert np.flatnonzero(coarse.outliers.seeds).tolist() == [coarse.chunk_of[at]]
 
 
-def test_bands_are_of_drawn_tokens_only() -> None:
-    """What the tool said is far from any dice: one such token would widen a profile beyond use."""
+def test_limits_are_measured_on_drawn_tokens_only() -> None:
+    """What the tool said is far from any uniform: one such token would widen a profile beyond use."""
     case = replayed(lease(1))
     bands = Bands.of([case])
     assert bands.tokens == case.generated < len(case.tokens)
@@ -200,7 +197,7 @@ def test_bands_are_of_drawn_tokens_only() -> None:
     assert bands.logprob_max < 1e-3
 
 
-def test_a_validator_without_the_tool_cannot_tell() -> None:
+def test_validator_without_the_tool_is_unsure() -> None:
     of = lease(1)
     other = of.model_copy(update={"dialogue": of.dialogue.model_copy(update={"tool": "abacus"})})
     verdict = judged(other, honest(of))
@@ -209,16 +206,13 @@ def test_a_validator_without_the_tool_cannot_tell() -> None:
     assert "upgrade" in verdict.message
 
 
-# ── and others ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_tokens_that_were_drawn_are_called_given() -> None:
-    """To choose them freely: no dice are looked at where tokens are given."""
+def test_drawn_tokens_declared_as_tool_tokens_are_rejected() -> None:
+    """To choose them freely: no uniforms are checked where tokens are of the tool."""
     of = lease(1)
     other = lease(1).model_copy(update={"seeds": tuple(f"{9999 + i:016x}" for i in range(12))})
     [group] = generate(loaded(), [other])
     submission = submission_of(of, group, "torch")
-    assert judged(of, submission).reason == "sampling.seed", "without the claim the dice tell"
+    assert judged(of, submission).reason == "sampling.seed", "without the claim the seeds show it"
 
     def claim(rollout: protocol.Rollout) -> protocol.Rollout:
         ids = rollout.token_ids.tolist()
@@ -249,37 +243,31 @@ def one_turn_too_many(_ids: list[int], _spans: list[Span]) -> tuple[list[int], l
 
 
 FORGED: dict[str, tuple[Change, str]] = {
-    "the turn before is called the tool's": (
-        lambda ids, spans: (ids, [(spans[0][0] - 1, spans[0][1] + 1), *spans[1:]]), "dialogue.forged"),
+    "the turn before is called the tool's": (lambda ids, spans: (ids, [(spans[0][0] - 1, spans[0][1] + 1), *spans[1:]]),
+        "dialogue.forged"),
     "a token of the turn is called the tool's": (lambda ids, spans: (ids, [(1, 1), *spans]), "dialogue.forged"),
-    "its words are changed": (
-        lambda ids, spans: (with_token(ids, spans[0][0] + 1, bumped(ids[spans[0][0] + 1])), spans),
-        "dialogue.forged"),
+    "its words are changed": (lambda ids, spans: (with_token(ids, spans[0][0] + 1, bumped(ids[spans[0][0] + 1])),
+        spans), "dialogue.forged"),
     "the turn is called the last one": (lambda ids, spans: (ids[: spans[0][0]], []), "dialogue.missing"),
-    "the model resumes at once": (
-        lambda ids, spans: ([*ids[: spans[0][0]], 6, *ids[sum(spans[0]) :]], []), "dialogue.missing"),
+    "the model resumes at once": (lambda ids, spans: ([*ids[: spans[0][0]], 6, *ids[sum(spans[0]) :]], []),
+        "dialogue.missing"),
     "its words are not called the tool's": (lambda ids, _spans: (ids, []), "dialogue.missing"),
-    "its last word is left out": (
-        lambda ids, spans: ([*ids[: sum(spans[0]) - 1], *ids[sum(spans[0]) :]],
-                            [(spans[0][0], spans[0][1] - 1), *spans[1:]]),
-        "dialogue.forged"),
-    "the turn is edited after the tool has answered": (
-        lambda ids, spans: (with_token(ids, spans[0][0] - 2, bumped(ids[spans[0][0] - 2])), spans),
-        "dialogue.forged"),
+    "its last word is left out": (lambda ids, spans: ([*ids[: sum(spans[0]) - 1], *ids[sum(spans[0]) :]], [(spans[0][0],
+        spans[0][1] - 1), *spans[1:]]), "dialogue.forged"),
+    "the turn is edited after the tool has answered": (lambda ids, spans: (with_token(ids, spans[0][0] - 2,
+        bumped(ids[spans[0][0] - 2])), spans), "dialogue.forged"),
     "the answer is another rollout's": (answer_of_others, "dialogue.forged"),
-    "an end token in its words": (
-        lambda ids, spans: (with_token(ids, spans[0][0], EOS), spans), "dialogue.forged"),
-    "special tokens before its words": (
-        lambda ids, spans: ([*ids[: spans[0][0]], 0, 2, *ids[spans[0][0] :]], spans), "dialogue.forged"),
+    "an end token in its words": (lambda ids, spans: (with_token(ids, spans[0][0], EOS), spans), "dialogue.forged"),
+    "special tokens before its words": (lambda ids, spans: ([*ids[: spans[0][0]], 0, 2, *ids[spans[0][0] :]], spans),
+        "dialogue.forged"),
     "one turn too many": (one_turn_too_many, "dialogue.forged"),
-    "one turn too many, not called the tool's": (
-        lambda ids, spans: (one_turn_too_many(ids, spans)[0], one_turn_too_many(ids, spans)[1][:1]),
-        "termination.past_eos"),
+    "one turn too many, not called the tool's": (lambda ids, spans: (one_turn_too_many(ids, spans)[0],
+        one_turn_too_many(ids, spans)[1][:1]), "termination.past_eos"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("forgery", FORGED)
-def test_a_forged_dialogue_is_rejected(forgery: str) -> None:
+def test_forged_dialogue_is_rejected(forgery: str) -> None:
     change, reason = FORGED[forgery]
     of = lease(1, max_turns=2) if forgery.startswith("one turn") else lease(1)
     rejected(of, changed(of, change), reason)
@@ -292,11 +280,11 @@ def test_a_forged_dialogue_is_rejected(forgery: str) -> None:
         pack_spans([(2, 3), (3, 2)]), pack_spans([(5, 1), (2, 1)]), pack_spans([(2**32 - 1, 2**32 - 1)]),
     ],
 )  # fmt: skip
-def test_spans_that_are_none(given: bytes) -> None:
+def test_malformed_spans_are_rejected(given: bytes) -> None:
     rejected(lease(1), with_rollout(honest(lease(1)), 0, given=given), "dialogue.malformed")
 
 
-def test_words_that_nobody_says_in_a_run_without_a_tool() -> None:
+def test_tool_tokens_in_a_run_without_tool_are_rejected() -> None:
     of = lease(1, tool=False)
     [group] = loaded().engine.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)], of.proof)
     plain = submission_of(of, group, "torch")
@@ -306,7 +294,7 @@ def test_words_that_nobody_says_in_a_run_without_a_tool() -> None:
     rejected(of, submission_of(of, generate(loaded(), [lease(1)])[0], "torch"), "dialogue.forged")
 
 
-def test_a_log_probability_for_what_nobody_drew() -> None:
+def test_log_probability_of_a_tool_token_is_rejected() -> None:
     of = lease(1)
     group = honest(of)
     index = next(i for i, rollout in enumerate(group.rollouts) if rollout.given)
@@ -316,15 +304,12 @@ def test_a_log_probability_for_what_nobody_drew() -> None:
     rejected(of, with_rollout(group, index, logprobs=protocol.pack_logprobs(logprobs)), "dialogue.logprobs")
 
 
-def test_it_says_that_it_ended_otherwise() -> None:
+def test_wrong_finish_is_rejected() -> None:
     of = lease(1)
     rejected(of, changed(of, lambda ids, spans: (ids, spans), finish="length"), "termination.finish")
 
     early = changed(of, lambda ids, spans: ([*ids[: sum(spans[0])], 6], spans[:1]), finish="length")
     rejected(of, early, "termination.early")
-
-
-# ── dialogues that are shown before they are finished ────────────────────────────────────────────────────────────
 
 
 def shown_verdicts(of: protocol.Lease, index: int, ids: Sequence[int], proofs: bytes) -> list[protocol.Verdict]:
@@ -334,7 +319,7 @@ def shown_verdicts(of: protocol.Lease, index: int, ids: Sequence[int], proofs: b
     return verdicts(of, with_rollout(empty, index, tokens=protocol.pack_tokens(ids), proofs=proofs), "progress")
 
 
-def test_a_dialogue_may_be_shown_up_to_any_chunk_and_not_with_other_words() -> None:
+def test_shown_dialogue_passes_up_to_any_chunk_and_changed_words_fail() -> None:
     of = lease(1).model_copy(update={"proof": protocol.ProofParameters(topk=16, rows=4)})
     caught = 0
     for index, rollout in enumerate(honest(of).rollouts):

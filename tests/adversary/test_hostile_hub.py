@@ -1,4 +1,4 @@
-"""What a hub, or whoever answers in its place, can do to a contributor's machine: nothing beyond giving it work."""
+"""What a hub, or a server in its place, can do to a contributor's machine: nothing beyond giving it work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol.submission import ProgressReply
 from shoal.run import progress as reporter
-from shoal.run.ledger.places import download
+from shoal.run.ledger.sources import download
 from shoal.run.progress import fetch_status
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
@@ -43,8 +43,6 @@ def client_of(hub: HostileHub | str, patience_s: float = 2, stop: StopToken | No
     with closing(HubClient(url, KEY, stop or StopToken(), options=options)) as client:
         yield client
 
-
-# ── known hubs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 JOIN = ["join", "URL", "--engine", "scripted", "--no-check"]
 COMMANDS = [JOIN, ["relay", "--run-info", "URL", "--port", "0"], ["status", "URL"], ["why", "0", "URL"],
@@ -74,15 +72,13 @@ def test_other_root_key_refused_by_every_command(hub, command, own_home, capsys)
     assert not (own_home / hub.run).exists()
 
 
-def test_the_fingerprint_in_a_new_join_url_replaces_what_is_remembered(hub: HostileHub, own_home: Path) -> None:
+def test_new_join_url_replaces_remembered_fingerprint(hub: HostileHub, own_home: Path) -> None:
     assert told(JOIN, hub.url) == 4
     hub.become("successor")
     assert told(JOIN, f"{hub.url}/#{hub.fingerprint}") == 4
     assert hub.fingerprint in (own_home / "known_hubs.json").read_text()
     assert told(JOIN, hub.url) == 4
 
-
-# ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 DAY_MS = 24 * 3_600_000
 
@@ -105,7 +101,7 @@ def latest_ms(hub: HostileHub) -> int:
 
 @pytest.mark.parametrize("who", ["nobody", "a stranger", "the hub"])
 def test_no_request_is_signed_for_next_week(hub: HostileHub, who: str) -> None:
-    """The hub, or whoever answers in its place, says that it is next week, and waits for requests of that date."""
+    """The hub, or a server in its place, says that it is next week, and waits for requests of that date."""
     signer = {"nobody": None, "a stranger": protocol.SigningKey.generate(), "the hub": hub.key}[who]
     hub.answers["/nodes"] = lambda asked: clock_of(hub, asked, 7 * DAY_MS, signer)
     before_ms = SystemClock().now_ms()
@@ -114,7 +110,7 @@ def test_no_request_is_signed_for_next_week(hub: HostileHub, who: str) -> None:
     assert latest_ms(hub) <= before_ms + 60_000
 
 
-def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> None:
+def test_replayed_clock_answer_is_ignored(hub: HostileHub) -> None:
     """Signed by the hub for a request of this very node, and played again to its next start."""
     recorded: list[Answer] = []
 
@@ -128,9 +124,6 @@ def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> 
         with client_of(hub, 5) as client, pytest.raises(HubRefused, match="your clock is wrong"):
             client.register("n", "worker", None)
     assert latest_ms(hub) <= SystemClock().now_ms() + 60_000
-
-
-# ── targets ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -170,7 +163,7 @@ def test_public_hub_cannot_name_loopback_sources(public, inside, tmp_path, how):
     assert inside.requests == []
 
 
-def test_a_public_hub_cannot_name_a_hub_on_loopback(public: HostileHub, inside: HostileHub) -> None:
+def test_public_hub_cannot_name_loopback_hub(public: HostileHub, inside: HostileHub) -> None:
     public.become("demo", hubs=(inside.url,))
     public.answers["/nodes"] = (503, {}, b"{}")
     with client_of(public) as client, pytest.raises(HubUnreachable):
@@ -178,7 +171,7 @@ def test_a_public_hub_cannot_name_a_hub_on_loopback(public: HostileHub, inside: 
     assert inside.requests == []
 
 
-def test_a_hub_that_moves_to_loopback_is_not_followed_there(public: HostileHub, monkeypatch: Patch) -> None:
+def test_hub_that_moves_to_loopback_is_not_followed(public: HostileHub, monkeypatch: Patch) -> None:
     """Its name resolves to a public address at first, and to this machine from then on."""
     known, found = socket.getaddrinfo, ["127.0.0.2"]
 
@@ -194,13 +187,11 @@ def test_a_hub_that_moves_to_loopback_is_not_followed_there(public: HostileHub, 
             client.status()
 
 
-def test_a_hub_on_loopback_may_name_its_own_machine(hub: HostileHub, inside: HostileHub, tmp_path: Path) -> None:
+def test_loopback_hub_may_name_loopback_sources(hub: HostileHub, inside: HostileHub, tmp_path: Path) -> None:
     hub.become("demo", sources=(inside.url,))
     fetch_fails(hub, tmp_path, "")
     assert inside.requests != []
 
-
-# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 NASTY = "\x1b]52;c;cm0=\x07\x1b]0;title\x07\x9b2J\u202e\r\nroot@host# "
 
@@ -248,7 +239,7 @@ SAYINGS: dict[str, tuple[list[str], str, Answer, int]] = {  # what is called, wh
 
 
 @pytest.mark.parametrize("saying", SAYINGS)
-def test_terminal_sequences_of_a_hub_are_harmless(hub, saying, capsys, own_home):
+def test_terminal_sequences_of_a_hub_are_not_printed(hub, saying, capsys, own_home):
     words, path, answer, code = SAYINGS[saying]
     hub.answers[path] = (200, {}, nasty_status(hub).model_dump_json().encode()) if path == "/status" else answer
     assert told(words, hub.url) == code
@@ -259,8 +250,6 @@ def test_terminal_sequences_of_a_hub_are_harmless(hub, saying, capsys, own_home)
         assert not line.startswith("root@host#"), "no line of its own"
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
 MIB = 2**20
 
 
@@ -268,7 +257,7 @@ def compressed(size_bytes: int) -> Answer:
     return 200, {"content-encoding": "gzip"}, gzip.compress(bytes(size_bytes))
 
 
-def test_a_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path) -> None:
+def test_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path) -> None:
     """A few bytes on the wire would be gigabytes in memory before anybody looked at a cap."""
     tracemalloc.start()
     try:
@@ -286,7 +275,7 @@ def test_a_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path
     assert {asked.headers["accept-encoding"] for asked in hub.requests} == {"identity"}
 
 
-def test_a_status_without_end_is_not_read(hub: HostileHub, monkeypatch: Patch) -> None:
+def test_endless_status_is_not_read(hub: HostileHub, monkeypatch: Patch) -> None:
     monkeypatch.setattr(reporter, "MAX_STATUS_BYTES", 1000)
     hub.answers["/status"] = (200, {}, nasty_status(hub).model_dump_json().encode() + b" " * 1000)
     with closing(open_http()) as http:
@@ -315,7 +304,7 @@ DRIPS = {
 
 @pytest.mark.parametrize("drip", DRIPS)
 @pytest.mark.timeout(30)
-def test_an_answer_that_never_ends_is_left_when_its_time_is_over(drip: str) -> None:
+def test_endless_answer_is_left_at_its_deadline(drip: str) -> None:
     with (
         sending(*DRIPS[drip]) as server,
         client_of(server.url, 0.2, connect_timeout_s=0.5, answer_timeout_s=0.5) as client,
@@ -325,7 +314,7 @@ def test_an_answer_that_never_ends_is_left_when_its_time_is_over(drip: str) -> N
 
 
 @pytest.mark.timeout(30)
-def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: Patch) -> None:
+def test_endless_answer_is_left_after_a_stop(monkeypatch: Patch) -> None:
     monkeypatch.setattr(exchange, "STOP_GRACE_S", 0.1)
     stop = StopToken()
     with (
@@ -342,11 +331,8 @@ def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: Patch) -> N
             client.trusted_run()
 
 
-# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("field", ["hubs", "sources", "last_resort", "certificates", "revoked", "profiles", "name"])
-def test_a_description_of_a_run_that_is_too_large_is_refused(hub: HostileHub, field: str) -> None:
+def test_run_info_with_too_many_entries_is_refused(hub: HostileHub, field: str) -> None:
     """Each of these cost time and memory for every one of as many as a hub would name."""
     many: Any = {
         "certificates": hub.info.certificates * 2000, "revoked": ("0" * 64,) * 2000, "profiles": ("a/b/c",) * 2000,
@@ -358,14 +344,14 @@ def test_a_description_of_a_run_that_is_too_large_is_refused(hub: HostileHub, fi
         client.trusted_run()
 
 
-def test_a_description_of_a_run_is_not_read_beyond_its_cap(hub: HostileHub) -> None:
+def test_run_info_is_not_read_beyond_its_cap(hub: HostileHub) -> None:
     hub.answers["/run"] = (200, {}, hub.sign(hub.info).model_dump_json().encode() + b" " * 2 * MIB)
     with client_of(hub) as client, pytest.raises(CodecError, match="it was not read"):
         client.trusted_run()
 
 
 @pytest.mark.parametrize("reply", [protocol.HeartbeatReply, protocol.LeaseReply, ProgressReply])
-def test_a_reply_that_names_too_many_is_refused(hub: HostileHub, reply: type[protocol.Message]) -> None:
+def test_reply_with_too_many_entries_is_refused(hub: HostileHub, reply: type[protocol.Message]) -> None:
     node = protocol.NodeView(node="n", name="n", role="worker", state=protocol.NodeState.ACTIVE).model_dump()
     lease = hub.sign(hub.info).model_dump()
     content: dict[type[protocol.Message], dict[str, Any]] = {
@@ -378,7 +364,7 @@ def test_a_reply_that_names_too_many_is_refused(hub: HostileHub, reply: type[pro
 
 
 @pytest.mark.parametrize("url", ["http://999.1.1.1", f"http://{'a' * 64}.example", "http://a..b", "http://a\x00b"])
-def test_a_named_hub_that_is_no_address_is_left_out(hub: HostileHub, url: str) -> None:
+def test_named_hub_without_a_valid_address_is_left_out(hub: HostileHub, url: str) -> None:
     hub.become("demo", hubs=(url,))
     hub.answers["/nodes"] = (503, {}, b"{}")
     with client_of(hub, 0.5) as client, pytest.raises(HubUnreachable):

@@ -4,8 +4,6 @@ The finer points of each have their own tests (tests/unit/hub, tests/unit/ledger
 hand, against a hub behind real sockets.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit import TempPaths
-from kit.door import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
+from kit.served_hub import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
 from shoal import protocol
 from shoal.errors import LedgerError
 from shoal.ledger import verify

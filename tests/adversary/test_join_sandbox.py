@@ -3,8 +3,6 @@
 The attacks run in the very sandbox that the worker runs in, made by the same functions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -162,7 +160,7 @@ OLD = "for word; do case $word in %s) echo 'bwrap: Unknown option' >&2; exit 1;;
         (OLD % "--size", "Install bubblewrap 0.8 or newer"),
     ],
 )
-def test_without_a_sandbox_there_is_no_work(hub, tmp_path, monkeypatch, capsys, program, complaint):
+def test_join_without_a_working_sandbox_ends(hub, tmp_path, monkeypatch, capsys, program, complaint):
     """There is no bubblewrap, it may not, or it makes every sandbox but one with this option."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -175,7 +173,7 @@ def test_without_a_sandbox_there_is_no_work(hub, tmp_path, monkeypatch, capsys, 
     assert {asked.path for asked in hub.requests} == {"/run"}, "nobody registered"
 
 
-def test_a_home_inside_what_the_worker_needs_is_not_shown(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_home_inside_the_interpreters_folder_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """As where shoal is installed into the system's own Python, in a container whose home is below it."""
     home = tmp_path / "python" / "home"
     home.mkdir(parents=True)
@@ -188,7 +186,7 @@ def test_a_home_inside_what_the_worker_needs_is_not_shown(tmp_path: Path, monkey
 
 
 @needs_bubblewrap
-def test_the_exit_code_of_the_worker_is_passed_on(hub: HostileHub, tmp_path: Path, capfd: Capture) -> None:
+def test_exit_code_of_the_worker_is_passed_on(hub: HostileHub, tmp_path: Path, capfd: Capture) -> None:
     hub.answers["/nodes"] = (403, {}, b'{"code": "node.banned", "message": "go away"}')
     words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
     assert main(words) == 6
@@ -235,7 +233,7 @@ sys.exit(9 if ctypes.CDLL(None).syscall(KEYCTL, 10, -3, b"user", b"MARK", 0) > 0
 """
 
 
-def test_the_worker_has_no_key_of_its_users_session(tmp_path: Path) -> None:
+def test_worker_has_no_key_of_the_users_session(tmp_path: Path) -> None:
     """By the function that starts it, which makes a keyring of its own."""
     machine, mark = os.uname().machine, f"shoal-test-{os.urandom(8).hex()}"
     keyctl, add_key = sandbox.KEYCTL.get(machine), {"x86_64": 248, "aarch64": 217}.get(machine)
@@ -249,9 +247,6 @@ def test_the_worker_has_no_key_of_its_users_session(tmp_path: Path) -> None:
     if "no keyrings" in ran.stderr or keyctl is None:
         pytest.skip("this kernel, or its container, has no keyrings")
     assert ran.returncode == 0, ran.stderr
-
-
-# ── the forwarder ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -281,7 +276,7 @@ def port_of(hub: HostileHub) -> int:
     return int(hub.url.rpartition(":")[2])
 
 
-def test_leads_to_what_is_allowed_while_it_is(forwarder: Forwarder, hub: HostileHub, other: HostileHub) -> None:
+def test_forwarder_reaches_what_is_allowed_while_it_is(forwarder, hub, other):
     reach = Reach(Nearness.LOOPBACK)
     forwarder.allow([hub.url], [other.url], reach)
     assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200")
@@ -301,13 +296,13 @@ def test_name_in_another_script_has_one_way_out(forwarder, hub, monkeypatch, hos
         assert http.get(f"{url}/run").status_code == 200
 
 
-def test_what_a_public_hub_may_not_name_is_unreachable(forwarder, hub, other):
+def test_targets_that_a_public_hub_may_not_name_are_unreachable(forwarder, hub, other):
     named = [other.url, "http://169.254.169.254/", "ftp://8.8.8.8", "http://a:b@8.8.8.8:80"]
     forwarder.allow([hub.url], named, Reach(Nearness.PUBLIC))
     assert [path.name for path in forwarder.folder.iterdir()] == [socket_name("127.0.0.1", port_of(hub))]
 
 
-def test_a_name_keeps_the_address_that_it_had(forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch) -> None:
+def test_name_keeps_its_first_address(forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch) -> None:
     found = ["127.0.0.1", "127.0.0.9"]
     resolving(monkeypatch, lambda host: found.pop(0) if host == "hub.example" else host)
     monkeypatch.setattr(targets, "nearness", lambda text: Nearness.PUBLIC if text == "127.0.0.1" else nearness(text))
@@ -329,7 +324,7 @@ def test_named_hub_moved_to_loopback_has_no_way_out(forwarder: Forwarder, hub: H
     assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200"), "what the user gave in numbers cannot move"
 
 
-def test_long_and_many_names_neither_end_it_nor_take_all_descriptors(forwarder: Forwarder, monkeypatch: Patch) -> None:
+def test_long_and_many_names_do_not_exhaust_the_forwarder(forwarder: Forwarder, monkeypatch: Patch) -> None:
     resolving(monkeypatch, lambda _: "8.8.8.8")
     monkeypatch.setattr(forwarding, "MAX_ENDPOINTS", 3)
     long = f"{'a' * 60}.{'b' * 60}.{'c' * 60}.example"
@@ -339,7 +334,7 @@ def test_long_and_many_names_neither_end_it_nor_take_all_descriptors(forwarder: 
     assert len(list(forwarder.folder.iterdir())) == 3
 
 
-def test_a_socket_that_cannot_be_made_is_a_warning(hub: HostileHub, tmp_path: Path, caplog: Logs) -> None:
+def test_socket_that_cannot_be_made_is_a_warning(hub: HostileHub, tmp_path: Path, caplog: Logs) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     with closing(Forwarder(folder)) as forwarder:
@@ -347,7 +342,7 @@ def test_a_socket_that_cannot_be_made_is_a_warning(hub: HostileHub, tmp_path: Pa
     assert "cannot be reached from the sandbox" in caplog.text
 
 
-def test_large_bodies_pass_in_both_directions_at_once(forwarder: Forwarder) -> None:
+def test_large_bodies_pass_in_both_directions(forwarder: Forwarder) -> None:
     data = os.urandom(8 * 2**20)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -1,12 +1,11 @@
-"""A policy's files come from whoever runs the trainer: none of them becomes code, or asks the person."""
-
-from __future__ import annotations
+"""A policy's files come from the trainer's owner: none of them becomes code, or asks the person."""
 
 import builtins
 import json
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from shoal.models.lora import ADAPTER_FILE, adapter_shape
 TINY = model_folder("tiny")
 AUTO = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor")
 TABLES = {"attn_config", "ffn_config"}  # of mpt and dbrx: no models
-COMPOSITES = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if set(CONFIG_MAPPING[kind].sub_configs) - TABLES]
+ONE_LAYER = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers"), 1)
 EVIL = """
 from pathlib import Path
 Path(__file__).with_name("EXECUTED").write_text("yes")
@@ -70,10 +69,12 @@ def test_composite_with_code_in_its_inner_model_is_refused(planted):
     assert nothing_happened(planted)
 
 
-@pytest.mark.parametrize("kind", COMPOSITES)
-def test_every_composite_architecture_is_refused(kind):
-    with pytest.raises(ModelError, match="is a composite"), torch.device("meta"):
-        model_from_files({"config.json": json.dumps({"model_type": kind}).encode()}, device="meta")
+def test_every_composite_architecture_is_refused():
+    composites = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if set(CONFIG_MAPPING[kind].sub_configs) - TABLES]
+    assert len(composites) > 15
+    for kind in composites:
+        with pytest.raises(ModelError, match=f"'{kind}' is a composite"), torch.device("meta"):
+            model_from_files({"config.json": json.dumps({"model_type": kind}).encode()}, device="meta")
 
 
 def test_composite_hidden_in_a_text_model_is_refused(planted):
@@ -83,11 +84,13 @@ def test_composite_hidden_in_a_text_model_is_refused(planted):
 
 
 def test_no_code_runs_in_any_architecture(planted):
-    """All that transformers has, of its default size, on the meta device; what cannot be built says so."""
+    """All that transformers has, on the meta device; what cannot have one layer has as many as by default."""
     extra = planting(planted)
-    built = 0
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config = {"model_type": kind, **extra, "unknown_table": dict(extra), "unknown_list": [dict(extra)]}
+    built = set[str]()
+    for kind, size in product(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, (ONE_LAYER, {})):
+        config = {"model_type": kind, **size, **extra, "unknown_table": dict(extra), "unknown_list": [dict(extra)]}
+        if kind in built:
+            continue
         try:
             with torch.device("meta"):
                 model = model_from_files({"config.json": json.dumps(config).encode()}, device="meta")
@@ -96,8 +99,8 @@ def test_no_code_runs_in_any_architecture(planted):
         assert type(model).__module__.startswith("transformers.models."), kind
         assert not hasattr(model.config, "auto_map"), kind
         assert model.config._name_or_path == "", kind
-        built += 1
-    assert built > 100
+        built.add(kind)
+    assert len(built) > 100
     assert nothing_happened(planted)
 
 
@@ -125,7 +128,7 @@ def test_no_code_runs_from_the_files_beside_the_configuration(planted):
     assert not Path("EXECUTED").exists()
 
 
-def test_transformers_itself_neither_asks_nor_imports(planted):
+def test_transformers_neither_asks_nor_imports(planted):
     """The rules above left aside: the configuration is given to transformers as it is."""
     (planted / "config.json").write_text(json.dumps({"model_type": "evil", **planting(planted)}))
     (planted / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", **planting(planted)}))
@@ -139,7 +142,7 @@ def test_transformers_itself_neither_asks_nor_imports(planted):
     assert nothing_happened(planted)
 
 
-def test_nothing_can_be_fetched_from_a_model_hub():
+def test_model_hub_cannot_be_reached():
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -159,6 +162,6 @@ def test_role_does_not_read_what_is_typed(role):
     assert found.stdout.endswith("nothing is read\n"), found.stderr
 
 
-def test_words_of_a_policy_reach_the_terminal_without_control_characters():
+def test_control_characters_of_a_policy_are_not_printed():
     told = _first_line(ValueError("no activation \x1b]0;owned\x07\x9b31m here\nand more"))
     assert told == "ValueError: no activation ?]0;owned??31m here"

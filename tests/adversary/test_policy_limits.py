@@ -1,7 +1,5 @@
 """A policy that is larger than it may be: it takes neither disk nor memory, whatever it claims."""
 
-from __future__ import annotations
-
 import base64
 import gc
 import json
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from kit.cast import KEY, Lab
-from kit.liar import manifest_of, write_tree
+from kit.forged import manifest_of, write_tree
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy
 from shoal.engines.memory import cached_token_bytes
 from shoal.engines.rows import Rows
@@ -29,7 +27,7 @@ from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters,
 from shoal.runtime.limits import MachineLimits, folder_bytes
 from shoal.runtime.lock import FolderLock
 from shoal.shardcast import Content
-from shoal.shardcast.cache import Filling
+from shoal.shardcast.cache import PartFiles
 from shoal.shardcast.content import chunk_of
 from shoal.worker.outbox import KeptHeads
 
@@ -47,7 +45,7 @@ def repeating(lab: Lab, chunk_bytes: int, times: int, version: int = 0, names: i
     return manifest
 
 
-def test_one_chunk_that_repeats_writes_no_more_than_was_announced(lab):
+def test_repeated_chunk_writes_no_more_than_was_announced(lab):
     manifest = repeating(lab, MIB, 64)
     source = lab.source()
     lab.client(source.url, name="unlimited").fetch(manifest.policy, 30)
@@ -72,7 +70,7 @@ def test_four_terabytes_are_refused_by_default(lab, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [10**4, 10**8], ids=["too little disk", "chunks that never come"])
-def test_manifests_of_policies_that_never_arrive_leave_nothing_on_the_disk(lab, limit):
+def test_manifests_of_missing_policies_leave_nothing_on_disk(lab, limit):
     """Each a hundred kilobytes of entries."""
     manifest = repeating(lab, MIB, 1, names=1000)
     shutil.rmtree(lab.www / "chunks")
@@ -90,7 +88,7 @@ def test_link_planted_in_the_workers_folder_is_not_written_through(tmp_path):
     for planted in (part, heads, lock):
         planted.symlink_to(mine)
     with pytest.raises(ResourceError, match=r"cannot write .*\.part: it is a link, or no plain file: remove it"):
-        Filling().add(part, (chunk_of(memoryview(b"evil")),), MIB)
+        PartFiles().add(part, (chunk_of(memoryview(b"evil")),), MIB)
     receipt = {"kind": "x", "document": {"ledger": {"hash": "0"}}, "signed_by": KEY.public_key, "signature": "0" * 128}
     KeptHeads(tmp_path).keep(SignedDocument.model_validate(receipt))
     with pytest.raises(ResourceError, match="it is a link"):
@@ -122,7 +120,7 @@ def checked(files: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
 def peak_growth(act: Callable[[], object]) -> int:
     """By how many bytes this process was larger, at most, than before."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     act()
     return status_bytes("VmHWM") - before
@@ -173,14 +171,14 @@ def test_configuration_with_absurd_counts_is_refused_without_memory(config, said
     assert peak_growth(refused) < 200 * 10**6
 
 
-def test_json_without_end_is_refused():
+def test_endless_json_is_refused():
     with pytest.raises(ModelError, match=r"config\.json is nested too deep"):
         model_from_files({"config.json": b'{"a":' * 100_000 + b"1" + b"}" * 100_000})
     with pytest.raises(ModelError, match=r"config\.json has [0-9]+ bytes; at most 1048576"):
         model_from_files({"config.json": b'{"a": "' + b"x" * 2**20 + b'"}'})
 
 
-def test_files_of_a_policy_are_few_and_small(lab):
+def test_policy_with_many_or_large_files_is_refused(lab):
     shelf, ref = policy(lab, files=17)
     with pytest.raises(ModelError, match=r"the policy has 2\d files"):
         shelf.get(ref, 10)
@@ -188,7 +186,7 @@ def test_files_of_a_policy_are_few_and_small(lab):
         check_files([Entry(name="tokenizer.json", type="file", offset=0, size_bytes=10**9)])
 
 
-def test_model_that_takes_more_memory_than_it_may_is_refused_and_one_that_does_not_is_built(lab):
+def test_model_above_the_memory_limit_is_refused(lab):
     shelf, ref = policy(lab)
     payload = shelf._fetch(ref, 10)
     with pytest.raises(ResourceError, match=r"model of 17\d,\d+ weights, .* in float32, and 1 kB .*--max-memory"):
@@ -215,7 +213,7 @@ def drawn(engine: TorchEngine, prompt: int, seeds: int) -> list[list[Completion]
 
 
 @pytest.mark.parametrize(("prompt", "seeds"), [(500, 1), (1, 500)])
-def test_small_model_with_wide_layers_computes_no_more_tokens_at_once_than_fit(prompt, seeds):
+def test_wide_layers_compute_only_as_many_tokens_as_fit(prompt, seeds):
     engine = hungry_engine(
         model_type="llama", intermediate_size=65_536, num_attention_heads=2, num_key_value_heads=1
     )  # 1 MiB a token
@@ -223,7 +221,7 @@ def test_small_model_with_wide_layers_computes_no_more_tokens_at_once_than_fit(p
     assert peak_growth(lambda: drawn(engine, prompt, seeds)) < 150 * 10**6
 
 
-def test_cache_larger_than_the_configuration_says_is_measured():
+def test_cache_larger_than_configured_is_measured():
     engine = hungry_engine(
         model_type="deepseek_v3", intermediate_size=8, moe_intermediate_size=8, first_k_dense_replace=1,
         n_routed_experts=8, n_group=1, topk_group=1, num_experts_per_tok=1, num_attention_heads=2,
@@ -250,16 +248,13 @@ def test_prompts_computed_in_pieces_give_the_same_states(longest):
         Rows.after(model, prompts, torch.tensor([0]), max_tokens=2)
 
 
-def test_prompts_of_a_model_whose_layers_have_a_state_are_not_computed_in_pieces(monkeypatch):
+def test_prompts_of_stateful_layers_are_not_computed_in_pieces(monkeypatch):
     model, prompts = load_model("tiny").model, [(3, 4, 5, 6), (3,)]
     monkeypatch.setattr(model, "_is_stateful", True, raising=False)
     with torch.inference_mode():
         Rows.after(model, prompts, torch.tensor([0, 1]), max_tokens=8)
         with pytest.raises(MemoryError, match="2 prompts of up to 4 tokens do not fit"):
             Rows.after(model, prompts, torch.tensor([0, 1]), max_tokens=6)
-
-
-# ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def tokenizer(vocabulary: Sequence[str] = ("<unk>", "1+1", "2", "e"), **parts: object) -> TextTokenizer:
@@ -332,7 +327,7 @@ def test_tokenizer_that_multiplies_texts_is_refused(parts, said):
         r"(?x)(\s*) *x", "a{9}{9}{9}x", "(?:a|" + "a|" * 20 + "b)x", "[a-z]+[[a-z]]*[xy]+z",
     ],
 )  # fmt: skip
-def test_tokenizer_whose_pattern_may_take_more_than_the_square_of_a_text_is_refused(pattern):
+def test_tokenizer_with_a_slow_pattern_is_refused(pattern):
     with pytest.raises(ModelError, match="a pattern that can take forever"):
         tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"})
 
@@ -383,11 +378,11 @@ WELL_KNOWN: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", WELL_KNOWN)
-def test_patterns_and_steps_of_well_known_tokenizers_are_allowed(name):
+def test_well_known_tokenizers_are_allowed(name):
     assert tokenizer(**WELL_KNOWN[name]).vocabulary_size == 4
 
 
-def test_tokenizer_that_breaks_the_library_is_an_error_in_words(monkeypatch):
+def test_panic_of_the_tokenizer_library_is_a_model_error(monkeypatch):
     class PanicException(BaseException):  # as the library's own, which cannot be imported
         pass
 

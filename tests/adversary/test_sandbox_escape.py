@@ -3,8 +3,6 @@
 Every one runs in the real sandbox. What it must not reach (a file, a server, a secret) is really there, outside.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -50,9 +48,6 @@ def nothing_stays_behind(monkeypatch: Patch) -> Iterator[None]:
 def worth(code: str, answer: str = ANSWER) -> tuple[float, str]:
     scored = CodeGrader().score(answer, f"```python\n{code}\n```")
     return scored.value, scored.notes
-
-
-# ── too much of something ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 BOMBS = {
@@ -102,7 +97,7 @@ def slow_if_long(names: Iterable[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("bomb", slow_if_long(BOMBS))
-def test_a_bomb_is_worth_nothing(bomb: str) -> None:
+def test_bomb_scores_zero(bomb: str) -> None:
     code, says = BOMBS[bomb]
     value, notes = worth(code)
     assert value == 0.0
@@ -118,7 +113,7 @@ SLEEPERS = [
 
 
 @pytest.mark.parametrize("code", SLEEPERS)
-def test_a_program_that_only_waits_is_ended_by_the_clock(code: str, monkeypatch: Patch) -> None:
+def test_waiting_program_is_ended_by_the_clock(code: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(process_module, "WALL_FACTOR", 0)
     monkeypatch.setattr(process_module, "WALL_GRACE_S", 1.0)
     value, notes = worth(code)
@@ -126,14 +121,11 @@ def test_a_program_that_only_waits_is_ended_by_the_clock(code: str, monkeypatch:
     assert "took longer" in notes
 
 
-def test_a_child_that_would_outlive_its_parent_is_never_born() -> None:
+def test_fork_fails() -> None:
     code = "import os\ntry:\n  os.fork()\nexcept OSError as e:\n  print(e.errno)\nimport ctypes\n" + "".join(
         f"print(ctypes.CDLL(None, use_errno=True).{call})\n" for call in ("fork()", "vfork()", "daemon(0, 0)")
     )
     assert said(code).split() == ["1", "-1", "-1", "-1"]
-
-
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_nothing_can_be_written_anywhere() -> None:
@@ -156,7 +148,7 @@ print(written)
     assert said(code) == "[]"
 
 
-def test_what_is_outside_is_not_there() -> None:
+def test_files_outside_are_not_visible() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(SECRET)
         file.flush()
@@ -168,7 +160,7 @@ def test_what_is_outside_is_not_there() -> None:
         assert said(code) == "[]"
 
 
-def test_links_and_roots_of_other_processes_lead_nowhere() -> None:
+def test_proc_links_of_other_processes_are_closed() -> None:
     code = """
 import os
 for path in ("/proc/1/root", "/proc/1/cwd", "/proc/self/root/../..", "/proc/1/fd", "/proc/1/map_files"):
@@ -181,9 +173,6 @@ for path in ("/proc/1/root", "/proc/1/cwd", "/proc/self/root/../..", "/proc/1/fd
     assert lines["/proc/1/root"] == lines["/proc/1/cwd"] == lines["/proc/1/fd"] == lines["/proc/1/map_files"] == "13"
     assert "'proc'" in lines["/proc/self/root/../.."]
     assert "'etc'" not in lines["/proc/self/root/../.."]
-
-
-# ── the answers, and what else is in this process ─────────────────────────────────────────────────────────────────────
 
 
 # What it looks for is nowhere in one piece: it would find itself.
@@ -226,7 +215,7 @@ print(found, os.environ.get("SHOAL_SECRET"), sys.argv)
 """
 
 
-def test_the_expected_output_is_nowhere_in_there(monkeypatch: Patch) -> None:
+def test_expected_output_is_not_in_memory(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     kept = os.memfd_create("secret", 0)
     os.write(kept, SECRET.encode())
@@ -240,13 +229,13 @@ def test_the_expected_output_is_nowhere_in_there(monkeypatch: Patch) -> None:
     assert worth(HUNTER)[0] == 0.0
 
 
-def test_the_hunter_would_find_what_is_there() -> None:
+def test_search_of_memory_finds_its_input() -> None:
     """The hunt itself works: what a program is given, it finds."""
     code = f"given = input()\n{HUNTER}"
     assert said(code, SECRET + "\n") != "[] None ['solution.py']"
 
 
-def test_one_test_knows_nothing_of_another() -> None:
+def test_second_test_sees_nothing_of_the_first() -> None:
     """Nothing of the first test's input or output is in the memory of the second, nor anything the first left."""
     code = f"""
 import builtins, os, sys
@@ -267,7 +256,7 @@ print(word)
     assert third.output.split(b"\n")[1] == b"[] None ['solution.py']"
 
 
-def test_what_the_first_test_changes_is_as_before_in_the_second() -> None:
+def test_changes_of_the_first_test_are_undone() -> None:
     code = """
 import builtins, os, resource, sys
 print(hasattr(builtins, "left"), os.environ.get("LEFT"), os.umask(0), os.getpriority(os.PRIO_PROCESS, 1),
@@ -286,9 +275,6 @@ for attempt in (lambda: os.setpriority(os.PRIO_PROCESS, 1, 19), lambda: os.nice(
         first, second = sandbox.run(b""), sandbox.run(b"")
     assert first.ended == second.ended == "well"
     assert first.output == second.output
-
-
-# ── being paid for nothing ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 FORGERIES = {
@@ -322,7 +308,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("forgery", slow_if_long(FORGERIES))
 @pytest.mark.parametrize("answer", [ANSWER, CALL], ids=["printed", "called"])
-def test_a_forgery_is_worth_nothing(forgery: str, answer: str) -> None:
+def test_forgery_scores_zero(forgery: str, answer: str) -> None:
     assert worth(FORGERIES[forgery], answer)[0] == 0.0
 
 
@@ -338,8 +324,8 @@ KILLERS = {
 
 
 @pytest.mark.parametrize("how", KILLERS)
-def test_nobody_can_be_killed_and_no_kill_can_be_feigned(how: str) -> None:
-    """A program that is killed from outside is no sample. So none may look as if it was."""
+def test_no_process_can_be_killed_and_no_kill_feigned(how: str) -> None:
+    """A program that is killed from outside is unscored. So none may look as if it was."""
     code = f"""
 import ctypes, fcntl, os, resource, signal, time
 libc = ctypes.CDLL(None)
@@ -356,17 +342,14 @@ print("here")
     assert outputs == [b"here\n"] * 2
 
 
-# ── the kernel ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def server() -> Iterator[int]:
-    """A server on this machine that answers whoever reaches it."""
+    """A server on this machine that answers every client."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         yield int(listening.getsockname()[1])
 
 
-def test_no_server_of_this_machine_is_reached(server: int, tmp_path: Path) -> None:
+def test_no_server_can_be_reached(server: int, tmp_path: Path) -> None:
     named, abstract = str(tmp_path / "socket"), f"\0shoal-{os.getpid()}"
     with closing(socket.socket(socket.AF_UNIX)) as one, closing(socket.socket(socket.AF_UNIX)) as other:
         for listening, address in ((one, named), (other, abstract)):
@@ -401,7 +384,7 @@ CALLS = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-def test_a_call_that_is_forbidden_says_so() -> None:
+def test_forbidden_system_call_fails() -> None:
     code = f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -412,7 +395,7 @@ for name, (number, *arguments) in {CALLS!r}.items():
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-def test_calls_that_are_not_known_and_other_numberings_do_not_exist() -> None:
+def test_unknown_system_calls_do_not_exist() -> None:
     code = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -422,7 +405,7 @@ for number in (435, 451, 467, 600, 0x40000000 + 39, 0x40000000 + 57):
     assert set(said(code).splitlines()) == {"-1 38"}
 
 
-def test_nobody_becomes_anybody() -> None:
+def test_no_rights_can_be_gained() -> None:
     code = """
 import os
 for attempt in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0]), lambda: os.setresuid(0, 0, 0),
@@ -452,11 +435,11 @@ print([resource.getrlimit(x)[1] for x in (resource.RLIMIT_CPU, resource.RLIMIT_A
     assert said(code) == f"[2, {256 << 20}, 0]"
 
 
-def test_the_only_descriptors_are_the_three() -> None:
+def test_only_three_descriptors_are_open() -> None:
     assert said("import os\nprint(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"  # 3 is the listing itself
 
 
-def test_many_programs_at_once_do_not_take_each_others_threads() -> None:
+def test_programs_do_not_share_a_limit_of_threads() -> None:
     code = b"""
 import threading, time
 threads = [threading.Thread(target=time.sleep, args=(0.2,)) for _ in range(40)]

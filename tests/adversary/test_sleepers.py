@@ -5,8 +5,6 @@ p = max(5 %, 10/streak), so a cheat passes 1/p - 1 times on average before it is
 loses then is everything that is in no batch yet, and all credit of the window. A real run of it: test_trials.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any
 import pytest
 
 from kit import TempPaths
-from kit.door import Hub, ok, refusal, running_hub
 from kit.hub import make_config
+from kit.served_hub import Hub, ok, refusal, running_hub
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
 from shoal.hub.state.rows import NodeRow, Rules
@@ -48,7 +46,7 @@ class Caught:
 
 
 class Sleeping:
-    """A worker, and a validator that sees what it hands in when it looks closely, and only then."""
+    """A worker, and a validator that sees what it submits when it looks closely, and only then."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -67,14 +65,7 @@ class Sleeping:
         return next(node for node in self.hub.status().nodes if node.name == "sleeper")
 
     def ledger(self) -> list[LedgerEntry]:
-        entries: list[LedgerEntry] = []
-        while page := self.page(len(entries) - 1):
-            entries += page
-        return entries
-
-    def page(self, after: int) -> tuple[LedgerEntry, ...]:
-        answer = ok(self.hub.http.get("/ledger", params={"after": after}))
-        return LedgerPage.model_validate_json(answer.content).entries
+        return list(LedgerPage.model_validate_json(ok(self.hub.http.get("/ledger?limit=1000")).content).entries)
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +81,13 @@ def caught(tmp_path_factory: TempPaths) -> Caught:
         while not story[-1][1]:
             story.append(sleeper.unit(cheats=True))
         return Caught(
-            cheated=[unit for unit, _ in story],
-            looked_at=[looked_at for _, looked_at in story],
-            before=before,
-            after=sleeper.node(),
-            refused=refusal(sleeper.worker.call("POST", "/leases", {"request": "request-again"})),
-            entries=sleeper.ledger(),
-            units=hub.status().units,
-        )
+            cheated=[unit for unit, _ in story], looked_at=[looked_at for _, looked_at in story], before=before,
+            after=sleeper.node(), refused=refusal(sleeper.worker.call("POST", "/leases", {"request": "request-again"})),
+            entries=sleeper.ledger(), units=hub.status().units,
+        )  # fmt: skip
 
 
-def test_it_is_caught_by_the_first_full_audit_and_banned(caught: Caught) -> None:
+def test_sleeper_is_banned_by_its_first_full_audit(caught: Caught) -> None:
     assert caught.looked_at == [False] * (len(caught.cheated) - 1) + [True]
     assert len(caught.cheated) <= 60  # at p = 1/3 a hundredth of a billionth of all sleepers last longer
     assert caught.after.state is NodeState.BANNED
@@ -108,7 +95,7 @@ def test_it_is_caught_by_the_first_full_audit_and_banned(caught: Caught) -> None
     assert caught.refused == (403, "node.banned")
 
 
-def test_every_group_that_is_in_no_batch_is_pulled(caught: Caught) -> None:
+def test_untrained_groups_of_a_sleeper_are_pulled(caught: Caught) -> None:
     [pulled] = caught.bodies("pulled")
     assert set(caught.cheated[:-1]) <= set(pulled["units"])
     assert len(pulled["units"]) == caught.after.accepted
@@ -116,7 +103,7 @@ def test_every_group_that_is_in_no_batch_is_pulled(caught: Caught) -> None:
     assert caught.units["open"] == len(pulled["units"]) + 1
 
 
-def test_its_pending_credit_is_void(caught: Caught) -> None:
+def test_pending_credit_of_a_sleeper_is_void(caught: Caught) -> None:
     assert caught.before.pending > 0
     assert (caught.after.pending, caught.after.credit) == (0, 0)
     assert len(caught.bodies("void")) == len(caught.bodies("pending")) == caught.after.accepted
@@ -124,7 +111,7 @@ def test_its_pending_credit_is_void(caught: Caught) -> None:
     assert (account.credit, account.banned) == (0, True)
 
 
-def test_how_long_a_sleeper_lasts_that_is_trusted_most() -> None:
+def test_most_trusted_sleeper_lasts_20_groups_on_average() -> None:
     """The hub's own draws, under 2,000 secrets: 20 groups on average until the first full audit, 90 at the 99th."""
     rules = make_config(Path(), settings={"audit": "reputation"}).rules
     node = NodeRow("n" * 32, "k" * 64, "worker", "sleeper", 0, streak=10_000, passed=10_000)

@@ -4,8 +4,6 @@ The worker's engine rounds as coarsely as bfloat16 does: a tenth of its honest t
 the validator computes. The limits are measured on its honest work. The reward is 1 for half of all completions.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kit.door import Caller, Hub, ok, running_hub
+from kit.served_hub import Caller, Hub, ok, running_hub
 from shoal import protocol
 from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest
@@ -30,11 +28,11 @@ from shoal.hub.state.rows import NodeRow
 from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence, look_share
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.branches import Lookout
+from shoal.validator.branches import BranchChecker
 from shoal.validator.case import Case, read_body, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.verdicts import POLICY, Docket, Terms, docket_of
+from shoal.validator.verdicts import POLICY, AuditJob, LeaseTemplate, audit_job_of
 
 KEY = protocol.SigningKey.from_seed(b"k" * 32)
 EOS, TOKENS, GROUP = 1, 16, 16
@@ -79,14 +77,14 @@ def ready(engine: ScriptedEngine) -> ScriptedEngine:
 
 def leases(first: int, count: int) -> list[protocol.Lease]:
     sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=TOKENS, eos_token_id=EOS)
-    terms = Terms("steered", GROUP, sampling, protocol.ProofParameters(), KIND, Half.digest)
+    terms = LeaseTemplate("steered", GROUP, sampling, protocol.ProofParameters(), KIND, Half.digest)
     return [terms.lease(n, (10 + n % 80, 20 + n // 80, 30), f"t/{n}") for n in range(first, first + count)]
 
 
-def handed_in(engine: Engine, asked: Sequence[protocol.Lease]) -> list[Docket]:
+def submitted(engine: Engine, asked: Sequence[protocol.Lease]) -> list[AuditJob]:
     requests = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in asked]
     groups: list[list[Completion]] = engine.generate(requests, asked[0].proof)
-    return [docket_of(lease, group, engine, KEY) for lease, group in zip(asked, groups, strict=True)]
+    return [audit_job_of(lease, group, engine, KEY) for lease, group in zip(asked, groups, strict=True)]
 
 
 @cache
@@ -95,7 +93,7 @@ def profile() -> Profile:
     clean = ready(ScriptedEngine())
     cases = [
         Case(each.lease, read_body(each.body)[0], "", clean.vocabulary_size, clean.hidden_size, Profile(key=KIND))
-        for each in handed_in(ready(Rounding()), leases(4_000, 24))
+        for each in submitted(ready(Rounding()), leases(4_000, 24))
     ]
     for case, replay in zip(cases, replay_all(clean, cases), strict=True):
         assert not isinstance(replay, Exception)
@@ -120,17 +118,19 @@ class Node:
         return struck[0] if struck else None
 
 
-def node_of(engine: Engine, lookout: Lookout | None, groups: int = GROUPS, looked: float | None = None) -> Node:
+def node_of(
+    engine: Engine, branch_checker: BranchChecker | None, groups: int = GROUPS, looked: float | None = None
+) -> Node:
     """Its groups, judged 8 at a time, until it is struck; `looked` is the share of its branches that are decoded."""
-    judge = Judge(Half(), {KIND: profile()}, lookout=lookout)  # type: ignore[arg-type]
+    judge = Judge(Half(), {KIND: profile()}, branch_checker=branch_checker)  # type: ignore[arg-type]
     node, truth = Node([], GainEvidence()), LoadedPolicy(POLICY, ready(ScriptedEngine()), {})
     for start in range(0, groups, 8):
         share = look_share(start, node.gains.value) if looked is None else looked
-        dockets = [
+        audit_jobs = [
             replace(each, audit=each.audit.model_copy(update={"gains": node.gains, "look_share": share}))
-            for each in handed_in(engine, leases(start, 8))
+            for each in submitted(engine, leases(start, 8))
         ]
-        node.verdicts += judge.verdicts(dockets, truth)
+        node.verdicts += judge.verdicts(audit_jobs, truth)
         if node.first_strike is not None:
             break
         for verdict in node.verdicts[start:]:
@@ -145,8 +145,8 @@ def steering(tries: int = 4) -> Engine:
     return Branching(ready(Rounding()), lambda _prompt: value, REACH, tries)
 
 
-def looking(seed: int = 0) -> Lookout:
-    return Lookout(time_share=1e9, rng=random.Random(seed))
+def looking(seed: int = 0) -> BranchChecker:
+    return BranchChecker(time_share=1e9, rng=random.Random(seed))
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +159,14 @@ def honest() -> Node:
     return node_of(ready(Rounding()), looking(1), looked=0.5)
 
 
-def test_every_group_of_it_passes_where_nobody_looks_at_branches(honest: Node) -> None:
+def test_steered_groups_pass_when_no_branch_is_checked(honest: Node) -> None:
     """And its rewards are much better than honest ones of the same leases: this is what is sold."""
     unseen = node_of(steering(), None, groups=16)
     assert {(verdict.outcome, verdict.reason) for verdict in unseen.verdicts} == {(protocol.Outcome.ACCEPTED, "")}
     assert unseen.rewards > honest.rewards + 0.2
 
 
-def test_it_is_struck_once_the_seeds_branches_are_looked_at(steered: Node) -> None:
+def test_steering_is_struck_when_branches_are_checked(steered: Node) -> None:
     strike = steered.verdicts[-1] if steered.first_strike is None else steered.verdicts[steered.first_strike - 1]
     assert (strike.outcome, strike.reason) == (protocol.Outcome.REJECTED, "sampling.steered")
     assert strike.severity is protocol.Severity.STATISTICAL
@@ -174,13 +174,13 @@ def test_it_is_struck_once_the_seeds_branches_are_looked_at(steered: Node) -> No
     assert sum(value > 0 for value in differences) > 0.8 * len(differences)
 
 
-def test_honest_work_under_the_same_looks_shows_nothing(honest: Node) -> None:
+def test_honest_work_passes_the_check_of_branches(honest: Node) -> None:
     assert {verdict.outcome for verdict in honest.verdicts} == {protocol.Outcome.ACCEPTED}
     assert honest.gains.differing > 30
     assert honest.gains.value < 100
 
 
-def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
+def test_evidence_of_fresh_keys_is_added_up(steered: Node) -> None:
     """A key for every group: none has evidence enough of its own, all together do, and then nobody new is trusted."""
     suspicion, alone = Suspicion(), list[float]()
     honest = {"outcome": protocol.Outcome.ACCEPTED, "reason": "", "severity": None}  # of keys that nobody knows yet
@@ -222,7 +222,7 @@ def handed_over(worker: Caller, validator: Caller, seen: Iterator[Branches]) -> 
     return audit
 
 
-def test_the_hub_suspends_it_by_evidence_that_it_kept(steered: Node, tmp_path: Path) -> None:
+def test_hub_suspends_a_steering_node_by_its_evidence(steered: Node, tmp_path: Path) -> None:
     seen = cycle(verdict.branches for verdict in steered.verdicts)
     with wide_hub(tmp_path) as hub:
         worker, validator = hub.worker("steered"), hub.trusted("validator-0", "validator")
@@ -240,7 +240,7 @@ def node_view(hub: Hub) -> protocol.NodeView:
     return next(node for node in hub.status().nodes if node.name == "steered")
 
 
-def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(steered: Node, tmp_path: Path) -> None:
+def test_hub_distrusts_newcomers_when_keys_change_every_four_groups(steered: Node, tmp_path: Path) -> None:
     seen = cycle(verdict.branches for verdict in steered.verdicts)
     with wide_hub(tmp_path) as hub:
         validator, audit, keys = hub.trusted("validator-0", "validator"), None, 0

@@ -5,8 +5,6 @@ where that needs more tokens, test_trials (those that lie about progress: integr
 are tests of this folder.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -25,7 +23,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "stale weights": ("cheat stale",),
     "small model decodes and right model only prefills": ("cheat small-decodes", "cheat int4-decodes"),
     "prompt swapped": ("cheat swap-prompt", "cheat claim-prompt"),
-    "seed ignored": ("cheat own-dice", "cheat greedy", "cheat cold"),
+    "seed ignored": ("cheat own-seeds", "cheat greedy", "cheat cold"),
     "best-of-n cherry-picking": ("cheat best-of",),
     "seed grinding": ("cheat grind", "test_hub_attacks::test_seed_grinding"),
     "early termination": ("cheat cut-short", "cheat early-end"),
@@ -49,13 +47,13 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "lease hoarding": ("test_hub_attacks::test_hoarding_leases",),
     "sybil keys after a ban": (
         "test_hub_attacks::test_sybil_keys_after_a_ban",
-        "test_cheats_are_caught::test_a_banned_node_that_comes_again_is_shut_out_at_the_door",
+        "test_cheats_are_caught::test_banned_key_is_refused_when_it_returns",
     ),
     "sleeper (honest for long, then cheats)": (
         "cheat sleeper",
-        "test_sleepers::test_it_is_caught_by_the_first_full_audit_and_banned",
-        "test_sleepers::test_every_group_that_is_in_no_batch_is_pulled",
-        "test_sleepers::test_its_pending_credit_is_void",
+        "test_sleepers::test_sleeper_is_banned_by_its_first_full_audit",
+        "test_sleepers::test_untrained_groups_of_a_sleeper_are_pulled",
+        "test_sleepers::test_pending_credit_of_a_sleeper_is_void",
     ),
     "lying relay (corrupt, truncated, stale, endless chunk)": (
         "test_cast_chunks::test_a_client_gets_the_right_bytes_beside_a_liar",
@@ -63,7 +61,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_cast_documents::test_a_client_that_has_seen_the_new_refuses_the_old_also_after_a_restart",
     ),
     "tampered manifest": (
-        "test_cast_documents::test_a_document_that_is_forged_or_without_end_is_refused_and_somebody_honest_is_asked",
+        "test_cast_documents::test_forged_or_endless_document_is_refused_and_another_source_is_asked",
     ),
     "a ledger filled by throwaway keys": (
         "test_hub_attacks::test_throwaway_keys_that_register_and_cheat_leave_nothing_in_the_ledger",
@@ -71,42 +69,38 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "rolled-back ledger": ("test_hub_attacks::test_a_ledger_that_is_rolled_back_or_changed",),
     # and beyond the usual list
     "proofs made without computing anything": (
-        "cheat constant-proofs",
-        "cheat modulus-one",
-        "cheat null-proofs",
-        "cheat random-proofs",
-        "cheat no-proofs",
+        "cheat constant-proofs", "cheat modulus-one", "cheat null-proofs", "cheat random-proofs", "cheat no-proofs",
     ),
     "proofs of something else": ("cheat swapped-proofs", "cheat replayed-proofs"),
     "proofs of another size": ("cheat half-proofs", "cheat long-proofs"),
     "steering inside the tolerance": (
         "cheat steer",
-        "test_trials::test_steering_inside_the_tolerance_is_caught_by_its_sums",
+        "test_trials::test_steering_inside_the_tolerance_is_caught_by_sums",
     ),
     "buying reward with tolerance": (
         "cheat branch",
-        "test_steered_branches::test_every_group_of_it_passes_where_nobody_looks_at_branches",
-        "test_steered_branches::test_it_is_struck_once_the_seeds_branches_are_looked_at",
-        "test_steered_branches::test_fresh_keys_do_not_begin_anew",
-        "test_steered_branches::test_the_hub_suspends_it_by_evidence_that_it_kept",
-        "test_steered_branches::test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups",
+        "test_steered_branches::test_steered_groups_pass_when_no_branch_is_checked",
+        "test_steered_branches::test_steering_is_struck_when_branches_are_checked",
+        "test_steered_branches::test_evidence_of_fresh_keys_is_added_up",
+        "test_steered_branches::test_hub_suspends_a_steering_node_by_its_evidence",
+        "test_steered_branches::test_hub_distrusts_newcomers_when_keys_change_every_four_groups",
     ),
     "claiming the profile that forgives most": (
         "cheat loose",
-        "test_trials::test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums",
+        "test_trials::test_claim_of_the_widest_profile_is_caught_by_sums",
         "test_hub_attacks::test_a_profile_that_nobody_has_measured",
     ),
     "claiming another version of the policy": ("cheat claim-policy",),
-    "dice dodged by calling tokens given": (
+    "uniforms avoided by calling tokens the tool's": (
         "cheat claim-given",
-        "test_dialogue_attacks::test_tokens_that_were_drawn_are_called_given",
+        "test_dialogue_attacks::test_drawn_tokens_declared_as_tool_tokens_are_rejected",
     ),
     "forged dialogue (words, places or turns that are not the tool's)": (
-        "test_dialogue_attacks::test_a_forged_dialogue_is_rejected",
-        "test_dialogue_attacks::test_spans_that_are_none",
-        "test_dialogue_attacks::test_words_that_nobody_says_in_a_run_without_a_tool",
-        "test_dialogue_attacks::test_a_log_probability_for_what_nobody_drew",
-        "test_dialogue_attacks::test_it_says_that_it_ended_otherwise",
+        "test_dialogue_attacks::test_forged_dialogue_is_rejected",
+        "test_dialogue_attacks::test_malformed_spans_are_rejected",
+        "test_dialogue_attacks::test_tool_tokens_in_a_run_without_tool_are_rejected",
+        "test_dialogue_attacks::test_log_probability_of_a_tool_token_is_rejected",
+        "test_dialogue_attacks::test_wrong_finish_is_rejected",
     ),
     "progress that is said, or made up, to keep a lease": (
         "cheat show-random",
@@ -115,7 +109,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_hub_attacks::test_progress_that_is_only_said",
     ),
     "another answer after the first": ("test_hub_attacks::test_another_answer_after_the_first",),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

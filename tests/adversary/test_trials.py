@@ -3,8 +3,6 @@
 `benchmarks/cheats.py` shows the same for every cheat, and `benchmarks/seeded_sampling.py` on a real model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,8 @@ import pytest
 
 from kit import Patch
 from kit.attack import HONEST, Attacked, results
-from kit.trial import PROFILES, Court, Trial
-from shoal.adversary import CHEATS, Cheat, Disguise, find_cheat
+from kit.trial import PROFILES, Harness, Trial
+from shoal.adversary import CHEATS, Cheat, EngineWrapper, find_cheat
 from shoal.adversary.steering import steer
 from shoal.adversary.tokens import TRIES, Sleeper
 from shoal.engines import Engine, GenerationRequest
@@ -26,10 +24,10 @@ from shoal.shardcast import Payload
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 
 
-def test_steering_inside_the_tolerance_is_caught_by_its_sums() -> None:
+def test_steering_inside_the_tolerance_is_caught_by_sums() -> None:
     """No token of it is farther off than the tolerance; a few of them together are more than rounding explains."""
-    court = Court(profile=FLOAT32)
-    trial = court.tried(steer(PROFILES[FLOAT32].sampling)(), range(100), stop_when_banned=True)
+    harness = Harness(profile=FLOAT32)
+    trial = harness.tried(steer(PROFILES[FLOAT32].sampling)(), range(100), stop_when_banned=True)
     assert trial.until_banned() is not None
     assert {each.verdict.reason for each in trial.rejected} <= CHEATS["steer"].reasons
     for each in trial.rejected:
@@ -38,32 +36,32 @@ def test_steering_inside_the_tolerance_is_caught_by_its_sums() -> None:
         assert max(distances) < PROFILES[FLOAT32].sampling.distance
 
 
-def test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums() -> None:
+def test_claim_of_the_widest_profile_is_caught_by_sums() -> None:
     """At 0.7 times the temperature, as bfloat16: every group may pass by itself, 1,600 tokens together do not."""
-    trial = Court(profile=BFLOAT16).tried(find_cheat("loose"), range(40), stop_when_banned=True)
+    trial = Harness(profile=BFLOAT16).tried(find_cheat("loose"), range(40), stop_when_banned=True)
     assert trial.until_banned() is not None
     assert {each.verdict.reason for each in trial.rejected} <= CHEATS["loose"].reasons
 
 
 @pytest.mark.slow
-def test_steering_where_more_is_forgiven_is_caught_too() -> None:
-    court = Court(profile=BFLOAT16)
-    trial = court.tried(steer(PROFILES[BFLOAT16].sampling)(), range(100), stop_when_banned=True)
+def test_steering_under_a_wide_profile_is_caught() -> None:
+    harness = Harness(profile=BFLOAT16)
+    trial = harness.tried(steer(PROFILES[BFLOAT16].sampling)(), range(100), stop_when_banned=True)
     assert trial.until_banned() is not None
 
 
 def trials(name: str, count: int, units: int, group_size: int = 4) -> list[Trial]:
     """The same cheat, begun at so many different units: what so many nodes would do."""
-    court = Court(group_size=group_size)
-    return [court.tried(find_cheat(name), range(start, start + units)) for start in range(0, count * units, units)]
+    harness = Harness(group_size=group_size)
+    return [harness.tried(find_cheat(name), range(start, start + units)) for start in range(0, count * units, units)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tokens", "share"), [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-dice", 2 * 32, 0.9)]
+    ("name", "tokens", "share"), [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-seeds", 2 * 32, 0.9)]
 )
-def test_tokens_until_it_is_caught(name: str, tokens: int, share: float) -> None:
-    """Groups of about 28 tokens; of the tiny policy's few are of ordinary entropy, hence twice 32 for other dice."""
+def test_most_cheats_are_caught_within_their_tokens(name: str, tokens: int, share: float) -> None:
+    """Groups of about 28 tokens; of the tiny policy's few are of ordinary entropy, hence twice 32 for other seeds."""
     lasted = [trial.until_caught() for trial in trials(name, count=30, units=16)]
     soon = [each for each in lasted if each is not None and each[1] <= tokens]
     assert len(soon) >= share * len(lasted)
@@ -72,12 +70,12 @@ def test_tokens_until_it_is_caught(name: str, tokens: int, share: float) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [FLOAT32, BFLOAT16])
 def test_honest_work_is_never_rejected(profile: str) -> None:
-    trial = Court(profile=profile).tried(Cheat(), range(1000))
+    trial = Harness(profile=profile).tried(Cheat(), range(1000))
     assert {each.verdict.outcome for each in trial.judged} == {Outcome.ACCEPTED}
 
 
 @pytest.mark.slow
-def test_a_sleeper_in_a_real_run_that_audits_by_reputation(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_sleeper_in_a_real_run_with_audits_by_reputation_is_banned(tmp_path: Path, monkeypatch: Patch) -> None:
     """Honest for 40 groups, so that only every second or so is looked at closely by then."""
 
     class Patient(Sleeper):
@@ -101,7 +99,7 @@ def test_a_sleeper_in_a_real_run_that_audits_by_reputation(tmp_path: Path, monke
 GROUPS, GROUP_SIZE, LENGTH = 12, 8, 10
 
 
-class Counting(Disguise):
+class Counting(EngineWrapper):
     """Counts the completions that the engine behind a cheat is asked for."""
 
     completions = 0
@@ -111,7 +109,7 @@ class Counting(Disguise):
         return super().generate(requests, proof)
 
 
-class Counted(Court):
+class Counted(Harness):
     def build(self, files: Mapping[str, bytes]) -> Engine:
         self.engine_behind = Counting(super().build(files))
         return self.engine_behind
@@ -128,23 +126,23 @@ class Counted(Court):
 
 
 @pytest.fixture
-def court() -> Counted:
+def harness() -> Counted:
     return Counted(group_size=GROUP_SIZE, max_new_tokens=LENGTH)
 
 
-def test_best_of_earns_a_better_reward_for_more_work(court: Counted) -> None:
-    honest = court.mean_reward(Cheat())
-    assert court.mean_reward(find_cheat("best-of")) > honest + 0.03
-    assert court.engine_behind.completions == GROUPS * GROUP_SIZE * TRIES
+def test_best_of_earns_a_better_reward_for_more_work(harness: Counted) -> None:
+    honest = harness.mean_reward(Cheat())
+    assert harness.mean_reward(find_cheat("best-of")) > honest + 0.03
+    assert harness.engine_behind.completions == GROUPS * GROUP_SIZE * TRIES
 
 
-def test_answer_earns_nearly_the_whole_reward(court: Counted) -> None:
-    assert court.mean_reward(find_cheat("answer")) == 1.0
+def test_answer_earns_nearly_the_whole_reward(harness: Counted) -> None:
+    assert harness.mean_reward(find_cheat("answer")) == 1.0
 
 
-def test_run_on_is_paid_for_more_tokens(court: Counted) -> None:
-    assert court.tokens(find_cheat("run-on")) == GROUPS * GROUP_SIZE * LENGTH
-    assert court.tokens(Cheat()) < 0.8 * GROUPS * GROUP_SIZE * LENGTH
+def test_run_on_is_paid_for_more_tokens(harness: Counted) -> None:
+    assert harness.tokens(find_cheat("run-on")) == GROUPS * GROUP_SIZE * LENGTH
+    assert harness.tokens(Cheat()) < 0.8 * GROUPS * GROUP_SIZE * LENGTH
 
 
 def test_stale_downloads_once_and_generates_by_what_it_has() -> None:

@@ -3,8 +3,6 @@
 There are eight points whose order divides 8. That each of these is one, the library itself shows.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import ValidationError
 
 from kit import TempPaths
-from kit.door import Hub, refusal, running_hub
+from kit.served_hub import Hub, refusal, running_hub
 from shoal.client.trust import open_run_info
 from shoal.errors import SignatureError, UserError
 from shoal.hub.storage.sqlite import SqliteStorage
@@ -53,7 +51,7 @@ def forged(public_key: str, tries: range = range(64)) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize("public_key", SMALL)
-def test_a_signature_without_a_key_holds_for_the_library_and_not_for_us(public_key: str) -> None:
+def test_signature_without_a_key_is_refused(public_key: str) -> None:
     message, signature = forged(public_key)
     Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(bytes.fromhex(signature), message)
     with pytest.raises(SignatureError, match="small order"):
@@ -61,7 +59,7 @@ def test_a_signature_without_a_key_holds_for_the_library_and_not_for_us(public_k
 
 
 @pytest.mark.parametrize("public_key", [*SMALL, *SPELLINGS])
-def test_such_a_key_is_accepted_nowhere(public_key: str) -> None:
+def test_weak_key_is_accepted_nowhere(public_key: str) -> None:
     with pytest.raises(ValueError, match="public key"):
         check_public_key(public_key)
     places: list[tuple[Any, dict[str, Any]]] = [
@@ -94,7 +92,7 @@ def hub(tmp_path_factory: TempPaths) -> Iterator[Hub]:
         yield hub
 
 
-def test_nobody_registers_a_key_that_anybody_can_sign_for(hub: Hub) -> None:
+def test_weak_key_cannot_register(hub: Hub) -> None:
     """A request signed without a private key, to a real hub: it holds for the bare check, and is refused."""
     public_key = encoded(1, 0)
     body = b'{"public_key": "%s", "name": "everybody"}' % public_key.encode()
@@ -107,7 +105,7 @@ def test_nobody_registers_a_key_that_anybody_can_sign_for(hub: Hub) -> None:
     assert "small order" in answer.json()["message"]
 
 
-def test_what_holds_keys_and_seeds_is_its_owners_alone(hub: Hub) -> None:
+def test_files_with_keys_and_seeds_are_private(hub: Hub) -> None:
     folder = hub.folder.path
     modes = {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o777 for path in folder.rglob("*")}
     private = ["hub", "keys", "hub/hub.db", "hub/hub.db-wal", "hub/hub.db-shm", "hub/secret", "recipe.toml"]
@@ -117,7 +115,7 @@ def test_what_holds_keys_and_seeds_is_its_owners_alone(hub: Hub) -> None:
     assert wide == {}
 
 
-def test_an_older_database_that_others_can_read_is_closed(tmp_path: Path) -> None:
+def test_readable_database_is_made_private(tmp_path: Path) -> None:
     SqliteStorage(tmp_path / "hub.db").close()
     (tmp_path / "hub.db").chmod(0o644)
     SqliteStorage(tmp_path / "hub.db").close()

@@ -1,7 +1,5 @@
 """Storages of every kind, for the tests of storage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What every engine promises where the environment answers the model's turns, run against each of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -58,7 +56,7 @@ def drawn_of(completion: Completion):
     return mask
 
 
-def test_what_the_tool_says_follows_each_turn_but_the_last(engine, tiny):
+def test_tool_answers_each_turn_but_the_last(engine, tiny):
     talk = dialogue()
     [group] = engine.generate([asked(tiny, talk=talk)])
     assert {len(each.given) for each in group} == {2}
@@ -74,7 +72,7 @@ def test_what_the_tool_says_follows_each_turn_but_the_last(engine, tiny):
         assert EOS not in [tokens[i] for i in np.flatnonzero(drawn_of(each))[:-1] if i + 1 not in ends]
 
 
-def test_what_is_drawn_reads_the_same_when_it_is_judged(engine, tiny):
+def test_drawn_dialogue_reads_the_same_to_a_validator(engine, tiny):
     for max_turns, limit in ((1, 40), (5, 40), (3, 9)):
         talk = dialogue(max_turns, limit)
         for each in engine.generate([asked(tiny, talk=talk, limit=limit)])[0]:
@@ -83,7 +81,7 @@ def test_what_is_drawn_reads_the_same_when_it_is_judged(engine, tiny):
             assert len(each.token_ids) <= limit
 
 
-def test_given_tokens_are_not_drawn_and_their_uniforms_are_left_out(engine, tiny):
+def test_tool_tokens_use_up_no_draw(engine, tiny):
     request = asked(tiny, talk=dialogue())
     [group] = engine.generate([request])
     prefills = engine.prefill([PrefillRequest(request.prompt_ids, each.token_ids, 1.0) for each in group])
@@ -95,7 +93,7 @@ def test_given_tokens_are_not_drawn_and_their_uniforms_are_left_out(engine, tiny
         assert (~mask).sum() >= 8
 
 
-def test_proofs_are_of_all_tokens_the_given_ones_too(engine, tiny):
+def test_proofs_include_tool_tokens(engine, tiny):
     request = asked(tiny, talk=dialogue())
     [group] = engine.generate([request], PROOF)
     prefills = engine.prefill([PrefillRequest(request.prompt_ids, each.token_ids, 1.0) for each in group], PROOF)
@@ -104,15 +102,12 @@ def test_proofs_are_of_all_tokens_the_given_ones_too(engine, tiny):
         assert check_proofs(compare(seen.points, chunks)).passed
 
 
-def test_neighbours_change_nothing(engine, tiny):
+def test_rows_do_not_change_each_other(engine, tiny):
     """Rows with and without a dialogue, of several prompts and limits, together and alone."""
     requests = [
-        asked(tiny, PROMPTS[0], dialogue(2)),
-        asked(tiny, PROMPTS[1]),
-        asked(tiny, PROMPTS[2], dialogue(4)),
-        asked(tiny, PROMPTS[0]),
-        asked(tiny, PROMPTS[1], dialogue(3, 12), limit=12),
-    ]
+        asked(tiny, PROMPTS[0], dialogue(2)), asked(tiny, PROMPTS[1]), asked(tiny, PROMPTS[2], dialogue(4)),
+        asked(tiny, PROMPTS[0]), asked(tiny, PROMPTS[1], dialogue(3, 12), limit=12),
+    ]  # fmt: skip
     for request, together in zip(requests, engine.generate(requests, PROOF), strict=True):
         for seed, each in zip(request.seeds, together, strict=True):
             [[alone]] = engine.generate([replace(request, seeds=(seed,))], PROOF)
@@ -121,7 +116,7 @@ def test_neighbours_change_nothing(engine, tiny):
             np.testing.assert_allclose(each.logprobs, alone.logprobs, atol=1e-3)
 
 
-def test_a_dialogue_that_says_nothing_is_none_and_is_asked_at_the_end_of_turns_only(engine, tiny):
+def test_silent_tool_changes_nothing(engine, tiny):
     heard: list[list[int]] = []
     silent = dialogue(tool=lambda turns: heard.append(list(turns[-1])))
     [spoken, plain] = engine.generate([asked(tiny, talk=silent), asked(tiny)])
@@ -133,7 +128,7 @@ def test_a_dialogue_that_says_nothing_is_none_and_is_asked_at_the_end_of_turns_o
     assert sorted(heard) == sorted(finished)
 
 
-def test_what_leaves_no_room_for_another_token_is_not_said(engine, tiny):
+def test_tool_answer_that_fills_the_limit_is_left_out(engine, tiny):
     """With one token more of room it is: the limit is exact."""
     [[each]] = engine.generate([asked(tiny, talk=dialogue(), seeds=(3,))])
     start, length = each.given[0]
@@ -145,12 +140,12 @@ def test_what_leaves_no_room_for_another_token_is_not_said(engine, tiny):
     assert more.given == ((start, length),)
 
 
-def test_words_outside_the_vocabulary_are_refused(engine, tiny):
+def test_tool_tokens_outside_the_vocabulary_are_refused(engine, tiny):
     with pytest.raises(ValueError, match="outside the vocabulary"):
         engine.generate([replace(asked(tiny), respond=lambda _tokens: (96,))])
 
 
-def test_chunks_that_are_shown_hold_the_tokens_of_the_tool_too(engine, tiny):
+def test_shown_chunks_include_tool_tokens(engine, tiny):
     shown: list[dict[int, Chunks]] = []
     request = replace(asked(tiny, talk=dialogue()), on_chunks=lambda take: shown.append(take()))
     [group] = engine.generate([request], PROOF)

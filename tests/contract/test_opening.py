@@ -1,7 +1,5 @@
 """Databases that are opened: made whole or refused, never changed under hubs at work, waited for and copied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -71,14 +69,14 @@ def test_database_of_another_schema_is_refused(place: Place, version: str, said:
         assert connection.execute(text(SCHEMA)).scalar_one() == version
 
 
-def test_a_snapshot_makes_no_run_where_there_is_none(database_url: str, tmp_path: Path) -> None:
+def test_snapshot_of_an_empty_database_is_refused(database_url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run in"):
         snapshot(database_url, tmp_path, tmp_path / "copy.db")
     with Place(tmp_path, database_url).connect() as connection:
         assert not inspect(connection).get_table_names()
 
 
-def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, tmp_path: Path) -> None:
+def test_copies_have_no_statement_time_limits(database_url: str, tmp_path: Path) -> None:
     limits = [name for name in LIMITS if name != "lock_timeout"]
     with (
         closing(open_storage(database_url, tmp_path)) as storage,
@@ -94,7 +92,7 @@ def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, 
         copy_rows(storage, other)
 
 
-def test_rows_after_a_copy_get_later_numbers_than_those_copied(database_url: str, tmp_path: Path) -> None:
+def test_rows_after_a_copy_get_later_numbers(database_url: str, tmp_path: Path) -> None:
     outbox = tables.ledger_outbox
     row = {"kind": "run", "body": "{}", "at_ms": 1}
     with closing(SqliteStorage(tmp_path / "hub.db")) as source, closing(open_storage(database_url, tmp_path)) as target:
@@ -106,7 +104,7 @@ def test_rows_after_a_copy_get_later_numbers_than_those_copied(database_url: str
             assert connection_of(writer).execute(select(outbox.c.id).order_by(outbox.c.id)).scalars().all() == [5, 6]
 
 
-def test_a_database_that_is_busy_is_tried_again(database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_busy_database_is_tried_again(database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
     real, tries = postgres.PostgresStorage, iter(range(100))
 
     def busy(url: str, create: bool) -> postgres.PostgresStorage:

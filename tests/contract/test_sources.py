@@ -6,8 +6,6 @@
 A client, and a relay that takes one of them as its upstream, must not be able to tell them apart by what they get.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import socket
@@ -122,7 +120,7 @@ def listens(port: int) -> bool:
 
 @contextmanager
 def bucket(lab: Lab, request: Request) -> Iterator[Site]:
-    """Only what changed is uploaded: the head last, so that whoever sees it finds everything else."""
+    """Only what changed is uploaded: the head last: a client that sees it finds everything else."""
     shop: Shop = request.getfixturevalue("shop")
     name, there = f"weights-{secrets.token_hex(4)}", set[Path]()
     shop.client.create_bucket(Bucket=name)
@@ -141,7 +139,7 @@ def bucket(lab: Lab, request: Request) -> Iterator[Site]:
 @contextmanager
 def relay_server(lab: Lab, request: Request, upstream: Server) -> Iterator[Site]:
     with upstream(lab, request) as site:
-        relay = lab.relay("relay", site.url, kept_versions=KEPT)
+        relay = lab.relay("relay", site.url, keep_versions=KEPT)
         yield replace(site, url=relay.url, keeps_all=False)
         lab.stop(relay)
 
@@ -156,7 +154,7 @@ class Published(Lab):
     site: Site
 
     def publish(self, version: int, *arguments: Any, **options: Any) -> PolicyManifest:
-        manifest = super().publish(version, *arguments, kept_versions=KEPT, **options)
+        manifest = super().publish(version, *arguments, keep_versions=KEPT, **options)
         self.site.upload()
         return manifest
 
@@ -174,14 +172,14 @@ def published(request: Request, tmp_path: Path) -> Iterator[Published]:
         yield lab
 
 
-def test_a_source_has_no_head_before_anything_is_published_and_then_the_newest(published: Published) -> None:
+def test_head_is_missing_at_first_and_then_the_newest(published: Published) -> None:
     assert published.get("/head.json")[0] == 404
     manifest = published.publish(1)
     published.until_head_is("0.1")
     assert published.client(published.site.url).newest(WITHIN_S) == manifest.policy
 
 
-def test_it_serves_the_very_bytes_that_were_published_and_nothing_else(published: Published) -> None:
+def test_source_serves_exactly_what_was_published(published: Published) -> None:
     manifest = published.publish(1)
     published.until_head_is("0.1")
     published.fetch(manifest, published.site.url)  # by now a relay has everything
@@ -192,7 +190,7 @@ def test_it_serves_the_very_bytes_that_were_published_and_nothing_else(published
         assert published.get(target)[0] in (400, 403, 404)
 
 
-def test_the_newest_version_and_the_one_before_can_be_fetched_and_older_ones_are_gone(published: Published) -> None:
+def test_two_newest_versions_can_be_fetched(published: Published) -> None:
     client, manifests = published.client(published.site.url), list[PolicyManifest]()
     for version in range(3):
         manifests.append(published.publish(version))
@@ -205,7 +203,7 @@ def test_the_newest_version_and_the_one_before_can_be_fetched_and_older_ones_are
             published.client(published.site.url, name="other").fetch(manifests[0].policy, WITHIN_S)
 
 
-def test_a_later_version_is_fetched_by_its_difference(published: Published) -> None:
+def test_later_version_is_fetched_as_a_delta(published: Published) -> None:
     weights, client = np.zeros(40_000, np.uint16), published.client(published.site.url)
     for version in (1, 2):
         weights[version::2000] ^= 1

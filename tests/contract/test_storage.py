@@ -1,7 +1,5 @@
 """What every storage must do, run against each implementation."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +28,7 @@ from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.protocol import Batch, NodeState, PolicyRef, StepReport, Sums, Tally
 
 
-def test_a_new_storage_is_at_the_beginning(storage: Storage) -> None:
+def test_new_storage_is_empty(storage: Storage) -> None:
     with storage.read() as reader:
         assert reader.progress() == Progress()
         assert reader.ledger_last() is None
@@ -42,7 +40,7 @@ def test_a_new_storage_is_at_the_beginning(storage: Storage) -> None:
         assert reader.setting("absent") is None
 
 
-def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
+def test_rows_are_read_as_written(storage: Storage) -> None:
     unit = UnitRow(3, "t", UnitState.LEASED, attempt=2, failures=1, reason="x")
     row = replace(submission(3), rewards=(0.5, -1.0), generated_tokens=7, message="m", decided_at_ms=9)
     tally = Tally(tokens=9, proofs=2, accidents=1, channels={"mantissa": Sums(seen=0.3, expected=0.1, shared=0.5)})
@@ -59,7 +57,7 @@ def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
         assert reader.nodes() == [known, node(2)]
 
 
-def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage) -> None:
+def test_row_in_another_state_is_not_overwritten(storage: Storage) -> None:
     apply(storage, *leased(0))
     row = UnitRow(0, "task-0", UnitState.SUBMITTED)
     with pytest.raises(StaleRow):
@@ -69,7 +67,7 @@ def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage
         apply(storage, Save(row, UnitState.LEASED))
 
 
-def test_a_failed_transaction_leaves_everything_as_it_was(storage: Storage) -> None:
+def test_failed_transaction_changes_nothing(storage: Storage) -> None:
     apply(storage, Record("run", {}, 1))
 
     def fail_at_the_end() -> None:
@@ -95,30 +93,22 @@ BATCH = Batch(step=0, groups=(), written_at_ms=1)
 
 CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
     "the same unit twice": ([], Save(UnitRow(0, "t"), None)),
-    "one submission in two units": (
-        [Save(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)],
-        Save(UnitRow(2, "t", UnitState.SUBMITTED, submission="s"), None),
-    ),
+    "one submission in two units": ([Save(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)], Save(UnitRow(2,
+        "t", UnitState.SUBMITTED, submission="s"), None)),
     "two leases of one attempt": ([], Save(replace(lease(0, who=2), lease="other"), None)),
     "one request, one unit, two leases": ([], Save(lease(0, attempt=1), None)),
     "a lease of no unit": ([], Save(lease(7), None)),
     "a second submission of a lease": ([Save(submission(0), None)], Save(submission(0, name="b"), None)),
-    "the same bytes for two leases": (
-        [Save(submission(0), None), *leased(1)],
-        Save(submission(1, name=submission(0).submission), None),
-    ),
+    "the same bytes for two leases": ([Save(submission(0), None), *leased(1)], Save(submission(1,
+        name=submission(0).submission), None)),
     "a submission of no lease": ([], Save(submission(7), None)),
-    "two digests of one version": (
-        [AddPolicy(POLICY, 1)],
-        AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}), 1),
-    ),
+    "two digests of one version": ([AddPolicy(POLICY, 1)], AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}),
+        1)),
     "two batches of a step": ([AddBatch(BATCH)], AddBatch(BATCH)),
-    "two verdicts on a submission": (
-        [Save(submission(0), None), AddVerdict(submission(0).submission, "{}")],
-        AddVerdict(submission(0).submission, "{}"),
-    ),
+    "two verdicts on a submission": ([Save(submission(0), None), AddVerdict(submission(0).submission, "{}")],
+        AddVerdict(submission(0).submission, "{}")),
     "a node registered twice": ([], Save(node(1), None)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
@@ -129,7 +119,7 @@ def test_constraints_hold(storage: Storage, name: str) -> None:
         apply(storage, forbidden)
 
 
-def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
+def test_progress_counts_units(storage: Storage) -> None:
     rows = [
         UnitRow(0, "t", UnitState.OPEN), UnitRow(1, "t", UnitState.LEASED), UnitRow(2, "t", UnitState.SUBMITTED),
         UnitRow(3, "t", UnitState.ACCEPTED), UnitRow(4, "t", UnitState.ACCEPTED, step=0),
@@ -151,7 +141,7 @@ def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
         assert (counts["void"], counts["void_stale"], counts["void_attempts"], counts["accepted"]) == (2, 1, 1, 2)
 
 
-def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
+def test_queries_are_ordered_and_limited(storage: Storage) -> None:
     units = [Save(UnitRow(number, "t"), None) for number in (5, 3, 4)]
     apply(storage, *units, *leased(2, deadline_ms=50), *leased(1, deadline_ms=60), *leased(0, deadline_ms=90))
     apply(storage, *(Save(submission(number), None) for number in (2, 0, 1)))
@@ -167,7 +157,7 @@ def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
         assert reader.submission_counts()["received"] == 3
 
 
-def test_units_that_were_unsure_twice_are_open_for_validators_only(storage: Storage) -> None:
+def test_units_unsure_twice_are_for_validators_only(storage: Storage) -> None:
     failures = {0: 0, 1: 2, 2: 1, 3: 5, 4: 2}
     apply(storage, *(Save(UnitRow(unit, "t", failures=count), None) for unit, count in failures.items()))
     with storage.write() as transaction:
@@ -175,7 +165,7 @@ def test_units_that_were_unsure_twice_are_open_for_validators_only(storage: Stor
         assert [row.unit for row in transaction.open_units(2, entrusted=True)] == [1, 3]
 
 
-def test_a_validators_own_work_is_no_newcomers(storage: Storage) -> None:
+def test_work_of_validators_is_not_of_newcomers(storage: Storage) -> None:
     apply(storage, *leased(0), Save(submission(0), None))
     row = replace(node(1), role="validator", passed=0)
     apply(storage, Save(row, NodeState.ACTIVE))
@@ -185,7 +175,7 @@ def test_a_validators_own_work_is_no_newcomers(storage: Storage) -> None:
         assert reader.newcomers_in_hand(node(1).node).own == 0
 
 
-def test_kin_are_nodes_of_a_kind_that_are_here_and_failed_or_passed(storage: Storage) -> None:
+def test_kin_are_present_nodes_of_one_kind(storage: Storage) -> None:
     alike: dict[int, dict[str, Any]] = {
         3: {"passed": 1}, 4: {"failed_check": "proofs.drift", "failed_at_ms": 100},
         5: {"failed_check": "proofs.drift", "failed_at_ms": 99},
@@ -207,7 +197,7 @@ def proven(number: int, **changes: Any) -> Command:
     return Save(replace(node(number), passed=8, **changes), NodeState.ACTIVE)
 
 
-def test_what_newcomers_have_in_hand_by_node_and_network(storage: Storage) -> None:
+def test_newcomers_units_by_node_and_network(storage: Storage) -> None:
     def in_hand(who: int) -> tuple[int, dict[str, int], dict[str, int]]:
         with storage.read() as reader:
             found = reader.newcomers_in_hand(node(who).node)
@@ -228,7 +218,7 @@ def test_what_newcomers_have_in_hand_by_node_and_network(storage: Storage) -> No
     assert in_hand(1) == (0, {here: 1}, {here: 1})
 
 
-def test_whether_an_established_worker_is_here(storage: Storage) -> None:
+def test_established_worker_is_present(storage: Storage) -> None:
     def here(since_ms: int = 5) -> bool:
         with storage.read() as reader:
             return reader.is_established_here(since_ms)
@@ -246,7 +236,7 @@ def test_whether_an_established_worker_is_here(storage: Storage) -> None:
     assert not here()
 
 
-def test_audits_that_wait_by_whom_they_are_of(storage: Storage) -> None:
+def test_waiting_audits_by_probation(storage: Storage) -> None:
     apply(storage, proven(1), *leased(2), *leased(0, who=2), *leased(1), *leased(3), *leased(4, who=2))
     for unit, who in ((2, 1), (0, 2), (1, 1), (4, 2)):
         apply(storage, Save(replace(submission(unit), node=node(who).node), None))
@@ -258,7 +248,7 @@ def test_audits_that_wait_by_whom_they_are_of(storage: Storage) -> None:
         assert [row.unit for row in reader.waiting_audits(on_probation=True, limit=1)] == [0]
 
 
-def test_what_a_node_has_at_stake(storage: Storage) -> None:
+def test_untrained_groups_and_pending_credit_of_a_node(storage: Storage) -> None:
     """Of node 1: a light audit waiting and one under way, and of accepted groups those that are in no batch."""
     accepted, light = SubmissionState.ACCEPTED, "light"
     rows = [
@@ -287,7 +277,7 @@ def test_what_a_node_has_at_stake(storage: Storage) -> None:
         assert reader.due_credit(9, 9) == []
 
 
-def test_leases_of_nodes_that_are_gone(storage: Storage) -> None:
+def test_leases_of_silent_nodes(storage: Storage) -> None:
     apply(storage, *leased(2), *leased(1), *leased(0))  # issued at 2, 1 and 0
 
     def silent(since_ms: int) -> list[int]:
@@ -304,7 +294,7 @@ def test_leases_of_nodes_that_are_gone(storage: Storage) -> None:
     assert silent(11) == [0, 2]
 
 
-def test_what_is_recorded_waits_in_the_outbox_until_it_is_posted(storage: Storage) -> None:
+def test_records_wait_in_the_outbox_until_posted(storage: Storage) -> None:
     apply(storage, Record("run", {"run": "r"}, 7), Record("node", {"node": "n"}, 8))
     with storage.read() as reader:
         assert (reader.outbox_length(), reader.ledger_last(), reader.written_ms()) == (2, None, 8)
@@ -318,7 +308,7 @@ def test_what_is_recorded_waits_in_the_outbox_until_it_is_posted(storage: Storag
         assert (last.index, last.body) == (1, {"node": "n"})
 
 
-def test_what_cannot_be_chained_is_refused_where_it_is_recorded(storage: Storage) -> None:
+def test_record_that_cannot_be_chained_is_refused(storage: Storage) -> None:
     for record in (Record("no such kind", {}, 1), Record("run", {"x": float("nan")}, 1)):
         with pytest.raises(LedgerError):
             apply(storage, record)
@@ -326,7 +316,7 @@ def test_what_cannot_be_chained_is_refused_where_it_is_recorded(storage: Storage
         assert reader.outbox_length() == 0
 
 
-def test_the_ledger_is_one_chain_in_pages(storage: Storage) -> None:
+def test_ledger_is_one_chain_in_pages(storage: Storage) -> None:
     for number in range(5):
         apply(storage, Record("policy", {"version": number, "name": "ü", "x": 0.1}, number))
     assert [row.id for row in post(storage, 2)] == [1, 2]
@@ -339,7 +329,7 @@ def test_the_ledger_is_one_chain_in_pages(storage: Storage) -> None:
         assert [entry.index for entry in reader.ledger_after(1, 2)] == [2, 3]
 
 
-def test_a_nonce_is_taken_once_per_node_until_it_is_forgotten(storage: Storage) -> None:
+def test_nonce_is_taken_once_per_node(storage: Storage) -> None:
     with storage.write(durable=False) as transaction:
         assert transaction.take_nonce("a", "n", 100)
         assert not transaction.take_nonce("a", "n", 100)
@@ -369,7 +359,7 @@ def test_presence_reports_and_alarms(storage: Storage) -> None:
         assert reader.alarm_counts() == {("kind",): 2}
 
 
-def test_exclusive_writers_exclude_each_other_from_their_first_read(storage: Storage) -> None:
+def test_exclusive_writers_wait_for_each_other(storage: Storage) -> None:
     """Read, decide, write from 4 threads: without exclusion some increments would be lost."""
 
     def count_up() -> None:
@@ -387,7 +377,7 @@ def test_exclusive_writers_exclude_each_other_from_their_first_read(storage: Sto
         assert reader.setting("count") == "40"
 
 
-def test_a_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
+def test_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
     with storage.read() as reader:
         assert reader.progress().next_unit == 0
         apply(storage, *leased(0))
@@ -396,33 +386,34 @@ def test_a_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
         assert reader.progress().next_unit == 1
 
 
-class TestSqlite:
-    def test_a_file_that_is_no_database_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
-        with pytest.raises(ResourceError, match=r"hub\.db"):
-            SqliteStorage(tmp_path / "hub.db")
-
-    @pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 1)])
-    def test_commits_are_as_durable_as_promised(self, tmp_path: Path, durable: bool, synchronous: int) -> None:
-        storage = SqliteStorage(tmp_path / "hub.db")
-        with storage.write(durable=durable) as transaction:
-            pragma = transaction._connection.exec_driver_sql
-            assert pragma("PRAGMA journal_mode").scalar() == "wal"
-            assert pragma("PRAGMA synchronous").scalar() == synchronous
-            assert pragma("PRAGMA foreign_keys").scalar() == 1
-            assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
-        storage.close()
-
-    def test_a_foreign_database_is_refused(self, tmp_path: Path) -> None:
-        engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
-        with engine.begin() as connection:
-            connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
-        engine.dispose()
-        with pytest.raises(ConfigError, match="not a hub's database"):
-            SqliteStorage(tmp_path / "hub.db")
+def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
+    with pytest.raises(ResourceError, match=r"hub\.db"):
+        SqliteStorage(tmp_path / "hub.db")
 
 
-def test_what_was_shown_of_leases_is_kept_part_by_part(storage: Storage) -> None:
+@pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 1)])
+def test_commits_are_as_durable_as_promised(tmp_path: Path, durable: bool, synchronous: int) -> None:
+    storage = SqliteStorage(tmp_path / "hub.db")
+    with storage.write(durable=durable) as transaction:
+        pragma = transaction._connection.exec_driver_sql
+        assert pragma("PRAGMA journal_mode").scalar() == "wal"
+        assert pragma("PRAGMA synchronous").scalar() == synchronous
+        assert pragma("PRAGMA foreign_keys").scalar() == 1
+        assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
+    storage.close()
+
+
+def test_foreign_database_is_refused(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
+    engine.dispose()
+    with pytest.raises(ConfigError, match="not a hub's database"):
+        SqliteStorage(tmp_path / "hub.db")
+
+
+def test_shown_progress_is_kept_in_parts(storage: Storage) -> None:
     apply(storage, *leased(0), *leased(1, deadline_ms=50), *leased(2))
     parts = [
         ShownRow("u0a0", 0, (32, 0), b"\x00\xff"),
@@ -441,7 +432,7 @@ def test_what_was_shown_of_leases_is_kept_part_by_part(storage: Storage) -> None
         apply(storage, replace(parts[0], lease="u9a0"))
 
 
-def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_is_judged(storage: Storage) -> None:
+def test_shown_progress_is_dropped_after_the_verdict(storage: Storage) -> None:
     apply(storage, *leased(0), *leased(1), *leased(2))
     apply(storage, *(ShownRow(f"u{number}a0", part, (1,), b"x") for number in range(3) for part in range(2)))
     ended = [lease(0).to(LeaseState.EXPIRED, ended_at_ms=100), lease(1).to(LeaseState.SUBMITTED, ended_at_ms=100)]
@@ -469,7 +460,7 @@ def new(*rows: EvaluationRow) -> list[Command]:
     return [Save(row, None) for row in rows]
 
 
-def test_a_tasks_row_is_written_over(storage: Storage) -> None:
+def test_row_of_a_task_is_overwritten(storage: Storage) -> None:
     apply(storage, EASY, TaskRow("math/2", 1, 0.5))
     hard = replace(EASY, groups=4, rate=1 / 3, solved=0, pool=Pool.HARD)
     apply(storage, hard)
@@ -479,13 +470,13 @@ def test_a_tasks_row_is_written_over(storage: Storage) -> None:
         assert reader.pool_counts() == {"hard": 1, "normal": 1}
 
 
-def test_thousands_of_tasks_are_found_at_once(storage: Storage) -> None:
+def test_thousands_of_tasks_are_read_at_once(storage: Storage) -> None:
     apply(storage, *[TaskRow(f"t/{number}", 1) for number in range(1200)])
     with storage.read() as reader:
         assert len(reader.task_rows([f"t/{number}" for number in range(0, 2400, 2)])) == 600
 
 
-def test_units_by_number_and_what_their_groups_solved(storage: Storage) -> None:
+def test_units_by_number_and_pass_rates(storage: Storage) -> None:
     row = replace(submission(1), pass_rate=0.1 + 0.2)
     apply(storage, *leased(1), *leased(2), Save(row, None))
     with storage.read() as reader:
@@ -495,7 +486,7 @@ def test_units_by_number_and_what_their_groups_solved(storage: Storage) -> None:
         assert found.pass_rate == 0.1 + 0.2
 
 
-def test_slices_come_and_go_and_two_cannot_have_one(storage: Storage) -> None:
+def test_slice_is_claimed_by_one_validator(storage: Storage) -> None:
     done = evaluation(0, 0, state=EvaluationState.DONE, scores=(1.0, None, 0.25), document="{}", decided_at_ms=5)
     apply(storage, *new(done, evaluation(0, 16), evaluation(2, 0), evaluation(4, 0, state=EvaluationState.VOID)))
     with storage.read() as reader:
@@ -514,7 +505,7 @@ def test_slices_come_and_go_and_two_cannot_have_one(storage: Storage) -> None:
         assert transaction.evaluations_under_way() == [claimed], "nothing of version 0 is to come"
 
 
-def test_the_newest_slices_in_order(storage: Storage) -> None:
+def test_newest_slices_in_order(storage: Storage) -> None:
     rows = [evaluation(version, first, incarnation=version // 4) for version in range(6) for first in (0, 16)]
     apply(storage, *new(*rows))
     with storage.read() as reader:

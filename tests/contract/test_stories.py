@@ -1,7 +1,5 @@
 """What every storage tells those who ask why, run against each implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -53,7 +51,7 @@ def reader(storage: Storage) -> Iterator[Reader]:
         yield found
 
 
-def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: Reader) -> None:
+def test_leases_of_a_unit_and_of_a_node(reader: Reader) -> None:
     assert [row.lease for row in reader.leases_of_unit(7)] == ["u7a0", "u7a1", "u7a2"]
     assert reader.leases_of_unit(7)[1] == replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50)
     assert [row.lease for row in reader.leases_of(node(1).node, 5)] == ["u7a2", "u7a0"]
@@ -82,7 +80,7 @@ def test_ledger_entries_about_a_subject(reader: Reader) -> None:
     assert kinds(unit_subject(70)) == []
 
 
-def test_the_fleet_in_sums(reader: Reader) -> None:
+def test_fleet_in_sums(reader: Reader) -> None:
     assert reader.fleet(since_ms=20) == [
         NodeGroup("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
         NodeGroup("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),

@@ -1,7 +1,5 @@
 """Train again, in this process and without a pause, on the batches that a run wrote down."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

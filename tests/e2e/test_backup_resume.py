@@ -2,10 +2,8 @@
 
 Synchronous (staleness 0), so that batches do not depend on who was fast; one unit at a time, so that the rounding of a
 group's log-probabilities does not depend on which others it was generated with. Then, on a CPU, the same batches give
-the same weights bit for bit. The run that was backed up goes on to its end, and so does the restored one.
+the same weights bit for bit. The run that was backed up continues to its end, and so does the restored one.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
@@ -31,7 +29,7 @@ def trained_on(path: Path) -> list[list[tuple[int, tuple[float, ...]]]]:
     return [[(group.unit, tuple(group.rewards)) for group in batch.groups] for batch in batches(path)]
 
 
-def test_the_restored_run_comes_to_the_same_weights(tmp_path: Path) -> None:
+def test_restored_run_reaches_the_same_weights(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with start_run(first, OVERRIDES) as run:
         run.wait_until("version 2", lambda: any(row[1] >= 2 for row in glimpse(first, POLICIES)))

@@ -49,9 +49,9 @@ def random_file(path: Path, seed: int = 0, size: int = SIZE) -> bytes:
 
 def changed(data: bytes, seed: int) -> bytes:
     """The same, but for a few hundred bytes."""
-    dice, new = random.Random(seed), bytearray(data)
+    rng, new = random.Random(seed), bytearray(data)
     for _ in range(300):
-        new[dice.randrange(len(new))] ^= 1
+        new[rng.randrange(len(new))] ^= 1
     return bytes(new)
 
 
@@ -79,7 +79,7 @@ def disk_bytes(*folders: Path) -> int:
 
 
 @pytest.mark.slow
-def test_the_printed_commands_work_when_copied(tmp_path: Path) -> None:
+def test_printed_commands_work_when_copied(tmp_path: Path) -> None:
     data = random_file(tmp_path / "my model.bin")
     there = tmp_path / "there"
     there.mkdir()
@@ -99,7 +99,7 @@ def test_the_printed_commands_work_when_copied(tmp_path: Path) -> None:
     assert re.search(r"published my model\.bin version 1: 6\.00 MB in [\d.]+ s, digest [0-9a-f]{64}", said), said
 
 
-def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path) -> None:
+def test_second_fetch_costs_nothing_and_a_new_version_its_delta(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
     out = tmp_path / "out"
     out.mkdir()
@@ -122,7 +122,7 @@ def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path
         assert disk_bytes(out) < 1.1 * SIZE
 
 
-def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> None:
+def test_same_content_makes_no_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
     assert run_shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     with publisher(tmp_path, "a.bin") as origin:
@@ -132,7 +132,7 @@ def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_path: Path) -> None:
+def test_removed_files_go_and_foreign_files_stay(tmp_path: Path) -> None:
     for name in ("keep", "gone", "edited"):
         (tmp_path / "model").mkdir(exist_ok=True)
         random_file(tmp_path / "model" / name, 1, 500)
@@ -149,7 +149,7 @@ def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_relay_mirrors_without_its_upstream_and_waits_for_one_that_is_late(tmp_path: Path) -> None:
+def test_relay_serves_without_its_upstream_and_waits_for_a_late_one(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin", 1, 900_000)
     port = free_port()
     key = fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").stdout
@@ -186,7 +186,7 @@ def slow_copy(lab: Lab, url: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
 )  # a fetch takes the first two alike
-def test_a_fetch_that_is_stopped_goes_on_where_it_was(lab: Lab, tmp_path: Path, number: signal.Signals) -> None:
+def test_stopped_fetch_resumes(lab: Lab, tmp_path: Path, number: signal.Signals) -> None:
     data = random_file(tmp_path / "a.bin", 3, 24_000_000)
     with publisher(tmp_path, "a.bin") as origin:
         url, _, key = url_of(origin).partition("/#")
@@ -204,7 +204,7 @@ def test_a_fetch_that_is_stopped_goes_on_where_it_was(lab: Lab, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(lab: Lab, tmp_path: Path) -> None:
+def test_fetch_without_progress_gives_up(lab: Lab, tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 3, 24_000_000)
     with publisher(tmp_path, "a.bin") as origin:
         url, _, key = url_of(origin).partition("/#")
@@ -215,7 +215,7 @@ def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(lab: Lab, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path) -> None:
+def test_old_tree_is_refused_by_a_new_fetch(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 50_000)
     assert fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     shutil.copytree(tmp_path / "www", tmp_path / "past")
@@ -233,7 +233,7 @@ def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_was_changed_here_is_mended_by_fetching_again(tmp_path: Path) -> None:
+def test_changed_copy_is_replaced_by_the_next_fetch(tmp_path: Path) -> None:
     """Also of a version that is offered as a difference only: its own chunks cannot be had any more."""
     data = random_file(tmp_path / "a.bin")
     with publisher(tmp_path, "a.bin") as origin:
@@ -250,7 +250,7 @@ def test_what_was_changed_here_is_mended_by_fetching_again(tmp_path: Path) -> No
             assert (tmp_path / "out.bin").read_bytes() == data
 
 
-def test_a_port_that_is_taken_by_somebody_else(tmp_path: Path) -> None:
+def test_taken_port_is_named(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 1000)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -261,7 +261,7 @@ def test_a_port_that_is_taken_by_somebody_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_is_one_sentence_and_continues_later(request: Request, tmp_path: Path) -> None:
+def test_full_disk_is_named_and_the_fetch_resumes(request: Request, tmp_path: Path) -> None:
     if in_own_namespace(request):
         return
     data = random_file(tmp_path / "a.bin")
@@ -279,9 +279,6 @@ def test_a_disk_that_is_full_is_one_sentence_and_continues_later(request: Reques
         assert (disk.path / "out.bin").read_bytes() == data
 
 
-# ── the guide ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def commands_in(guide: str) -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", guide, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
@@ -289,7 +286,7 @@ def commands_in(guide: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_guide_does_what_it_says(tmp_path: Path) -> None:
+def test_commands_of_the_guide_work(tmp_path: Path) -> None:
     """Its commands in order, as written; those that end in & run beside the others. URL and KEY are filled in."""
     ports = {port: str(free_port()) for port in ("8471", "8472", "8473")}
     known: dict[str, str] = {}

@@ -56,14 +56,14 @@ def demo(interrupted: Demo) -> Demo:
         return Demo(folder, code, run.said(20_000))
 
 
-def test_ctrl_c_stops_everything_and_says_how_to_go_on(interrupted: Demo) -> None:
+def test_ctrl_c_stops_everything_and_says_how_to_resume(interrupted: Demo) -> None:
     assert interrupted.code == 130
     assert "shoal demo" in interrupted.said
     assert "Traceback" not in interrupted.said
     assert not processes_of(interrupted.folder)
 
 
-def test_it_ran_anew_with_the_seed_that_was_asked_for_succeeds_and_tells_the_story(demo: Demo) -> None:
+def test_second_start_succeeds_with_its_seed(demo: Demo) -> None:
     assert demo.code == 0, demo.said
     assert demo.said.count("✓") == 5
     summary = json.loads((demo.folder / "summary.json").read_text())
@@ -75,7 +75,7 @@ def test_it_ran_anew_with_the_seed_that_was_asked_for_succeeds_and_tells_the_sto
     assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"
 
 
-def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -> None:
+def test_rollouts_are_parquet_without_the_cheaters(demo: Demo) -> None:
     from pyarrow.parquet import ParquetDataset
 
     files = sorted((demo.folder / "trainer" / "rollouts").iterdir())
@@ -89,7 +89,7 @@ def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -
     assert all("".join(sorted(row["prompt"].rstrip("="))) == row["completion"] for row in right)
 
 
-def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: Capture) -> None:
+def test_units_are_rechecked_from_the_folder(demo: Demo, capsys: Capture) -> None:
     said = told(capsys, 0, "ledger", "recheck", demo.folder, "--sample", "16", "--seed", "1").out
     assert ": same: accepted" in said
     assert "is no longer kept" in said, "the origin keeps the newest versions only"

@@ -65,7 +65,7 @@ def score(prompt, completion, answer):
 """
 
 
-def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: Capture) -> None:
+def test_too_many_unscored_samples_are_an_error(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "flaky.py").write_text(FLAKY)
     out = tmp_path / "out"
     said = told(capsys, 1, *EVAL, "--env", tmp_path / "flaky.py", "--out", out)
@@ -79,7 +79,7 @@ def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: Cap
     assert (summary_of(out)["scored_tasks"], summary_of(out)["unscored"]["samples"]) == (7, 0)
 
 
-def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
+def test_unusable_rows_are_skipped_on_request(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     rows = [{"question": f"{n}1=", "answer": None if n < 3 else f"1{n}"} for n in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -105,7 +105,7 @@ def a_run(path: Path) -> RunFolder:
     return folder
 
 
-def test_a_run_is_held_against_what_it_trained_on(tmp_path: Path, capsys: Capture) -> None:
+def test_tasks_that_a_run_trained_on_are_leaks(tmp_path: Path, capsys: Capture) -> None:
     run, leaky = a_run(tmp_path / "run"), tmp_path / "leaky.py"
     command = ["eval", str(run.path), "--device", "cpu", "--max-new-tokens", "16"]
     assert main([*command, "--env", str(run.path), "--out", str(tmp_path / "clean")]) == 0
@@ -168,7 +168,7 @@ def rows(count: int) -> list[dict[str, object]]:
     return found
 
 
-def test_a_filter_that_could_measure_nothing_names_no_band(tmp_path: Path, capsys: Capture) -> None:
+def test_filter_without_measurable_tasks_is_refused(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
     data.write_text("".join(json.dumps({"question": f"Ж{number}", "answer": "1"}) + "\n" for number in range(5)))
     assert main(["filter", "tiny", str(data), "--out", str(out), *SAMPLING]) == 2
@@ -210,7 +210,7 @@ def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> Non
     assert "band is 0.125:0.875, here it would be 0:1" in told(capsys, 2, *command, "--keep", "0:1").err
 
 
-def test_all_rows_of_parquet_shards_and_of_an_environment_are_rated(tmp_path: Path, capsys: Capture) -> None:
+def test_parquet_shards_and_environments_are_rated(tmp_path: Path, capsys: Capture) -> None:
     shards, out = tmp_path / "shards", tmp_path / "all.parquet"
     shards.mkdir()
     table = pa.Table.from_pylist([{key: row[key] for key in ("question", "answer")} for row in rows(12)])

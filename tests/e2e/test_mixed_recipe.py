@@ -1,9 +1,8 @@
 """recipes/mixed.toml with its real processes: every kind of task is asked, scored by its own grader, and recorded."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from shoal.environments import Environment, build
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import load_recipe
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 RECIPE = Path(__file__).parents[2] / "recipes" / "mixed.toml"
 
 
@@ -24,11 +23,11 @@ def environment() -> Environment:
 
 
 @needs_bubblewrap
-def test_the_recipe_fits_its_model() -> None:
+def test_recipe_fits_its_model() -> None:
     check_ingredients(load_recipe(RECIPE))
 
 
-def test_its_tasks_are_of_every_kind_in_proportion(environment: Environment) -> None:
+def test_tasks_are_of_every_kind_in_proportion(environment: Environment) -> None:
     labels = Counter(task.id.partition(":")[0] for task in environment.tasks("train")[:100])
     assert labels == {"mathematics": 80, "code": 10, "reasoning": 10}
     kinds = {(task.id.partition(":")[0], task.kind) for task in environment.tasks("train")[:160]}
@@ -37,7 +36,7 @@ def test_its_tasks_are_of_every_kind_in_proportion(environment: Environment) -> 
     assert {task.id.partition(":")[0] for task in environment.tasks("held_out")} >= {"mathematics", "reasoning"}
 
 
-def test_gold_is_worth_1_in_every_part(environment: Environment) -> None:
+def test_right_answers_score_1_in_every_part(environment: Environment) -> None:
     for task in environment.tasks("train")[:24]:
         label = task.id.partition(":")[0]
         if label == "code":
@@ -48,7 +47,7 @@ def test_gold_is_worth_1_in_every_part(environment: Environment) -> None:
 
 
 @needs_bubblewrap
-def test_a_right_program_is_worth_1(environment: Environment) -> None:
+def test_right_program_scores_1(environment: Environment) -> None:
     task = next(task for task in environment.tasks("train") if task.prompt == "Read a number, print its double.")
     assert environment.score(task, "```python\nprint(2 * int(input()))\n```").parts["code"] == 1.0
     assert environment.score(task, "```python\nprint(4)\n```").parts["code"] == 0.0

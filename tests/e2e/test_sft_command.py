@@ -1,7 +1,5 @@
 """`shoal sft` as processes: it learns, survives what may happen to it, and what it writes is measured."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -43,7 +41,7 @@ def score(model: Path | str, out: Path) -> float:
     return found
 
 
-def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path) -> None:
+def test_warm_start_improves_the_score_of_eval(demos: Path, tmp_path: Path) -> None:
     ran = run(command(demos, tmp_path / "begun"))
     assert ran.returncode == 0, ran.stderr
     assert "wrote " in ran.stdout
@@ -63,7 +61,7 @@ def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks at a process by /proc")
-def test_told_to_stop_while_it_loads_it_ends_in_good_order(demos: Path, tmp_path: Path) -> None:
+def test_stop_while_loading_ends_in_good_order(demos: Path, tmp_path: Path) -> None:
     """The handler is there before anything large is imported: torch is not loaded yet."""
     process = subprocess.Popen(command(demos, tmp_path / "begun"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     own, until_s = Path(f"/proc/{process.pid}"), time.monotonic() + DEADLINE_S

@@ -1,7 +1,5 @@
 """The torch engine on a GPU: it keeps the engine's promises there, in both number formats, and across devices."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """A GPU that is too small: batches are halved, groups split, and the cache is given back; what fits is chosen by free
 memory. The memory of this process is capped, so that it runs out for real."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_ranks.py).
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

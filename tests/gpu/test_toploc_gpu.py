@@ -1,7 +1,5 @@
 """The points that a GPU chooses are those of the CPU, bit for bit. Needs CUDA: pytest -m gpu tests/gpu."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,17 +1,15 @@
 """Training on a GPU: packed attention, the head's kernels, compiled layers and float32 masters keep their promises."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np
 import pytest
 import torch
 
+from kit.tiny import build_tiny
 from shoal.models.logprobs import Head, hidden_states, token_logprobs, usable
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, add_adapters, merged
 from shoal.models.packed import Packed, compile_layers, packed_states, supports_packing
-from shoal.models.tiny import build_tiny
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies
 from shoal.trainer.learner import new_learner
 from shoal.trainer.samples import Prepared, Sample

@@ -15,17 +15,17 @@ import torch
 from test_loop_scripted import DEADLINE_S, Run
 
 from kit import Patch, eventually
+from kit.roles import publish
+from kit.tiny import build_tiny
 from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.models.tiny import build_tiny
 from shoal.protocol import (
     AuditRequest,
     Calibration,
     LeaseRequest,
     MeasuredKind,
-    PolicyAnnouncement,
     PolicyRef,
     SignedDocument,
     SigningKey,
@@ -62,10 +62,7 @@ class SelfCalibrating(Run):
 
     def publish(self, version: int) -> PolicyRef:
         content = Content.of(self.files, list(policy_views(self.model).values()))
-        policy = self.origin.publish(version, content, ledger_head=self.trainer.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
-        self.trainer.announce(sign_document(announcement, self.trainer_key))
-        return policy
+        return publish(self.origin, self.trainer, version, content)
 
     def in_force(self) -> str:
         """The digest of the calibration that a lease would name now."""
@@ -95,9 +92,7 @@ def waits(run: Run) -> str:
 
 @pytest.mark.slow  # measuring: unit/validator/test_calibrate; when: test_calibrator; in a run: the next test
 @pytest.mark.timeout(900)
-def test_bfloat16_measured_first_and_again_when_weights_moved(
-    start: Callable[..., SelfCalibrating], monkeypatch: Patch
-) -> None:
+def test_bfloat16_measured_first_and_again_when_weights_moved(start, monkeypatch):
     """The next version has far larger weights in its layers: honest rounding is several times as large as before."""
     monkeypatch.setattr(limits_module, "PROBE_SHARE", 1e9)
     run = start()
@@ -143,9 +138,7 @@ class Narrow(SelfCalibrating):
     width = 64
 
 
-def test_limits_that_pass_int8_weights_refused_and_nobody_works(
-    start: Callable[..., SelfCalibrating], monkeypatch: Patch
-) -> None:
+def test_limits_that_pass_int8_weights_refused_and_nobody_works(start, monkeypatch):
     monkeypatch.setattr(calibrate, "MOST_SEQUENCES", 64)  # in a fraction of the time
     run = start(Narrow)
     with torch.no_grad():  # the built-in policy: its noise in bfloat16 hides int8 weights
@@ -163,9 +156,6 @@ def test_limits_that_pass_int8_weights_refused_and_nobody_works(
     assert any("torch/cpu/bfloat16" in alarm for alarm in run.status().alarms)
     assert asking.refreshed_run().info.profiles == run.profiles
     assert len(asking.lease(LeaseRequest(request="request-3", profile="torch/cpu/float32")).leases) == 1
-
-
-# ── who may put limits in force ──────────────────────────────────────────────────────────────────────────────────
 
 
 def calibration(of: Run, policy: PolicyRef, replaces: str = "", **changes: object) -> Calibration:
@@ -222,9 +212,7 @@ def test_lease_keeps_its_calibration_and_later_ones_name_the_newer(start: Callab
     assert newer.calibration == document_hash(second)
 
 
-def test_an_owners_calibration_opens_a_kind_and_an_old_one_of_theirs_cannot_be_sent_again(
-    start: Callable[..., SelfCalibrating],
-) -> None:
+def test_owners_calibration_opens_a_kind_and_an_old_one_is_refused(start: Callable[..., SelfCalibrating]) -> None:
     """The hub tells it to anyone, and the call is not signed: else any worker could have wider limits back."""
     run, kind = start(Narrow), "vllm/cuda/bfloat16"
     policy = run.publish(0)

@@ -4,15 +4,13 @@ What must hold, whenever it died: 0 lost receipts, 0 double credits, a ledger th
 of the verdicts, and a run that reaches its last step (`kit.crash.Books.check`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kit import Request
-from kit.crash import Cast, HubLives, Place
+from kit.crash import Actors, HubLives, Place
 from kit.postgres import Cluster, running_cluster
 from shoal.protocol import Message, SigningKey
 from shoal.runtime.crash import POINTS
@@ -30,11 +28,11 @@ def place(request: Request, tmp_path: Path) -> Place:
     return Place(tmp_path / "hub", {"database": request.getfixturevalue("database_url")})
 
 
-def survive(place: Place, asked: Sequence[str], always: bool = False, storm: bool = False) -> HubLives:
+def survive(place: Place, asked: Sequence[str], always: bool = False, at_once: bool = False) -> HubLives:
     """A run whose hub dies as asked, and everything checked; the hub that was."""
-    with HubLives(place, asked, always) as hub, Cast(hub) as cast:
-        entries = cast.storm() if storm else cast.play()
-    cast.books.check(place, entries)  # of a hub that was killed once more, when the run was over
+    with HubLives(place, asked, always) as hub, Actors(hub) as actors:
+        entries = actors.run_at_once() if at_once else actors.play()
+    actors.books.check(place, entries)  # of a hub that was killed once more, when the run was over
     return hub
 
 
@@ -52,7 +50,7 @@ def test_killed_at_one_point_early_or_late(place: Place, name: str, nth: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in HUB_POINTS if name not in ONCE])
-def test_every_second_time_is_the_last(place: Place, name: str) -> None:
+def test_killed_at_the_same_point_in_every_life(place: Place, name: str) -> None:
     """Each life dies at the same point, so that what a life began is always finished by another."""
     # Where hubs share a database a report of verdicts is a transaction for each of its nodes, of which there are three.
     nth = 4 if "database" in place.settings and name.startswith("hub.verdict.") else 2
@@ -61,13 +59,13 @@ def test_every_second_time_is_the_last(place: Place, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_every_point_while_everybody_is_at_it(place: Place) -> None:
-    hub = survive(place, HUB_POINTS, storm=True)
+def test_killed_at_every_point_under_load(place: Place) -> None:
+    hub = survive(place, HUB_POINTS, at_once=True)
     assert hub.struck == set(HUB_POINTS)
 
 
-class Cutter(Cast):
-    """A cast that kills the database server, and starts it again, before every so many calls."""
+class Cutter(Actors):
+    """Actors beside whom the database server is killed, and started again, before every so many calls."""
 
     def __init__(self, hub: HubLives, cluster: Cluster) -> None:
         super().__init__(hub)
@@ -85,13 +83,13 @@ class Cutter(Cast):
 
 
 @pytest.mark.slow
-def test_the_database_server_is_killed_again_and_again(tmp_path: Path) -> None:
+def test_database_server_is_killed_repeatedly(tmp_path: Path) -> None:
     """The hub lives on: it promises nothing meanwhile, and finds the server again."""
     with running_cluster(fsync=True) as cluster:
         place = Place(tmp_path / "hub", {"database": cluster.create()})
-        with HubLives(place) as hub, Cutter(hub, cluster) as cast:
-            entries = cast.play()
-            assert cast.cuts > 3
+        with HubLives(place) as hub, Cutter(hub, cluster) as actors:
+            entries = actors.play()
+            assert actors.cuts > 3
             hub.end()
-        cast.books.check(place, entries)
+        actors.books.check(place, entries)
     assert hub.deaths == 0

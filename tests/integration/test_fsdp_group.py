@@ -1,7 +1,5 @@
 """A trainer of two processes as `shoal run` starts it: real processes, real signals, real exit codes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -20,7 +18,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_shoal_run_with_two_trainer_processes(tmp_path: Path) -> None:
-    """It trains; a killed rank is started again; SIGTERM leaves no process; the run goes on to its end."""
+    """It trains; a killed rank is started again; SIGTERM leaves no process; the run continues to its end."""
     path = tmp_path / "run"
     log = path / "logs" / "trainer.log"
 

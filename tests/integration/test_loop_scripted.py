@@ -20,16 +20,18 @@ import pytest
 
 from kit import Patch, eventually
 from kit.asgi import AsgiTransport
+from kit.hub import certificate
+from kit.roles import publish, whole_ledger
 from shoal import protocol
-from shoal.client import ClientOptions, HubClient, Pace
+from shoal.client import ClientOptions, HubClient, Intervals
 from shoal.client.trust import run_id
-from shoal.client.weights import Following
+from shoal.client.weights import RefreshingDownloader
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused
 from shoal.hub import EvaluationPlan, HubConfig, HubSettings, RunSettings
 from shoal.hub.http.app import create_app
-from shoal.ledger import Account, fold, verify
+from shoal.ledger import Account, fold
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
 from shoal.validator import ValidatorConfig, ValidatorSettings, judge, profile_keys, run_validator
@@ -37,7 +39,7 @@ from shoal.validator.case import Case, Finding, unsure
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
 
 DEADLINE_S = 60
-PACE = Pace(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
+PACE = Intervals(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
 EOS = 1
 URL = "http://hub"
 WORKER = WorkerSettings(units_per_lease=3)
@@ -93,21 +95,14 @@ class Run:
         )
         self.fingerprint = protocol.fingerprint(self.root.public_key)
         self.id = run_id(self.settings.name, self.fingerprint)
-        self.certificates = {
-            "hub": self.certify("hub", self.hub_key),
-            "trainer": self.certify("trainer", self.trainer_key),
-            "validator": self.certify("validator", self.validator_key),
-        }
+        keys = {"hub": self.hub_key, "trainer": self.trainer_key, "validator": self.validator_key}
+        self.certificates = {role: certificate(key, role, self.id, self.root) for role, key in keys.items()}
         self.http = httpx.Client(transport=self.switch)
         self.source = self._serve_origin()
         self.origin = Origin(self.folder / "origin", self.id, self.trainer_key)
         self.hub_up()
         self.trainer = self.client(self.trainer_key)
         self.trainer.register("trainer", "trainer", self.certificates["trainer"])
-
-    def certify(self, role: protocol.Role, holder: protocol.SigningKey) -> protocol.SignedDocument:
-        document = protocol.RoleCertificate(run=self.id, role=role, public_key=holder.public_key, issued_at_ms=1)
-        return protocol.sign_document(document, self.root)
 
     def _serve_origin(self) -> str:
         ready: Future[str] = Future()
@@ -169,11 +164,7 @@ class Run:
     # The scripted trainer
 
     def publish(self, version: int) -> protocol.PolicyRef:
-        tensors = [protocol.TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))]
-        policy = self.origin.publish(version, tensors, ledger_head=self.trainer.ledger_head()).policy
-        announcement = protocol.PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
-        self.trainer.announce(protocol.sign_document(announcement, self.trainer_key))
-        return policy
+        return publish(self.origin, self.trainer, version)
 
     def train(self, step: int) -> protocol.Batch:
         """Take the batch of a step as a trainer would, and publish what it "learned"."""
@@ -195,14 +186,6 @@ class Run:
     def nodes(self) -> Mapping[str, protocol.NodeView]:
         return {node.name: node for node in self.status().nodes}
 
-    def ledger(self) -> list[protocol.LedgerEntry]:
-        """The whole ledger, verified against a head that the hub signed."""
-        head, entries = self.trainer.ledger_head(), list[protocol.LedgerEntry]()
-        while page := self.trainer.ledger(after=len(entries) - 1, limit=50).entries:
-            entries += page
-        verify(entries, head)
-        return entries
-
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
@@ -220,7 +203,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 def check_accounts(run: Run) -> None:
     """The ledger verifies, credits no submission twice, and gives the very accounts that the hub shows."""
-    entries = run.ledger()
+    entries = whole_ledger(run.trainer)
     credits = [entry.body["submission"] for entry in entries if entry.kind == "credit"]
     assert len(credits) == len(set(credits)) > 0
     accounts = fold(entries).by_node
@@ -252,9 +235,9 @@ def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness:
 
 
 def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run], monkeypatch: Patch) -> None:
-    takes_s, fetch = 3.0, Following.__call__
+    takes_s, fetch = 3.0, RefreshingDownloader.__call__
 
-    def slow(self: Following, policy: protocol.PolicyRef, deadline_s: float) -> Payload:
+    def slow(self: RefreshingDownloader, policy: protocol.PolicyRef, deadline_s: float) -> Payload:
         threading.Event().wait(min(takes_s, deadline_s))
         if deadline_s < takes_s:
             raise DeadlineExceeded("the link is slow")
@@ -264,7 +247,7 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     run.publish(0)
     validator = run.validator()
     eventually(lambda: "validator-0" in run.nodes(), DEADLINE_S, run.status)
-    monkeypatch.setattr(Following, "__call__", slow)
+    monkeypatch.setattr(RefreshingDownloader, "__call__", slow)
     worker = run.worker("worker-0")
     run.train(0)
     for role in (worker, validator):
@@ -274,7 +257,7 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     assert (view.state, view.suspensions, view.rejected) == (protocol.NodeState.ACTIVE, 0, 0)
 
 
-def test_a_validator_that_can_judge_nothing_of_the_run_says_so(start: Callable[..., Run], monkeypatch: Patch) -> None:
+def test_validator_that_cannot_judge_the_run_ends(start: Callable[..., Run], monkeypatch: Patch) -> None:
     run = start()
     with monkeypatch.context() as patch:
         patch.setattr(ParityEnvironment, "digest", "f" * 64)
@@ -286,7 +269,7 @@ def test_a_validator_that_can_judge_nothing_of_the_run_says_so(start: Callable[.
         run.validator().result(DEADLINE_S)
 
 
-def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloat16(start: Callable[..., Run]) -> None:
+def test_float32_workers_are_refused_by_a_bfloat16_run(start: Callable[..., Run]) -> None:
     run = start()
     run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
     run.restart_hub()
@@ -327,7 +310,8 @@ def test_always_unsure_workers_stop_no_step_and_void_no_unit(start: Callable[...
     assert (validator.accepted, validator.credit, validator.state) == (
         status.units["trained"] + status.units["dropped"] + status.units["accepted"], 0, protocol.NodeState.ACTIVE,
     )  # fmt: skip
-    assert {entry.kind for entry in run.ledger()} == {"node", "run", "policy", "batch"}, "neither credit nor sanction"
+    kinds = {entry.kind for entry in whole_ledger(run.trainer)}
+    assert kinds == {"node", "run", "policy", "batch"}, "neither credit nor sanction"
 
 
 PLAN = EvaluationPlan(every=2, tasks=46)
@@ -349,7 +333,7 @@ def evaluation_of(run: Run, version: int) -> protocol.Evaluation | None:
     return next((each for each in found if each.policy.version == version), None)
 
 
-def test_versions_are_measured_while_the_run_goes_on_whoever_died_before(start: Callable[..., Run]) -> None:
+def test_versions_are_evaluated_though_hub_and_validator_died(start: Callable[..., Run]) -> None:
     """A validator was killed with a slice in hand, and the hub has started again since."""
     run = start(steps=2, evaluation=PLAN)
     run.publish(0)

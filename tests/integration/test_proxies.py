@@ -4,8 +4,6 @@ The proxy is a real one on a real socket. The run's hub and origin are called by
 so that whatever does not go through it fails.
 """
 
-from __future__ import annotations
-
 import base64
 import datetime
 import select
@@ -15,14 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -31,27 +27,18 @@ from cryptography.x509.oid import NameOID
 
 from kit import Patch
 from kit.fork import clean_environment
+from kit.roles import ONE_STEP, ServedRun, prepared, served_run
 from shoal.client import ClientOptions, HubClient
 from shoal.client.http import REACH, open_http
 from shoal.errors import BroadcastError, ConfigError, HubUnreachable
-from shoal.protocol import PROTOCOL_VERSION, PolicyAnnouncement, SigningKey, TensorView, sign_document
+from shoal.protocol import PROTOCOL_VERSION, SigningKey
 from shoal.run.doctor import examine
-from shoal.run.folder import RunFolder, port_of
-from shoal.run.recipe import Recipe
-from shoal.run.roles import run_role
+from shoal.run.folder import port_of
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, Proxy, Reach, parse_proxy, proxy_of
-from shoal.shardcast import Origin
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 DEADLINE_S = 60.0
-RECIPE = {
-    "run": {"steps": 1, "groups_per_step": 1, "group_size": 2, "max_new_tokens": 6},
-    "hub": {"port": 0, "refill_cap": 0},
-    "relay": {"count": 0},
-    "validator": {"engine": "scripted"},
-    "worker": {"engine": "scripted"},
-}
 
 
 class Listener:
@@ -167,56 +154,21 @@ def proxy(monkeypatch: Patch) -> Iterator[ForwardProxy]:
     proxy.close()
 
 
-class Elsewhere:
-    """A run that can be reached by names only: hub.test and weights.test."""
-
-    def __init__(self, path: Path) -> None:
-        self.folder = RunFolder.prepare(path, Recipe.model_validate(RECIPE))
-        endpoints = self.folder.assign_endpoints()
-        named = endpoints.model_copy(update={"origin": f"http://weights.test:{port_of(endpoints.origin)}"})
-        (path / "endpoints.json").write_text(named.model_dump_json())
-        self.join = endpoints.join.replace("127.0.0.1", "hub.test")
-        self.hub = endpoints.hub.replace("127.0.0.1", "hub.test")
-        self.stop, self.threads = StopToken(), ThreadPoolExecutor()
-        self.roles: list[Future[None]] = [
-            self.threads.submit(run_role, self.folder, name, self.stop) for name in ("hub", "origin", "validator-0")
-        ]
-        self.key = self.folder.key("trainer")
-        self.client = HubClient(endpoints.hub, self.key, self.stop)
-        self.client.register("trainer", "trainer", self.folder.certificate("trainer"))
-        self.origin = Origin(self.folder.path / "origin", endpoints.run, self.key)
-        self.run = endpoints.run
-
-    def publish(self, version: int) -> None:
-        tensors = [TensorView("w", "F32", (1,), memoryview(np.full(1, version, dtype="<f4")).cast("B"))]
-        policy = self.origin.publish(version, tensors, ledger_head=self.client.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.run, policy=policy, created_at_ms=1)
-        self.client.announce(sign_document(announcement, self.key))
-
-    def train(self) -> None:
-        for _ in range(int(DEADLINE_S)):
-            if self.client.batch(0, wait_s=1).batch is not None:
-                return self.publish(1)
-        raise AssertionError(self.client.status())
-
-    def close(self) -> None:
-        self.stop.set("the test ends")
-        for role in self.roles:
-            role.result(DEADLINE_S)
-        self.threads.shutdown()
-        self.client.close()
-
-
 @pytest.fixture
-def elsewhere(tmp_path: Path, proxy: ForwardProxy) -> Iterator[Elsewhere]:
-    run = Elsewhere(tmp_path / "run")
-    yield run
-    run.close()
+def elsewhere(tmp_path: Path, proxy: ForwardProxy) -> Iterator[ServedRun]:
+    """A run whose origin is known by a name only."""
+    folder = prepared(tmp_path / "run", ONE_STEP)
+    named = f"http://weights.test:{port_of(folder.endpoints.origin)}"
+    endpoints = folder.endpoints.model_copy(update={"origin": named})
+    (folder.path / "endpoints.json").write_text(endpoints.model_dump_json())
+    with served_run(folder) as run:
+        yield run
 
 
-def test_worker_behind_a_proxy_joins_fetches_earns(elsewhere: Elsewhere, proxy: ForwardProxy, tmp_path: Path) -> None:
+def test_worker_behind_a_proxy_joins_fetches_earns(elsewhere: ServedRun, proxy: ForwardProxy, tmp_path: Path) -> None:
     elsewhere.publish(0)
-    command = [sys.executable, "-m", "shoal.cli", "join", elsewhere.join, "--engine", "scripted", "--name", "guest"]
+    hub, join = (url.replace("127.0.0.1", "hub.test") for url in (elsewhere.endpoints.hub, elsewhere.endpoints.join))
+    command = [sys.executable, "-m", "shoal.cli", "join", join, "--engine", "scripted", "--name", "guest"]
     command += ["--folder", str(tmp_path / "node")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment())
     try:
@@ -227,10 +179,10 @@ def test_worker_behind_a_proxy_joins_fetches_earns(elsewhere: Elsewhere, proxy: 
     [guest] = [node for node in elsewhere.client.status().nodes if node.name == "guest"]
     assert guest.accepted > 0
     asked = {target.split("?")[0] for target in proxy.asked}
-    assert f"POST {elsewhere.hub}/leases" in asked
+    assert f"POST {hub}/leases" in asked
     assert any(target.startswith("GET http://weights.test:") and "/chunks/" in target for target in asked)
     assert not any("127.0.0.1" in target for target in asked), "this machine's own addresses need no proxy"
-    findings = {finding.name: finding for finding in examine([elsewhere.join], tmp_path / "node")}
+    findings = {finding.name: finding for finding in examine([join], tmp_path / "node")}
     assert findings["proxy"].text == f"{proxy.url} (by the environment)"
     assert findings["hub"].ok
     assert f"protocol {PROTOCOL_VERSION}" in findings["hub"].text
@@ -238,7 +190,7 @@ def test_worker_behind_a_proxy_joins_fetches_earns(elsewhere: Elsewhere, proxy: 
     assert findings["weights"].text == "1 of 1 sources answer"
 
 
-def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
+def test_no_proxy_is_respected(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy_of("http://hub.test:8470") is not None
     monkeypatch.setenv("NO_PROXY", "hub.test,.internal")
     assert proxy_of("http://hub.test:8470") is None
@@ -255,7 +207,7 @@ def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy.asked == []
 
 
-def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: Patch) -> None:
+def test_proxy_gets_its_password(monkeypatch: Patch) -> None:
     with closing(ForwardProxy(credentials="me:se cret")) as proxy, closing(_Source()) as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:se%20cret@"))
         assert fetched(f"http://weights.test:{server.port}") == [b"hello"]
@@ -275,14 +227,14 @@ def fetched(url: str, times: int = 1, **limits: Any) -> list[bytes]:
 
 
 @pytest.fixture
-def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> Iterator[_Source]:
+def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> "Iterator[_Source]":
     certificate = _certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with closing(_Source(certificate)) as server:
         yield server
 
 
-def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _Source) -> None:
+def test_https_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: "_Source") -> None:
     assert fetched(f"https://weights.test:{secure.port}", 2) == [b"hello", b"hello"]
     assert proxy.asked == [f"CONNECT weights.test:{secure.port}"]
     with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
@@ -290,9 +242,7 @@ def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure
 
 
 @pytest.mark.parametrize("way", ["connection", "http"])
-def test_secure_target_is_asked_at_the_checked_address(
-    proxy: ForwardProxy, secure: _Source, monkeypatch: Patch, way: str
-) -> None:
+def test_secure_target_is_asked_at_the_checked_address(proxy, secure, monkeypatch, way):
     """The certificate, the server's name in TLS and the Host header are of the name; no proxy is asked."""
     monkeypatch.setenv("NO_PROXY", "weights.test")
     known = socket.getaddrinfo
@@ -318,7 +268,7 @@ def test_addresses_in_numbers_are_checked_before_a_proxy_is_asked(proxy: Forward
     assert proxy.asked == []
 
 
-def test_what_is_no_proxy_is_said_to_be_so_and_a_password_is_never_shown() -> None:
+def test_wrong_proxy_is_refused_and_its_password_not_shown() -> None:
     for text in ("socks5://proxy:1080", "http://", "http://proxy:nonsense"):
         with pytest.raises(ConfigError, match="proxy"):
             parse_proxy(text)

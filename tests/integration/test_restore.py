@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kit import Capture, Patch, TempPaths
-from kit.crash import Cast, HubLives, dies_of
-from kit.crash import Place as HubPlace
-from kit.folder import Play
+from kit import Patch, TempPaths
+from kit.crash import Actors, HubLives, dies_of
+from kit.crash import Place as HubLedger
+from kit.folder import LocalRun
 from kit.hub import submission_body
 from kit.s3 import KEYS, Shop
 from shoal.cli.main import main
@@ -36,37 +36,37 @@ pytestmark = pytest.mark.usefixtures("shop_keys")
 class Taken:
     """A run on SQLite that stands at version 1, with two submissions that are promised and not judged; its backup."""
 
-    play: Play
+    run: LocalRun
     tar: Path
 
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: TempPaths) -> Taken:
     folder = tmp_path_factory.mktemp("taken")
-    play = Play(folder / "run")
-    play.step()
+    run = LocalRun(folder / "run")
+    run.step()
     request = LeaseRequest(request="before-the-move", max_units=4)
-    for lease, _ in play.worker.open_leases(play.worker.lease(request)):
-        play.receipts.append(play.worker.submit(lease.lease, submission_body(lease)))
-    assert len(play.receipts) == 4
-    play.close()
+    for lease, _ in run.worker.open_leases(run.worker.lease(request)):
+        run.receipts.append(run.worker.submit(lease.lease, submission_body(lease)))
+    assert len(run.receipts) == 4
+    run.close()
     backup(folder / "run", folder / "run.tar")
-    return Taken(play, folder / "run.tar")
+    return Taken(run, folder / "run.tar")
 
 
 def backup(run: Path, tar: Path) -> Summary:
     return backup_run(run, tar, lambda _line: None)
 
 
-def continued(path: Path, before: Play) -> Play:
+def continued(path: Path, before: LocalRun) -> LocalRun:
     """One more step where the run is now; everything promised before is there."""
-    play = Play(path, receipts=list(before.receipts))
+    run = LocalRun(path, receipts=list(before.receipts))
     try:
-        play.step()
-        play.check()
+        run.step()
+        run.check()
     finally:
-        play.close()
-    return play
+        run.close()
+    return run
 
 
 def at(database_url: str, shop: Shop | None = None) -> list[str]:
@@ -74,14 +74,14 @@ def at(database_url: str, shop: Shop | None = None) -> list[str]:
     return [*([f"hub.database={database_url}"] if database_url else []), *store]
 
 
-def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop, tmp_path: Path) -> None:
+def test_run_moves_to_postgresql_and_back(taken: Taken, database_url: str, shop: Shop, tmp_path: Path) -> None:
     restore_run(taken.tar, tmp_path / "there", at(database_url, shop))
     hub = RunFolder.open(tmp_path / "there").recipe.hub
     assert (hub.database, hub.storage, hub.storage_endpoint) == (database_url, shop.url, shop.endpoint)
     assert (tmp_path / "there" / "recipe.toml").stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in (tmp_path / "there" / "hub").iterdir()) == ["restored", "secret"]
     assert len([key for key in shop.keys() if key.startswith("runs/one/blobs/")]) == 4  # noqa: SIM118 not a dict
-    there = continued(tmp_path / "there", taken.play)
+    there = continued(tmp_path / "there", taken.run)
     assert there.version_at_end == 2
     summary = backup(tmp_path / "there", tmp_path / "there.tar")
     assert (summary.version, len(summary.submissions)) == (2, len(there.receipts))
@@ -92,47 +92,43 @@ def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop,
     assert continued(tmp_path / "back", there).version_at_end == 3
 
 
-def test_a_database_that_holds_a_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path) -> None:
-    other = Play(tmp_path / "other", {"database": database_url})
+def test_database_with_a_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path) -> None:
+    other = LocalRun(tmp_path / "other", {"database": database_url})
     other.close()
     with pytest.raises(ConfigError, match=f"holds the run {other.folder.run_id} already"):
         restore_run(taken.tar, tmp_path / "there", at(database_url))
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
-    Play(tmp_path / "other").close()
+    LocalRun(tmp_path / "other").close()
 
 
 @pytest.mark.parametrize("was_started", [False, True])
-def test_a_restored_run_is_not_overwritten_by_another_restore(
-    taken: Taken, database_url: str, tmp_path: Path, was_started: bool
-) -> None:
+def test_restored_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path, was_started: bool) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
-    backup(taken.play.path, tmp_path / "later.tar")  # by the same backup, what was not started may be completed
+    backup(taken.run.path, tmp_path / "later.tar")  # by the same backup, what was not started may be completed
     if was_started:
-        Play(tmp_path / "one").close()
+        LocalRun(tmp_path / "one").close()
     with pytest.raises(ConfigError, match="holds the run"):
         restore_run(taken.tar if was_started else tmp_path / "later.tar", tmp_path / "two", at(database_url))
-    continued(tmp_path / "one", taken.play)
+    continued(tmp_path / "one", taken.run)
 
 
-def test_other_hubs_refused_until_restored_one_started(
-    taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_other_hubs_are_refused_until_the_restored_one_starts(taken, database_url, tmp_path, monkeypatch):
     restore_run(taken.tar, tmp_path / "one", at(database_url))
     restored = tmp_path / "one" / "hub" / "restored"
     mark = restored.read_text()
     restored.unlink()
     refused = pytest.raises(ConfigError, match=r"`shoal restore` has copied a run into hub\.database")
     with refused:
-        Play(tmp_path / "one")
+        LocalRun(tmp_path / "one")
     restored.write_text("of another backup")
     with refused:
-        Play(tmp_path / "one")
+        LocalRun(tmp_path / "one")
     with monkeypatch.context() as patch, refused:
         looks, look = iter(range(9)), Context._require_restored  # as if the rows had come after the first look
         patch.setattr(Context, "_require_restored", lambda *given: next(looks) and look(*given))
-        Play(tmp_path / "one")
+        LocalRun(tmp_path / "one")
     restored.write_text(mark)
-    first = continued(tmp_path / "one", taken.play)
+    first = continued(tmp_path / "one", taken.run)
     restored.unlink()  # as on another machine
     continued(tmp_path / "one", first)
     with contextlib.closing(open_storage(database_url, tmp_path)) as storage, storage.read() as reader:
@@ -140,14 +136,12 @@ def test_other_hubs_refused_until_restored_one_started(
 
 
 @pytest.mark.parametrize("place", ["database", "storage"])
-def test_a_place_is_not_changed_by_a_setting_alone(
-    taken: Taken, database_url: str, shop: Shop, tmp_path: Path, place: str
-) -> None:
+def test_setting_alone_does_not_move_a_run(taken, database_url, shop, tmp_path, place):
     restore_run(taken.tar, tmp_path / "run")
     bucket = {"storage": f"{shop.url}/empty", "storage_endpoint": shop.endpoint}
     change(tmp_path / "run", **({"database": database_url} if place == "database" else bucket))
     with pytest.raises(ConfigError, match=rf"shoal restore --set hub\.{place}"):
-        Play(tmp_path / "run")
+        LocalRun(tmp_path / "run")
 
 
 def change(run: Path, **places: str) -> None:
@@ -158,7 +152,7 @@ def change(run: Path, **places: str) -> None:
     (run / "recipe.toml").write_text(text)
 
 
-def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_copy_that_differs_is_undone(taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
     honest = copying._rows
     lost = iter([True])  # the first row of the first look at the nonces
 
@@ -189,19 +183,17 @@ def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_pa
         ("hub.storage=ftp://x", "s3://"),
     ],
 )
-def test_wrong_place_said_before_the_backup_is_read(tmp_path: Path, capsys: Capture, override: str, said: str) -> None:
+def test_wrong_place_is_refused_before_the_backup_is_read(tmp_path, capsys, override, said):
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-# ── killed ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 RESTORE = ("restore.after_rows", "restore.after_blobs", "restore.before_rename")
 SUBMIT = ("hub.submit.after_blob", "hub.submit.after_commit")
 
 
-def test_every_point_of_these_is_tried_here() -> None:
+def test_every_crash_point_of_backup_and_restore_is_tried() -> None:
     here = {*RESTORE, "backup.before_rename"}
     assert {name for name in POINTS if name.startswith(("backup.", "restore."))} == here
 
@@ -212,36 +204,36 @@ def restore(file: Path, folder: Path, places: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [RESTORE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RESTORE[1:])])
-def test_restore_elsewhere_killed(taken: Taken, tmp_path: Path, database_url: str, shop: Shop, name: str) -> None:
+def test_killed_restore_is_completed_by_the_same_command(taken, tmp_path, database_url, shop, name):
     """There is no run until it is whole; no hub works on what is there of it; the same command then completes it."""
     folder, before = tmp_path / "there", taken.tar.read_bytes()
     assert dies_of(name, restore, taken.tar, folder, at(database_url, shop))
     assert not folder.exists()
     if name != "restore.after_blobs":
         with pytest.raises(ConfigError, match=r"`shoal restore` has copied a run into hub\.database"):
-            Play(tmp_path / "other", {"database": database_url})
+            LocalRun(tmp_path / "other", {"database": database_url})
     assert taken.tar.read_bytes() == before
     restore_run(taken.tar, folder, at(database_url, shop))
     assert not list(tmp_path.glob(".there*"))
-    assert continued(folder, taken.play).version_at_end == 2
+    assert continued(folder, taken.run).version_at_end == 2
 
 
-def test_backup_and_restore_killed(taken: Taken, tmp_path: Path) -> None:
+def test_killed_backup_and_restore_leave_nothing(taken: Taken, tmp_path: Path) -> None:
     path, file, folder = tmp_path / "run", tmp_path / "run.tar", tmp_path / "elsewhere"
-    shutil.copytree(taken.play.path, path)
+    shutil.copytree(taken.run.path, path)
     assert dies_of("backup.before_rename", backup, path, file)
     assert not file.exists(), "a backup is there when it is whole"
     backup(path, file)
     assert dies_of("restore.before_rename", restore_run, file, folder)
     assert not folder.exists()
     assert restore_run(file, folder).version == verify_backup(file).version == 1
-    assert continued(folder, taken.play).version_at_end == 2
-    assert continued(path, taken.play).version_at_end == 2, "nothing of the source was touched"
+    assert continued(folder, taken.run).version_at_end == 2
+    assert continued(path, taken.run).version_at_end == 2, "nothing of the source was touched"
 
 
-def test_a_hub_that_keeps_submissions_in_a_bucket_killed(tmp_path: Path, shop: Shop) -> None:
-    place = HubPlace(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
-    with HubLives(place, SUBMIT) as hub, Cast(hub) as cast:
-        entries = cast.play()
-    cast.books.check(place, entries)
+def test_killed_hub_with_a_bucket_loses_nothing(tmp_path: Path, shop: Shop) -> None:
+    place = HubLedger(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
+    with HubLives(place, SUBMIT) as hub, Actors(hub) as actors:
+        entries = actors.play()
+    actors.books.check(place, entries)
     assert hub.struck == set(SUBMIT)

@@ -1,7 +1,5 @@
 """A whole run with real processes: a reward function that misbehaves, a length budget and a judge."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,8 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 REWARD = """
 import hashlib, random
 
-dice = random.Random(0)
-tasks = [{"prompt": f"{dice.randrange(10**5, 10**8)}=", "answer": "hidden"} for _ in range(500)]
+rng = random.Random(0)
+tasks = [{"prompt": f"{rng.randrange(10**5, 10**8)}=", "answer": "hidden"} for _ in range(500)]
 
 def score(prompt, completion, answer):
     kind = hashlib.sha256(completion.encode()).digest()[0] if completion else 255
@@ -68,7 +66,7 @@ def judged(asked: Asked) -> Answer:
     return 200, {}, json.dumps({"choices": [{"message": told}]}).encode()
 
 
-def test_a_run_scores_within_limits_and_its_verdicts_say_how(tmp_path: Path) -> None:
+def test_run_scores_within_limits(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     with answering(judged) as judge:
         (tmp_path / "recipe.toml").write_text(RECIPE.replace("URL", f"{judge}/v1"))

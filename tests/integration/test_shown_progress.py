@@ -3,8 +3,6 @@
 An honest one shows its work, keeps its lease and is accepted. Those who lie about their progress are banned for it.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -68,7 +66,7 @@ LIES = {  # how deep the audit is that finds it, and by which reason
 }
 
 
-def test_of_slow_newcomers_the_honest_one_is_accepted_and_those_who_lie_of_their_progress_are_banned(run: Run) -> None:
+def test_slow_newcomers_who_lie_about_progress_are_banned(run: Run) -> None:
     run.publish(0)
     validator, honest = run.validator(), run.worker("honest", "slow", ONE)
     liars = {cheat: run.worker(cheat, "slow", ONE, cheat=cheat) for cheat in LIES}
@@ -97,7 +95,7 @@ def test_of_slow_newcomers_the_honest_one_is_accepted_and_those_who_lie_of_their
         [refused] = run.trainer.node(view.node).refused
         assert (refused.depth, refused.state, refused.reason) == (depth, "rejected", reason)
         assert refused.verdict.document["severity"] == "certain"
-        assert client.submissions([refused.submission]), "the bytes are there for whoever wants to check the verdict"
+        assert client.submissions([refused.submission]), "the bytes are there for a check of the verdict"
     check_accounts(run)
 
 

@@ -5,16 +5,12 @@ plain loop below, which knows no lease and no hub. Every version's weights must 
 are compared.
 """
 
-from __future__ import annotations
-
-import sqlite3
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-
 import numpy as np
 import pytest
 
 from kit import TempPaths
+from kit.roles import Sections, prepared, running_roles
+from kit.run import rows
 from shoal.engines import GenerationRequest
 from shoal.engines.torch import TorchEngine
 from shoal.environments import Environment, build
@@ -24,46 +20,32 @@ from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe
-from shoal.run.roles import run_role
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import digest_of
 from shoal.trainer.learner import new_learner
 from shoal.trainer.step import StepWork, train_step
 
 STEPS = 3
-
-ROLES = ("hub", "origin", "trainer", "validator-0", "worker-0", "worker-1")
 DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: TempPaths) -> RunFolder:
-    recipe = Recipe.model_validate(
-        {
-            "run": {"steps": STEPS, "groups_per_step": 4, "group_size": 8, "max_staleness": 0, "max_new_tokens": 10},
-            "trainer": {"learning_rate": 1e-4, "minibatches": 2, "evaluate_every": 0},
-            "worker": {"count": 2, "units_per_lease": 1},  # two that race: a batch must not depend on who is first
-            "hub": {"port": 0, "refill_cap": 50},  # no step may end short: the loop below never does
-            "relay": {"count": 0},
-        }
-    )
-    folder = RunFolder.prepare(tmp_path_factory.mktemp("run") / "sync", recipe)
-    folder.assign_endpoints()
-    stop = StopToken()
-    with ThreadPoolExecutor(len(ROLES)) as threads:
-        roles = {name: threads.submit(run_role, folder, name, stop) for name in ROLES}
-        try:
-            roles["trainer"].result(DEADLINE_S)
-        finally:
-            stop.set("the run is over")
+    recipe: Sections = {
+        "run": {"steps": STEPS, "groups_per_step": 4, "group_size": 8, "max_staleness": 0, "max_new_tokens": 10},
+        "trainer": {"learning_rate": 1e-4, "minibatches": 2, "evaluate_every": 0},
+        "worker": {"count": 2, "units_per_lease": 1},  # two that race: a batch must not depend on who is first
+        "hub": {"port": 0, "refill_cap": 50},  # no step may end short: the loop below never does
+        "relay": {"count": 0},
+    }
+    folder = prepared(tmp_path_factory.mktemp("run") / "sync", recipe)
+    with running_roles(folder, "hub", "origin", "trainer", "validator-0", "worker-0", "worker-1") as roles:
+        roles["trainer"].result(DEADLINE_S)
     return folder
 
 
 def published_digests(folder: RunFolder) -> list[str]:
     """The digest of every version, as the trainer signed and announced it; a finished run's origin keeps the last."""
-    with closing(sqlite3.connect(folder.path / "hub" / "hub.db")) as database:
-        return [digest for (digest,) in database.execute("select digest from policies order by version")]
+    return [digest for (digest,) in rows(folder.path, "SELECT digest FROM policies ORDER BY version")]
 
 
 def synchronous_digests(folder: RunFolder) -> list[str]:

@@ -1,12 +1,10 @@
-"""Two hubs on one PostgreSQL, processes of their own, under a storm: nothing is given out or counted twice.
+"""Two hubs on one PostgreSQL, processes of their own, under load: nothing is given out or counted twice.
 
     workers, validators, a trainer (threads, signed HTTP) ──┬─► hub A ✝ killed half-way ──┐
       each call at any of the hubs, some at both at once    └─► hub B ────────────────────┴─► PostgreSQL
 
 Same request at both hubs at once: the same leases. Same submission, same verdict at both at once: taken once.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -16,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +24,7 @@ from sqlalchemy import select
 
 from kit import Patch, eventually
 from kit import hub as kit
-from kit.crash import DEADLINE_S, VALIDATORS, Body, Cast, Place, serve
+from kit.crash import DEADLINE_S, VALIDATORS, Actors, Body, Place, serve
 from kit.fork import started
 from shoal import protocol
 from shoal.errors import ConfigError
@@ -69,7 +67,7 @@ class Pair:
         self.processes[number].join(10)
 
 
-class Storm(Cast):
+class Load(Actors):
     """Everybody knows both hubs, and makes some calls at both at the same moment; one group in ten is unsure."""
 
     def __init__(self, pair: Pair, workers: int) -> None:
@@ -92,7 +90,7 @@ class Storm(Cast):
         assert path == "/heartbeat" or first == second
         return first
 
-    def hand_in(self, key: protocol.SigningKey, lease: protocol.Lease) -> None:
+    def submit(self, key: protocol.SigningKey, lease: protocol.Lease) -> None:
         if key in self.workers and self._random.random() < 0.5:
             said = {"progress": {lease.lease: self._random.randint(1, 4)}}
             deadlines = self.ask(protocol.HeartbeatReply, key, "POST", "/heartbeat", said).deadlines
@@ -101,7 +99,7 @@ class Storm(Cast):
         if key in self.workers and self._random.random() < 0.1:
             self.call(key, "POST", "/leases/release", {"leases": [lease.lease]})
         else:
-            super().hand_in(key, lease)
+            super().submit(key, lease)
 
     def is_unsure(self, audit: protocol.Audit) -> bool:
         """By the submission's name: some of anybody's come to nothing."""
@@ -121,12 +119,9 @@ def leader_of(storage: PostgresStorage) -> str:
         ({"steps": 4, "groups_per_step": 12, "max_staleness": 1}, 8),
         pytest.param({"steps": 10, "groups_per_step": 24, "max_staleness": 1}, 16, marks=pytest.mark.slow),
     ],
-    ids=["storm", "long storm"],
+    ids=["short", "long"],
 )
-def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
-    tmp_path: Path, database_url: str, run: dict[str, int], workers: int,
-    record_property: Callable[[str, object], None],
-) -> None:  # fmt: skip
+def test_killed_leader_loses_and_doubles_nothing(tmp_path, database_url, run, workers, record_property):
     place = Place(tmp_path / "hub", {"database": database_url}, run=run)
     pair, storage, killed_s = Pair(place), PostgresStorage(database_url), list[float]()
 
@@ -139,16 +134,16 @@ def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
             killed_s.append(time.monotonic())
 
     try:
-        with watching(storage, run), Storm(pair, workers) as cast:
-            entries = cast.storm(kill_the_leader)
+        with watching(storage, run), Load(pair, workers) as actors:
+            entries = actors.run_at_once(kill_the_leader)
     finally:
         for number in range(2):
             pair.kill(number)
-    cast.books.check(place, entries)
-    assert cast.doubled > 0
-    generated = sum(verdict.node in {key.node for key in VALIDATORS} for verdict in cast.books.verdicts.values())
+    actors.books.check(place, entries)
+    assert actors.doubled > 0
+    generated = sum(verdict.node in {key.node for key in VALIDATORS} for verdict in actors.books.verdicts.values())
     storage.close()
-    counts = f"{len(cast.books.receipts)} submissions, {generated} by validators, {cast.doubled} calls at both"
+    counts = f"{len(actors.books.receipts)} submissions, {generated} by validators, {actors.doubled} calls at both"
     taken_s = killed_s[1] - killed_s[0]
     record_property("table", f"two hubs: {counts}; the other led {taken_s:.1f} s after the leader was killed")
 
@@ -190,119 +185,117 @@ def row_of(hub: Hub, key: protocol.SigningKey) -> NodeRow:
     return row
 
 
-class TestTogether:
-    """Two hubs in this process, on one database."""
+def hub_at(folder: Path, database: str, clock: ManualClock) -> Hub:
+    return Hub(kit.make_config(folder, settings={"database": database}), clock)
 
-    def hub(self, folder: Path, database: str, clock: ManualClock) -> Hub:
-        return Hub(kit.make_config(folder, settings={"database": database}), clock)
 
-    def test_one_leads_and_posts_and_the_other_takes_over(self, tmp_path: Path, database_url: str) -> None:
-        clock = ManualClock()
-        first, second = (self.hub(tmp_path / "hub", database_url, clock) for _ in range(2))
-        for hub in (first, second):
-            hub.upkeep.tick()
-        assert (first.context.leads, second.context.leads) == (True, False)
-        key = kit.worker_key(1)
-        trusted = {"role": "validator", "certificate": kit.certificate(key, "validator")}  # in the ledger at once
-        second.membership.register(protocol.Registration(public_key=key.public_key, **trusted))
-        assert second.reporting.ledger_page(-1, 9).head.index == 0, "who does not lead shows what is posted"
-        assert first.reporting.ledger_page(-1, 9).entries[-1].body["node"] == key.node
-        first.close()
-        second.upkeep.tick()
-        assert second.context.leads
-        second.close()
+def test_second_hub_takes_over_the_lead(tmp_path: Path, database_url: str) -> None:
+    clock = ManualClock()
+    first, second = (hub_at(tmp_path / "hub", database_url, clock) for _ in range(2))
+    for hub in (first, second):
+        hub.upkeep.tick()
+    assert (first.context.leads, second.context.leads) == (True, False)
+    key = kit.worker_key(1)
+    trusted = {"role": "validator", "certificate": kit.certificate(key, "validator")}  # in the ledger at once
+    second.membership.register(protocol.Registration(public_key=key.public_key, **trusted))
+    assert second.reporting.ledger_page(-1, 9).head.index == 0, "who does not lead shows what is posted"
+    assert first.reporting.ledger_page(-1, 9).entries[-1].body["node"] == key.node
+    first.close()
+    second.upkeep.tick()
+    assert second.context.leads
+    second.close()
 
-    def test_branches_seen_at_once_all_count_for_newcomers(
-        self, tmp_path: Path, database_url: str, monkeypatch: Patch
-    ) -> None:
-        """Their evidence is in one row: before, each of two reports at one time put its own in place of the other's."""
-        clock = ManualClock()
-        hubs = [self.hub(tmp_path / "hub", database_url, clock) for _ in range(2)]
-        trusted = {kit.TRAINER: "trainer", kit.worker_key(11): "validator", kit.worker_key(12): "validator"}
-        for key, role in trusted.items():
-            body = protocol.Registration(public_key=key.public_key, role=role, certificate=kit.certificate(key, role))
-            hubs[0].membership.register(body)
-        announcement = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(0), created_at_ms=0)
-        hubs[0].training.announce(row_of(hubs[0], kit.TRAINER), protocol.sign_document(announcement, kit.TRAINER))
-        for number in (1, 2):
-            hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
-            worker = row_of(hubs[0], kit.worker_key(number))
-            [signed] = hubs[0].work.lease(worker, protocol.LeaseRequest(request=kit.fresh_request())).leases
-            lease = protocol.Lease.model_validate(signed.document)
-            hubs[0].work.submit(worker, lease.lease, kit.submission_body(lease))
-        met, after = threading.Barrier(2), Suspicion.after
 
-        def meeting(suspicion: Suspicion, verdict: protocol.Verdict) -> Suspicion:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                met.wait(2)  # both have read the row, unless one waits for the other
-            return after(suspicion, verdict)
+def test_branches_reported_at_once_are_all_counted(tmp_path: Path, database_url: str, monkeypatch: Patch) -> None:
+    """Their evidence is in one row: before, each of two reports at one time put its own in place of the other's."""
+    clock = ManualClock()
+    hubs = [hub_at(tmp_path / "hub", database_url, clock) for _ in range(2)]
+    trusted = {kit.TRAINER: "trainer", kit.worker_key(11): "validator", kit.worker_key(12): "validator"}
+    for key, role in trusted.items():
+        body = protocol.Registration(public_key=key.public_key, role=role, certificate=kit.certificate(key, role))
+        hubs[0].membership.register(body)
+    announcement = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(0), created_at_ms=0)
+    hubs[0].training.announce(row_of(hubs[0], kit.TRAINER), protocol.sign_document(announcement, kit.TRAINER))
+    for number in (1, 2):
+        hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
+        worker = row_of(hubs[0], kit.worker_key(number))
+        [signed] = hubs[0].work.lease(worker, protocol.LeaseRequest(request=kit.fresh_request())).leases
+        lease = protocol.Lease.model_validate(signed.document)
+        hubs[0].work.submit(worker, lease.lease, kit.submission_body(lease))
+    met, after = threading.Barrier(2), Suspicion.after
 
-        def reported(hub: Hub, key: protocol.SigningKey) -> protocol.VerdictReply:
-            node = row_of(hub, key)
-            [audit] = hub.checking.audits(node, protocol.AuditRequest(max_audits=1)).audits
-            lease = protocol.Lease.model_validate(audit.lease.document)
-            seen = {"depth": audit.depth, "branches": Branches(looked=1, differences=(1.0,))}
-            verdict = kit.verdict_on(lease, audit.submission, **seen)
-            return hub.checking.verdicts(node, protocol.VerdictReport(verdicts=(protocol.sign_document(verdict, key),)))
+    def meeting(suspicion: Suspicion, verdict: protocol.Verdict) -> Suspicion:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.wait(0.5)  # both have read the row, unless one waits for the other
+        return after(suspicion, verdict)
 
-        monkeypatch.setattr(Suspicion, "after", meeting)
-        with ThreadPoolExecutor(2) as pool:
-            replies = list(pool.map(reported, hubs, (kit.worker_key(11), kit.worker_key(12))))
-        assert [reply.refused for reply in replies] == [(), ()]
-        with hubs[0].context.storage.read() as reader:
-            stored = reader.setting(NEWER)
-        assert stored is not None
-        assert Suspicion.model_validate_json(stored).evidence.differing == 2
-        for hub in hubs:
-            hub.close()
+    def reported(hub: Hub, key: protocol.SigningKey) -> protocol.VerdictReply:
+        node = row_of(hub, key)
+        [audit] = hub.checking.audits(node, protocol.AuditRequest(max_audits=1)).audits
+        lease = protocol.Lease.model_validate(audit.lease.document)
+        seen = {"depth": audit.depth, "branches": Branches(looked=1, differences=(1.0,))}
+        verdict = kit.verdict_on(lease, audit.submission, **seen)
+        return hub.checking.verdicts(node, protocol.VerdictReport(verdicts=(protocol.sign_document(verdict, key),)))
 
-    def test_another_secret_or_a_blob_folder_of_its_own_is_refused(self, tmp_path: Path, database_url: str) -> None:
-        clock, secret = ManualClock(), tmp_path / "b" / "secret"
-        self.hub(tmp_path / "a", database_url, clock).close()
-        with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy another hub's"):
-            self.hub(tmp_path / "b", database_url, clock)
-        secret.parent.mkdir(exist_ok=True)
-        secret.write_text("ab" * 32)
-        with pytest.raises(ConfigError, match="secret from the hub that began the run"):
-            self.hub(tmp_path / "b", database_url, clock)
-        secret.write_text((tmp_path / "a" / "secret").read_text())
-        with pytest.raises(ConfigError, match=r"b/blobs: share one folder among all hubs, or .*hub\.storage"):
-            self.hub(tmp_path / "b", database_url, clock)
-        (tmp_path / "b" / "blobs").rmdir()
-        (tmp_path / "b" / "blobs").symlink_to(tmp_path / "a" / "blobs")
-        self.hub(tmp_path / "b", database_url, clock).close()
-
-    def test_machines_whose_clocks_disagree_go_by_the_databases(self, tmp_path: Path, database_url: str) -> None:
-        """An hour ahead, an hour behind: neither ends the other's leases, nor drags the next one along."""
-        now_ms = SystemClock().now_ms()
-        clocks = [ManualClock(now_ms + hours * HOUR_MS) for hours in (1, -1, 0)]
-        hubs = [self.hub(tmp_path / "hub", database_url, clock) for clock in clocks[:2]]
-        hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(1).public_key))
-        for hub in hubs:
-            hub.upkeep.tick()
-        hubs.append(self.hub(tmp_path / "hub", database_url, clocks[2]))
-        for hub in hubs:
-            assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
-            hub.close()
-
-    def test_naming_leases_of_others_waits_for_none(
-        self, tmp_path: Path, database_url: str, monkeypatch: Patch
-    ) -> None:
-        """Nor makes others wait: they are not locked."""
-        monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, "lock_timeout": "100ms"})
-        hub = self.hub(tmp_path / "hub", database_url, ManualClock())
-        for number in (1, 2):
-            hub.membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
-        with hub.context.storage.write() as transaction:
-            alice, eve = (transaction.node(kit.worker_key(number).node) for number in (1, 2))
-            assert eve is not None
-            lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
-            transaction.apply([Save(UnitRow(0, "t", UnitState.LEASED), None), Save(lease, None)])
-        with hub.context.storage.write() as transaction:
-            assert transaction.holding("u0a0") is not None
-            with pytest.raises(Refusal, match=r"lease\.not_yours"):
-                hub.work.release(eve, protocol.LeaseRelease(leases=("u0a0",)))
-        hub.work.release(alice, protocol.LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
-        with hub.context.storage.read() as reader:
-            assert reader.holdings(alice.node) == []
+    monkeypatch.setattr(Suspicion, "after", meeting)
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(reported, hubs, (kit.worker_key(11), kit.worker_key(12))))
+    assert [reply.refused for reply in replies] == [(), ()]
+    with hubs[0].context.storage.read() as reader:
+        stored = reader.setting(NEWER)
+    assert stored is not None
+    assert Suspicion.model_validate_json(stored).evidence.differing == 2
+    for hub in hubs:
         hub.close()
+
+
+def test_hub_with_another_secret_or_blob_folder_is_refused(tmp_path: Path, database_url: str) -> None:
+    clock, secret = ManualClock(), tmp_path / "b" / "secret"
+    hub_at(tmp_path / "a", database_url, clock).close()
+    with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy another hub's"):
+        hub_at(tmp_path / "b", database_url, clock)
+    secret.parent.mkdir(exist_ok=True)
+    secret.write_text("ab" * 32)
+    with pytest.raises(ConfigError, match="secret from the hub that began the run"):
+        hub_at(tmp_path / "b", database_url, clock)
+    secret.write_text((tmp_path / "a" / "secret").read_text())
+    with pytest.raises(ConfigError, match=r"b/blobs: share one folder among all hubs, or .*hub\.storage"):
+        hub_at(tmp_path / "b", database_url, clock)
+    (tmp_path / "b" / "blobs").rmdir()
+    (tmp_path / "b" / "blobs").symlink_to(tmp_path / "a" / "blobs")
+    hub_at(tmp_path / "b", database_url, clock).close()
+
+
+def test_hubs_go_by_the_databases_clock(tmp_path: Path, database_url: str) -> None:
+    """An hour ahead, an hour behind: neither ends the other's leases, nor drags the next one along."""
+    now_ms = SystemClock().now_ms()
+    clocks = [ManualClock(now_ms + hours * HOUR_MS) for hours in (1, -1, 0)]
+    hubs = [hub_at(tmp_path / "hub", database_url, clock) for clock in clocks[:2]]
+    hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(1).public_key))
+    for hub in hubs:
+        hub.upkeep.tick()
+    hubs.append(hub_at(tmp_path / "hub", database_url, clocks[2]))
+    for hub in hubs:
+        assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
+        hub.close()
+
+
+def test_release_of_foreign_leases_takes_no_lock(tmp_path: Path, database_url: str, monkeypatch: Patch) -> None:
+    """Nor makes others wait: they are not locked."""
+    monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, "lock_timeout": "100ms"})
+    hub = hub_at(tmp_path / "hub", database_url, ManualClock())
+    for number in (1, 2):
+        hub.membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
+    with hub.context.storage.write() as transaction:
+        alice, eve = (transaction.node(kit.worker_key(number).node) for number in (1, 2))
+        assert eve is not None
+        lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
+        transaction.apply([Save(UnitRow(0, "t", UnitState.LEASED), None), Save(lease, None)])
+    with hub.context.storage.write() as transaction:
+        assert transaction.holding("u0a0") is not None
+        with pytest.raises(Refusal, match=r"lease\.not_yours"):
+            hub.work.release(eve, protocol.LeaseRelease(leases=("u0a0",)))
+    hub.work.release(alice, protocol.LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
+    with hub.context.storage.read() as reader:
+        assert reader.holdings(alice.node) == []
+    hub.close()

@@ -1,6 +1,4 @@
-"""New weights in a running engine: over real sockets, only what changed, while generation on the old ones goes on."""
-
-from __future__ import annotations
+"""New weights in a running engine: over real sockets, only what changed, while the old ones generate."""
 
 import threading
 import time
@@ -105,7 +103,7 @@ def digest(engine: Spied, manifest: PolicyManifest, files: Any) -> str:
     return digest_of(files, list(policy_views(engine.model).values()), manifest.chunk_size_bytes)
 
 
-def test_the_next_policy_is_written_over_the_one_in_place(run: Run) -> None:
+def test_next_policy_is_written_in_place(run: Run) -> None:
     shelf = Shelf(run)
     first = run.step(1)
     engine = shelf.engine(first)
@@ -120,7 +118,7 @@ def test_the_next_policy_is_written_over_the_one_in_place(run: Run) -> None:
     assert len(engine.generate([run.request()])[0]) == len(before[0])
 
 
-def test_weights_that_travel_in_bf16_are_computed_in_fp32(run: Run) -> None:
+def test_bfloat16_weights_are_computed_in_float32(run: Run) -> None:
     """Widened exactly, whether they come as a whole or as changes."""
     shelf = Shelf(run, dtype="float32")
     for version in range(1, 4):
@@ -132,7 +130,7 @@ def test_weights_that_travel_in_bf16_are_computed_in_fp32(run: Run) -> None:
         assert torch.equal(ours, theirs.float())
 
 
-def test_several_steps_behind_the_engine_ends_with_exactly_the_new_weights(run: Run) -> None:
+def test_several_deltas_give_exactly_the_new_weights(run: Run) -> None:
     shelf = Shelf(run)
     engine = shelf.engine(run.step(1))
     for version in range(2, 8):
@@ -142,7 +140,7 @@ def test_several_steps_behind_the_engine_ends_with_exactly_the_new_weights(run: 
     assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
 
 
-def test_a_change_that_is_too_large_to_remember_costs_a_full_load(run: Run, monkeypatch: Patch) -> None:
+def test_large_change_costs_a_full_load(run: Run, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.shardcast.delta.REMEMBERED_SHARE", 0.0001)
     shelf = Shelf(run)
     engine = shelf.engine(run.step(1))
@@ -152,7 +150,7 @@ def test_a_change_that_is_too_large_to_remember_costs_a_full_load(run: Run, monk
     assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
 
 
-def test_two_engines_that_are_held_are_loaded_as_a_whole(run: Run) -> None:
+def test_two_held_engines_keep_their_own_weights(run: Run) -> None:
     """A validator keeps older policies too; none of them is spoilt by a newer one."""
     shelf = Shelf(run, held=2)
     manifests = [run.step(version) for version in (1, 2)]
@@ -161,7 +159,7 @@ def test_two_engines_that_are_held_are_loaded_as_a_whole(run: Run) -> None:
         assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
 
 
-def test_a_new_version_is_fetched_while_the_old_one_generates(run: Run, tmp_path: Path) -> None:
+def test_new_version_is_fetched_during_generation(run: Run, tmp_path: Path) -> None:
     shelf = Shelf(run)
     first = run.step(1)
     engine = shelf.engine(first)
@@ -177,7 +175,7 @@ def test_a_new_version_is_fetched_while_the_old_one_generates(run: Run, tmp_path
     run.stop.set("the test is over")
 
 
-def test_fetching_ahead_gives_way_to_whoever_waits(run: Run, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_prefetch_gives_way_to_a_waiting_fetch(run: Run, tmp_path: Path, monkeypatch: Patch) -> None:
     """A version that never completes in the background must not keep another one from a lease."""
     first, second = run.step(1), run.step(2)
     missing = [tmp_path / "origin" / "chunks" / c.hash[:2] / c.hash for d in second.deltas for c in d.chunks]

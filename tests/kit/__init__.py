@@ -1,16 +1,14 @@
 """What tests share, by topic; `tests` is on the path of every test (its conftest), so it is imported as `kit.hub`.
 
 hub, machine, state, storage, asgi            a hub in this process, its services without HTTP, rows made by hand
-folder, run, fork, cli, scene                 run folders, real processes of `shoal …`, made-up moments of a run
+roles, folder, run, fork, cli                 roles as threads, run folders, real processes of `shoal …`, made-up views
 crash, smalldisk, postgres, s3, sandbox       processes that die, small disks, real servers, a sandbox
-attack, door, hostile, liar, miner, trial     for the adversary suite
-cast, data, evaluation, evidence, reward,     for the tests of one package
-sft, worker
+attack, trial, served_hub, hostile, forged    for the adversary suite
+cast, data, engines, evaluation, evidence,    for the tests of one package
+reward, sft
 
 Here: short names for the types of pytest's own fixtures, and waiting for what another thread or process does.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ TempPaths = pytest.TempPathFactory
 
 
 def eventually(
-    condition: Callable[[], object], within_s: float = 20.0, otherwise: object = "it did not come about in time"
+    condition: Callable[[], object], within_s: float = 60.0, otherwise: object = "it did not come about in time"
 ) -> None:
     """Poll until it holds; fail with `otherwise`, or with what that says when it is called, if it does not in time."""
     end_s = time.monotonic() + within_s

@@ -7,8 +7,6 @@ Everything goes through `run_role` and real sockets, as the processes of `shoal 
 hub tells anyone, the batches, which it tells the trainer, and the verdicts, on their way from validator to hub.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from unittest.mock import patch
 
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
 from kit import eventually
+from kit.roles import Sections, prepared, whole_ledger
 from kit.trial import farthest
 from shoal import protocol
 from shoal.client import ClientOptions, HubClient
@@ -29,14 +28,11 @@ from shoal.engines import GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import HubRefused, ShutOut
 from shoal.hub.state import nodes
-from shoal.ledger import verify
-from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
 from shoal.validator.case import BODY_LIMITS
 from shoal.validator.judge import Judge
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 from shoal.worker.outbox import Parcel, Uploader
 
 DEADLINE_S = 400
@@ -48,7 +44,7 @@ AT_ONCE = 6
 HONEST = "worker-0"
 NEEDED = ("hub", "origin", "trainer", "validator-0")
 WORKING = ("trainer", "validator-0", HONEST)
-RECIPE: dict[str, dict[str, Any]] = {
+RECIPE: Sections = {
     "run": {"steps": 10_000, "groups_per_step": 8, "group_size": 8, "max_staleness": 2, "max_new_tokens": 10},
     "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 2, "evaluate_every": 0},
     "hub": {"port": 0, "newcomer_share": 0.5},
@@ -61,7 +57,7 @@ RECIPE: dict[str, dict[str, Any]] = {
 class Judged:
     """One verdict of the run's validator, and what a test finds out beside it.
 
-    `is_honest`: token by token what the seeds give. `is_near`: that, or another token where the dice fell so near an
+    `is_honest`: token by token what the seeds give. `is_near`: that, or another token where the uniform is so near an
     edge (1e-4) that rounding could have decided it.
     """
 
@@ -90,11 +86,11 @@ class Watch:
         """While this lasts, every `Judge` is listened to."""
         honest, judges = Judge.verdicts, list[Judge]()
 
-        def verdicts(judge: Judge, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[protocol.Verdict]:
-            given = honest(judge, dockets, loaded)
+        def verdicts(judge: Judge, audit_jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[protocol.Verdict]:
+            given = honest(judge, audit_jobs, loaded)
             judges.append(judge)
-            if judge is judges[0]:  # others judge canaries, which nobody handed in
-                by_name = {docket.audit.submission: docket for docket in dockets}
+            if judge is judges[0]:  # others judge canaries, which nobody submitted
+                by_name = {audit_job.audit.submission: audit_job for audit_job in audit_jobs}
                 for verdict in given:  # of shown progress that holds there is none
                     self._note(by_name[verdict.submission], verdict, loaded)
             return given
@@ -105,15 +101,15 @@ class Watch:
         finally:
             Judge.verdicts = honest  # type: ignore[method-assign]
 
-    def _note(self, docket: Docket, verdict: protocol.Verdict, loaded: LoadedPolicy) -> None:
-        body = protocol.unpack(docket.body, protocol.Submission, BODY_LIMITS)
+    def _note(self, audit_job: AuditJob, verdict: protocol.Verdict, loaded: LoadedPolicy) -> None:
+        body = protocol.unpack(audit_job.body, protocol.Submission, BODY_LIMITS)
         tokens = sum(len(rollout.tokens) // 4 for rollout in body.rollouts)
         accepted = verdict.outcome is protocol.Outcome.ACCEPTED
         # the honest worker, who is the first to be judged, is looked at now and then: it would take half the time
-        is_known = bool(self.judged) and docket.lease.node == self.judged[0].node and len(self.judged) % 16 > 0
-        is_honest = accepted and (is_known or is_what_the_seeds_give(docket, body, loaded))
-        is_near = accepted and (is_honest or farthest(loaded.engine, docket.lease, body) <= NEAR)
-        judged = Judged(docket.lease.node, docket.lease.policy.version, verdict, tokens, is_honest, is_near)
+        is_known = bool(self.judged) and audit_job.lease.node == self.judged[0].node and len(self.judged) % 16 > 0
+        is_honest = accepted and (is_known or is_what_the_seeds_give(audit_job, body, loaded))
+        is_near = accepted and (is_honest or farthest(loaded.engine, audit_job.lease, body) <= NEAR)
+        judged = Judged(audit_job.lease.node, audit_job.lease.policy.version, verdict, tokens, is_honest, is_near)
         with self._lock:
             self.judged.append(judged)
             self.bodies.append(body)
@@ -127,9 +123,9 @@ class Watch:
             return [body for body in self.bodies if body.node == node]
 
 
-def is_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
-    """Whether the right policy, asked again, gives token by token what was handed in."""
-    lease = docket.lease
+def is_what_the_seeds_give(audit_job: AuditJob, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
+    """Whether the right policy, asked again, gives token by token what was submitted."""
+    lease = audit_job.lease
     [group] = loaded.engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
     return [rollout.token_ids.tolist() for rollout in body.rollouts] == [each.token_ids.tolist() for each in group]
 
@@ -148,9 +144,7 @@ class Attacked:
     """The run under attack."""
 
     def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
-        recipe = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {*RECIPE, *changes}}
-        self.folder = RunFolder.prepare(folder, Recipe.model_validate(recipe))
-        self.url = self.folder.assign_endpoints().hub
+        self.folder = prepared(folder, RECIPE, **changes)
         self.stop, self.enough = StopToken(), StopToken()
         self.watch = Watch()
         self.attacks: list[Attack] = []
@@ -159,7 +153,7 @@ class Attacked:
 
     @classmethod
     @contextmanager
-    def running(cls, folder: Path, **changes: dict[str, Any]) -> Iterator[Attacked]:
+    def running(cls, folder: Path, **changes: dict[str, Any]) -> "Iterator[Attacked]":
         """A run with an honest worker that has had something accepted."""
         run = cls(folder, **changes)
         with run.watch.listening(), run.refusing(), patch.object(nodes, "FIRST_MS", SUSPENDED_MS):
@@ -181,7 +175,7 @@ class Attacked:
             self.needed.pop(name).exception(DEADLINE_S)
 
     def attack(self, cheats: Sequence[str]) -> None:
-        """Let cheaters come, a few at a time, and each go on until it is shut out or refused."""
+        """Let cheaters come, a few at a time, and each continue until it is shut out or refused."""
         first = len(self.attacks) + 1
         new = [Attack(cheat, f"worker-{first + index}") for index, cheat in enumerate(cheats)]
         self.attacks += new
@@ -246,8 +240,8 @@ class Attacked:
     def client(self, key: protocol.SigningKey | None = None) -> HubClient:
         """Of anybody, if no key is given."""
         key = key or protocol.SigningKey.generate()
-        pinned = protocol.fingerprint(self.folder.root_key)
-        return HubClient(self.url, key, self.stop, pinned, options=ClientOptions(patience_s=DEADLINE_S))
+        url, pinned = self.folder.endpoints.hub, protocol.fingerprint(self.folder.root_key)
+        return HubClient(url, key, self.stop, pinned, options=ClientOptions(patience_s=DEADLINE_S))
 
     def nodes(self) -> dict[str, protocol.NodeView]:
         with closing(self.client()) as anyone:
@@ -261,11 +255,7 @@ class Attacked:
     def ledger(self) -> list[protocol.LedgerEntry]:
         """The whole ledger, verified."""
         with closing(self.client()) as anyone:
-            entries = list[protocol.LedgerEntry]()
-            while page := anyone.ledger(after=len(entries) - 1).entries:
-                entries += page
-            verify(entries, None)
-        return entries
+            return whole_ledger(anyone)
 
     def trained(self) -> list[protocol.BatchGroup]:
         """Every group of every batch so far."""
@@ -275,9 +265,6 @@ class Attacked:
                 batch = trainer.batch(step, 0).batch
                 groups += batch.groups if batch is not None else ()
         return groups
-
-
-# ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -296,7 +283,7 @@ class Result:
     wrong: int
 
     @classmethod
-    def of(cls, run: Attacked, attack: Attack, node: protocol.NodeView) -> Result:
+    def of(cls, run: Attacked, attack: Attack, node: protocol.NodeView) -> "Result":
         judged = run.watch.of(node.node)
         at = next((i for i, each in enumerate(judged) if each.outcome is protocol.Outcome.REJECTED), None)
         accepted = [each for each in judged if each.outcome is protocol.Outcome.ACCEPTED]

@@ -1,21 +1,23 @@
-"""The CLI as people meet it, a subprocess; and made-up statuses of a run."""
+"""The CLI as people meet it, as a subprocess; made-up statuses and views of a run."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from shoal.protocol import LedgerHead, NodeState, NodeView, RunStatus, StepReport, Wait
+from kit.fork import clean_environment
+from shoal.protocol import LedgerHead, NodeState, NodeView, PolicyRef, RecentVerdict, RunStatus, StepReport, Wait
+from shoal.run.progress import History, RunView
+from shoal.runtime.supervise import ProcessView
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 
 
 def run_shoal(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    from kit.fork import clean_environment  # not where tests are imported by a script without its folder
 
     command = [sys.executable, "-m", "shoal.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=clean_environment())
@@ -59,3 +61,58 @@ def report(step: int, **metrics: float) -> StepReport:
 
 def wait(who: str, what: str, seconds: float) -> Wait:
     return Wait(who=who, what=what, since_ms=int(100_000 - seconds * 1000))
+
+
+POLICY = PolicyRef(incarnation=0, version=0, digest="ab" * 32)
+
+
+def process(name: str, **changes: Any) -> ProcessView:
+    values: dict[str, Any] = {"state": "running", "pid": 4711, "restarts": 0, "why": "", "since_s": 300.0}
+    return ProcessView(name, **{**values, **changes})
+
+
+def worker(index: int, **changes: Any) -> NodeView:
+    values: dict[str, Any] = {
+        "name": f"worker-{index}", "state": NodeState.ACTIVE, "doing": "generating 16 groups", "last_seen_ms": 99_000,
+    }  # fmt: skip
+    return NodeView(node=f"{index:032x}", role="worker", **{**values, **changes})
+
+
+def verdict(unit: int, node: NodeView, outcome: str = "accepted", at_ms: int = 0, **changes: Any) -> RecentVerdict:
+    reason, message = ("sampling.seed", "token 3 has another seed") if outcome == "rejected" else ("", "")
+    values = {"reason": reason, "message": message, **changes}
+    return RecentVerdict(unit=unit, node=node.node, outcome=outcome, decided_at_ms=at_ms or unit, **values)
+
+
+def at_step(step: int, **changes: Any) -> RunStatus:
+    return status(step=step, policy=POLICY.model_copy(update={"version": step}), **changes)
+
+
+def scene(seen: RunStatus | None, *processes: ProcessView, elapsed_s: float = 65.0, **notes: str) -> RunView:
+    history = History()
+    if seen is not None:
+        history.add(seen, elapsed_s)
+    return RunView(seen, processes, history, elapsed_s, {name.replace("_", "-"): note for name, note in notes.items()})
+
+
+class RecordingDisplay:
+    """A display that keeps what it was told to show."""
+
+    live = False
+    every_s = 1.0
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.scenes: list[RunView] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def show(self, scene: RunView) -> None:
+        self.scenes.append(scene)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

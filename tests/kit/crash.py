@@ -2,15 +2,13 @@
 
 HubLives   one life after the other over the same folder (and database), forked from a server that has imported the
            hub once: a start costs a tenth of a second.
-Cast       two workers, a cheat, a validator and a trainer over real HTTP. A call that finds the hub dead starts it
+Actors     two workers, a cheat, a validator and a trainer over real HTTP. A call that finds the hub dead starts it
            again and is made once more, as a real client's is: same request, same bytes, another nonce.
-Books      what the cast was promised and what it decided. `Books.check` compares it with all that the hub has.
+Books      what the actors were promised and what they decided. `Books.check` compares it with all that the hub has.
 
-Cast ── signed HTTP ──► hub, life 1 ─ point ─ ✝          Books ◄── check ── ledger, accounts, rows, files
+Actors ─ signed HTTP ─► hub, life 1 ─ point ─ ✝          Books ◄── check ── ledger, accounts, rows, files
   └──── the same again ───────► hub, life 2 ─ … ─ end ────────────────────────────▲
 """
-
-from __future__ import annotations
 
 import multiprocessing
 import os
@@ -28,6 +26,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from kit import eventually
 from kit import hub as kit
 from kit.fork import FORKS, started
 from shoal import ledger
@@ -57,7 +56,7 @@ SETTINGS = {
     "newcomer_share": 1.0,
     "audit": "reputation",  # so that credit is pending first
     "credit_window_s": 0.3,
-    "requests_per_key_s": 0,  # the cast is quick
+    "requests_per_key_s": 0,  # the actors are quick
     "requests_per_address_s": 0,
 }
 KIND = "torch/cpu/float32"
@@ -131,7 +130,7 @@ class HubLives:
         while not self._begin():
             self._bury()
 
-    def __enter__(self) -> HubLives:
+    def __enter__(self) -> "HubLives":
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -182,7 +181,7 @@ class Books:
     draws: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def promise(self, receipt: Receipt) -> None:
-        assert self.receipts.setdefault(receipt.lease, receipt) == receipt, "one lease, one receipt, whoever died when"
+        assert self.receipts.setdefault(receipt.lease, receipt) == receipt, "one lease, one receipt, whatever died when"
 
     def earned(self, node: str) -> int:
         """What the node's accepted submissions are worth, by the published formula."""
@@ -207,7 +206,7 @@ class Books:
             context.close()
 
     def _check_receipts(self, context: Context) -> None:
-        assert self.receipts, "the cast has worked"
+        assert self.receipts, "somebody has worked"
         with context.storage.read() as reader:
             rows = {lease: reader.submission_of_lease(lease) for lease in self.receipts}
         for lease, receipt in self.receipts.items():
@@ -264,8 +263,8 @@ TRUSTED = {key.node for key in VALIDATORS}
 Body = Message | dict[str, Any] | bytes | None
 
 
-class Cast:
-    """All roles but the hub. `play` is a whole run, one call after the other; `storm` is one with all at once."""
+class Actors:
+    """All roles but the hub. `play` is a whole run, one call after the other; `run_at_once` is one with all at once."""
 
     def __init__(self, hub: Any, workers: Sequence[SigningKey] = WORKERS) -> None:
         self.hub, self.workers, self.steps = hub, workers, hub.place.run["steps"]
@@ -274,13 +273,11 @@ class Cast:
         self._is_over, self._deciding = threading.Event(), threading.Lock()
         self._end_s = time.monotonic() + DEADLINE_S
 
-    def __enter__(self) -> Cast:
+    def __enter__(self) -> "Actors":
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self._http.close()
-
-    # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, key: SigningKey | None, method: str, path: str, body: Body = None) -> bytes:
         """The body of a good answer, however often the hub has to be started for it."""
@@ -304,22 +301,15 @@ class Cast:
     def ask(self, kind: type[T], key: SigningKey | None, method: str, path: str, body: Body = None) -> T:
         return kind.model_validate_json(self.call(key, method, path, body))
 
-    def until(self, what: str, condition: Callable[[], bool]) -> None:
-        while not condition():
-            assert time.monotonic() < self._end_s, f"waited for {what}"
-            time.sleep(POLL_S)  # polling with a deadline: the other side is another process
-
-    # ── the roles ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def play(self) -> list[LedgerEntry]:
         """A run from its first registration until its last credit is final; returns its ledger, verified."""
         self.begin()
         for step in range(self.steps):
-            self.until(f"the batch of step {step}", partial(self.turn, step))
+            eventually(partial(self.turn, step), DEADLINE_S, f"there was no batch of step {step}")
             self.announce(step + 1)
         return self.finish()
 
-    def storm(self, after_batch: Callable[[int], None] = lambda _step: None) -> list[LedgerEntry]:
+    def run_at_once(self, after_batch: Callable[[int], None] = lambda _step: None) -> list[LedgerEntry]:
         """The same with everybody at once, each in a thread."""
         self.begin()
         with ThreadPoolExecutor(len(self.workers) + len(VALIDATORS)) as threads:
@@ -327,7 +317,8 @@ class Cast:
             roles += [threads.submit(self.keep, partial(self.judge, key)) for key in VALIDATORS]
             try:
                 for step in range(self.steps):
-                    self.until(f"the batch of step {step}", partial(self.take_batch, step, roles))
+                    batch = partial(self.take_batch, step, roles)
+                    eventually(batch, DEADLINE_S, f"there was no batch of step {step}")
                     after_batch(step)
                     self.announce(step + 1)
             finally:
@@ -351,8 +342,9 @@ class Cast:
         self.work(CHEAT, 2)
 
     def finish(self) -> list[LedgerEntry]:
-        self.until("what is left to be judged", lambda: not self.judge())
-        self.until("the ledger to be complete", lambda: self.books.is_settled_in(self.ledger(), self.steps))
+        eventually(lambda: not self.judge(), DEADLINE_S, "there is always more to be judged")
+        is_settled = partial(self.books.is_settled_in, steps=self.steps)
+        eventually(lambda: is_settled(self.ledger()), DEADLINE_S, "the ledger is not complete")
         return self.ledger()
 
     def register(self, key: SigningKey, role: Role) -> None:
@@ -375,9 +367,9 @@ class Cast:
             draw = (lease.task, lease.seeds)
             assert lease.node == key.node
             assert self.books.draws.setdefault(lease.unit, draw) == draw, "a unit keeps its task and its seeds"
-            self.hand_in(key, lease)
+            self.submit(key, lease)
 
-    def hand_in(self, key: SigningKey, lease: Lease) -> None:
+    def submit(self, key: SigningKey, lease: Lease) -> None:
         signed = self.ask(SignedDocument, key, "PUT", f"/submissions/{lease.lease}", kit.submission_body(lease))
         self.books.promise(open_document(signed, Receipt, kit.HUB.public_key))
 

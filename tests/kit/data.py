@@ -1,7 +1,5 @@
 """Small data sets in every kind of file, for the tests of data sets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,9 +80,6 @@ def fixture(name: str, folder: Path, packed: bool) -> Path:
 
 
 both_kinds = pytest.mark.parametrize("packed", [False, True])
-
-
-# ── one file of each kind ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lines(rows: Rows) -> bytes:

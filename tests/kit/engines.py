@@ -1,7 +1,5 @@
 """The engines that contract suites run against; vLLM's only where it is installed (`make test-vllm`)."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that needs no torch: it sorts digits rightly or wrongly, as its seed says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

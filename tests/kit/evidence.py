@@ -1,7 +1,5 @@
 """An honest ledger made by hand with every document behind it, and what the holder of the hub's key can do to it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,8 +111,8 @@ class Book:
         vouch = signed.model_dump(mode="json")
         self.add("vouch", {"node": key.node, "owner": owner.public_key, "vouch": vouch})
 
-    def rewritten(self, row: int, body: dict[str, Any]) -> Book:
-        """The same ledger with another body in a row and every hash after it made anew, as the hub could do it."""
+    def rewritten(self, row: int, body: dict[str, Any]) -> "Book":
+        """The same ledger with another body in a row and every hash after it made again, as the hub could do it."""
         made = Book(evidence=dict(self.evidence))
         for entry in self.entries:
             made.add(entry.kind, body if entry.index == row else copy.deepcopy(entry.body))

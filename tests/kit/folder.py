@@ -1,8 +1,8 @@
-"""A run folder with a hub over it in this process, and hands that play trainer, worker and validator.
+"""A run folder with a hub over it in this process, and clients that act as trainer, worker and validator.
 
-    play = Play(path)         the folder is made (or opened), the hub is up
-    play.step()               leases, submissions, verdicts, a batch, the next policy: one whole step
-    play.close()              the hub is down; the folder stays
+    run = LocalRun(path)      the folder is made (or opened), the hub is up
+    run.step()                leases, submissions, verdicts, a batch, the next policy: one whole step
+    run.close()               the hub is down; the folder stays
 
 Nothing is generated: completions are three fixed tokens, rewards are given. Policies are published by a real origin,
 and checkpoints are files as the trainer's are, so that what is copied looks like a run.
@@ -10,41 +10,32 @@ and checkpoints are files as the trainer's are, so that what is copied looks lik
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
 from kit.asgi import AsgiTransport
-from kit.hub import submission_body, verdict_on
+from kit.hub import fresh_request, submission_body, verdict_on
+from kit.roles import prepared, publish, whole_ledger
 from shoal.client import HubClient
 from shoal.environments import build
 from shoal.hub import HubConfig
 from shoal.hub.http.app import create_app
-from shoal.ledger import Accounts, fold, verify
+from shoal.ledger import fold
 from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.protocol import AuditRequest, Lease, LeaseRequest, LedgerEntry, PolicyAnnouncement, Receipt, sign_document
-from shoal.protocol.codec import TensorView
+from shoal.protocol import AuditRequest, Lease, LeaseRequest, Receipt, sign_document
 from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
 from shoal.worker.settings import identity
 
 SIZES = {"name": "kept", "steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0, "max_new_tokens": 4}
 
-_requests = itertools.count()
-
-
-def small_recipe(**hub: Any) -> Recipe:
-    return Recipe.model_validate({"run": SIZES, "hub": {"port": 0, "newcomer_share": 1.0, **hub}})
-
 
 @dataclass
-class Play:
+class LocalRun:
     """One run folder, one hub, and everybody who talks to it."""
 
     path: Path
@@ -53,8 +44,9 @@ class Play:
 
     def __post_init__(self) -> None:
         exists = (self.path / "recipe.toml").exists()
-        self.folder = RunFolder.open(self.path) if exists else RunFolder.prepare(self.path, small_recipe(**self.hub))
-        self.endpoints = self.folder.endpoints if exists else self.folder.assign_endpoints()
+        recipe = {"run": SIZES, "hub": {"port": 0, "newcomer_share": 1.0}}
+        self.folder = RunFolder.open(self.path) if exists else prepared(self.path, recipe, hub=self.hub)
+        self.endpoints = self.folder.endpoints
         self._transport = AsgiTransport(create_app(self._config()))
         self._http = httpx.Client(transport=self._transport)
         names = ("trainer", "validator-0")
@@ -91,8 +83,8 @@ class Play:
         self.publish(step + 1)
 
     def work(self) -> None:
-        """What is to be had is generated, handed in and accepted."""
-        request = LeaseRequest(request=f"request-{next(_requests):06d}", max_units=4)
+        """All open units are generated, submitted and accepted."""
+        request = LeaseRequest(request=fresh_request(), max_units=4)
         for lease, _ in self.worker.open_leases(self.worker.lease(request)):
             self.receipts.append(self.worker.submit(lease.lease, submission_body(lease)))
         audits = self.validator.audits(AuditRequest(max_audits=8)).audits
@@ -101,10 +93,7 @@ class Play:
             self.validator.verdicts(verdicts)
 
     def publish(self, version: int) -> None:
-        weights = TensorView("w", "F32", (4,), memoryview(np.full(4, version, np.float32)).cast("B"))
-        policy = self._origin.publish(version, [weights], ledger_head=self.trainer.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.folder.run_id, policy=policy, created_at_ms=1)
-        self.trainer.announce(sign_document(announcement, self.folder.key("trainer")))
+        publish(self._origin, self.trainer, version)
 
     def checkpoint(self, version: int) -> None:
         folder = self.path / "trainer" / "checkpoints" / f"{version}.0"
@@ -112,22 +101,14 @@ class Play:
         (folder / "checkpoint.json").write_text(f'{{"version": {version}}}')
         (folder / "model.safetensors").write_bytes(bytes([version]) * 1000)
 
-    def accounts(self) -> tuple[list[LedgerEntry], Accounts]:
-        """The whole ledger, verified against a head that the hub signed, and what it gives everybody."""
-        entries = list[LedgerEntry]()
-        while page := self.trainer.ledger(after=len(entries) - 1).entries:
-            entries += page
-        verify(entries, self.trainer.ledger_head())
-        return entries, fold(entries)
-
     def check(self) -> None:
         """Every receipt is there and judged, no submission is credited twice, the accounts are the ledger's."""
-        entries, accounts = self.accounts()
+        entries = whole_ledger(self.trainer)
         credited = [entry.body["submission"] for entry in entries if entry.kind == "credit"]
         assert len(credited) == len(set(credited))
         assert {receipt.submission for receipt in self.receipts} <= set(credited)
         [view] = [node for node in self.trainer.status().nodes if node.role == "worker"]
-        account = accounts.by_node[view.node]
+        account = fold(entries).by_node[view.node]
         assert (account.credit, account.accepted) == (view.credit, view.accepted)
         assert len(credited) == view.accepted
 

@@ -6,8 +6,6 @@ What is tested is the same: a process, its exit code, what it writes, how it tak
 second of imports each time; each command has such tests too. `PRELOADED` may name nothing that loads torch.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os
@@ -105,7 +103,7 @@ class Forked:
         self.send_signal(number)
         return self.wait()
 
-    def __enter__(self) -> Forked:
+    def __enter__(self) -> "Forked":
         return self
 
     def __exit__(self, *_: object) -> None:

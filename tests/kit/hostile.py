@@ -6,8 +6,6 @@ HostileHub ─┬─ root, hub key          those of whatever run it plays at th
             └─ requests               everything that it was sent
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -143,17 +143,21 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["code"]
 
 
-def submission_body(lease: protocol.Lease, /, **changes: Any) -> bytes:
-    tokens = protocol.pack_tokens(range(TOKENS_PER_ROLLOUT))
-    rollout = protocol.Rollout(
-        tokens=tokens, logprobs=protocol.pack_logprobs([-0.5] * TOKENS_PER_ROLLOUT), finish="eos"
-    )
-    fields: dict[str, Any] = {
+def submission(lease: protocol.Lease, /, **changes: Any) -> dict[str, Any]:
+    """What one may submit for a lease, before it is packed: a dictionary, for it may also be what nobody may."""
+    logprobs = protocol.pack_logprobs([-0.5] * TOKENS_PER_ROLLOUT)
+    rollout = {"tokens": protocol.pack_tokens(range(TOKENS_PER_ROLLOUT)), "logprobs": logprobs, "finish": "eos"}
+    return {
         "format": protocol.SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease,
         "unit": lease.unit, "incarnation": lease.policy.incarnation, "version": lease.policy.version,
         "policy_digest": lease.policy.digest, "prompt": protocol.pack_tokens(lease.prompt_ids),
-        "rollouts": [rollout] * len(lease.seeds),
+        "rollouts": [rollout] * len(lease.seeds), **changes,
     }  # fmt: skip
+
+
+def submission_body(lease: protocol.Lease, /, **changes: Any) -> bytes:
+    fields = submission(lease)
+    fields["rollouts"] = [protocol.Rollout(**rollout) for rollout in fields["rollouts"]]
     return protocol.pack(protocol.Submission(**{**fields, **changes}))
 
 

@@ -1,20 +1,18 @@
 """The real services over a storage in memory, driven without HTTP: what the state-machine tests play on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kit import hub as kit
+from kit.simulator.world import MemoryBlobs
 from shoal import protocol
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import SqliteStorage
 from shoal.runtime.clock import ManualClock
-from shoal.simulator.world import MemoryBlobs
 
 
 class Play:

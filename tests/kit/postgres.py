@@ -10,8 +10,6 @@ kill want that the server really promises what it says.
     def test_more(postgres: Cluster) -> None: …       # the server, to make and drop databases, or to kill
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pwd

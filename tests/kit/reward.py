@@ -1,7 +1,5 @@
 """A reward function that misbehaves on request, and pools to contain it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

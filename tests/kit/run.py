@@ -94,7 +94,7 @@ class Run:
 
 
 def kill_if(pid: int, condition: Callable[[], bool]) -> bool:
-    """Stop a process, look, and kill it or let it go on."""
+    """Stop a process, look, and kill it or let it continue."""
     hit = False
     with suppress(ProcessLookupError):  # it ended meanwhile
         os.kill(pid, signal.SIGSTOP)
@@ -120,19 +120,19 @@ def scripted(folder: Path) -> list[str]:
     return [
         f"environment.file={folder / 'reward.py'}", "worker.engine=scripted", "validator.engine=scripted",
         "worker.units_per_lease=4", "run.group_size=4", "run.max_new_tokens=8", "trainer.evaluate_every=0",
-        "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
+        "trainer.guards.divergence.action=off",  # a scripted engine computes another model than the trainer
     ]  # fmt: skip
 
 
 @contextmanager
 def start_run(
     folder: Path, overrides: Sequence[str] = (), arguments: Sequence[str] = (), env: Mapping[str, str] | None = None,
-    recipe: Path | None = RECIPE, verb: str = "run",
+    recipe: Path | None = RECIPE, verb: str = "run", prefix: Sequence[str] = (),
 ) -> Iterator[Run]:  # fmt: skip
     """`shoal run RECIPE --dir folder --set …`; without a recipe the folder is resumed. It leaves no process."""
     settings = [part for override in overrides for part in ("--set", override)]
     given = [] if recipe is None else [str(recipe)]
-    command = [sys.executable, "-m", "shoal.cli", verb, *given, "--dir", str(folder), *settings, *arguments]
+    command = [*prefix, sys.executable, "-m", "shoal.cli", verb, *given, "--dir", str(folder), *settings, *arguments]
     path = folder.with_name(f"{folder.name}.output")
     with path.open("ab") as output:
         process = subprocess.Popen(
@@ -160,17 +160,14 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Every process of this machine whose command line names the folder: pid → command line."""
+    """Every process of this machine whose command line names the folder, or something in it: pid → command line."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if str(folder) in words:
-                found[int(entry.name)] = " ".join(words)
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            if str(folder) in command:
+                found[int(entry.name)] = command
     return found
-
-
-# ── what a run leaves on disk ────────────────────────────────────────────────────────────────────────────────────
 
 
 def rows(folder: Path, query: str) -> list[tuple[Any, ...]]:

@@ -1,7 +1,5 @@
 """A server that speaks S3, for tests: moto's, as a real HTTP server on loopback, with a bucket of its own."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,12 +42,9 @@ def s3_server() -> Iterator[Shop]:
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"
         client = boto3.client(
-            "s3",
-            endpoint_url=endpoint,
-            aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
-            region_name=KEYS["AWS_REGION"],
-        )
+            "s3", endpoint_url=endpoint, aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"], region_name=KEYS["AWS_REGION"],
+        )  # fmt: skip
         bucket = f"shoal-{secrets.token_hex(4)}"  # the server's memory outlives the server
         client.create_bucket(Bucket=bucket)
         yield Shop(endpoint, bucket, client)

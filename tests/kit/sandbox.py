@@ -1,7 +1,5 @@
 """What the tests of the sandbox share: whether there is one, short limits, and what is left on the machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from trainer_stubs import tiny_files, tiny_model
 
 from shoal.environments.settings import PromptSettings
-from shoal.trainer.demonstrations.choosing import Asking, Choice, Corpus, Outcome, choose
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
+from shoal.trainer.demonstrations.selection import Corpus, EnvironmentFilters, FilterOptions, FilterReport, select
 
 SPECIAL = ("<|end|>", "<|user|>", "<|bot|>", "<|sys|>")
 CHAT = (
@@ -68,10 +68,10 @@ def sort_rows(count: int) -> list[dict[str, Any]]:
 
 def chosen(
     tmp: Path, rows: Iterable[dict[str, Any] | str], files: dict[str, bytes] | None = None,
-    asking: Asking | None = None, judge: Any = None, interrupted: bool = False, **choice: Any,
-) -> tuple[Corpus, Outcome]:  # fmt: skip
-    """What `Choice(**choice)` makes of the rows."""
+    environment_filters: EnvironmentFilters | None = None, judge: Any = None, interrupted: bool = False, **choice: Any,
+) -> tuple[Corpus, FilterReport]:  # fmt: skip
+    """What `FilterOptions(**choice)` makes of the rows."""
     data = Demonstrations([put(tmp / "demos.jsonl", rows)])
     encoder = Encoder(files or sort_files(), PromptSettings(), data.layout)
-    wanted = Choice(**{"rank": tmp if judge else None, **choice})
-    return choose(data, encoder, wanted, asking, judge, interrupted=lambda: interrupted)
+    wanted = FilterOptions(**{"rank": tmp if judge else None, **choice})
+    return select(data, encoder, wanted, environment_filters, judge, interrupted=lambda: interrupted)

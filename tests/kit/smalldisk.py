@@ -4,8 +4,6 @@ Root mounts it. Anybody else runs the test once more inside a user namespace, wh
 Where neither is allowed the test is skipped and says so.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Hand-made rows for tests of the decision core."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar

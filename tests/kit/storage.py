@@ -1,7 +1,5 @@
 """Rows to store, and storages to store them in: what the tests of storage share."""
 
-from __future__ import annotations
-
 from sqlalchemy import text
 
 from kit import Request
@@ -41,7 +39,7 @@ def leased(unit: int, **changes: object) -> list[Command]:
 def on_postgres(request: Request) -> Storage:
     storage = PostgresStorage(request.getfixturevalue("prepared_url"))
     names = ", ".join(f'"{name}"' for name in tables.metadata.tables if name != "meta")
-    with storage.write(exclusive=True) as transaction:  # emptied, not made anew: that is ten times as fast
+    with storage.write(exclusive=True) as transaction:  # emptied, not made again: that is ten times as fast
         transaction._connection.execute(text(f"TRUNCATE {names} RESTART IDENTITY CASCADE"))
         transaction._connection.execute(text("DELETE FROM meta WHERE key <> 'schema_version'"))
     return storage

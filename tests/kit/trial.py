@@ -3,8 +3,6 @@
 For what a run would take too long to show: many groups, many tokens, rates.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 
 from shoal import protocol
-from shoal.adversary import Cheat, Loot
+from shoal.adversary import Cheat, CheatContext
 from shoal.engines import Engine, GenerationRequest, PrefillRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
@@ -29,7 +27,7 @@ from shoal.sampling.check import distances
 from shoal.shardcast import Payload
 from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 RUN, SECRET, SEED = "trial-000000000000", b"trial", 0
 KEY = protocol.SigningKey.from_seed(b"k" * 32)
@@ -39,7 +37,7 @@ PROFILES = {**BUILT_IN, **ON_REQUEST}
 
 @dataclass(frozen=True)
 class Judged:
-    """A group that was handed in, and what the validator says of it."""
+    """A submitted group, and what the validator says of it."""
 
     lease: protocol.Lease
     submission: protocol.Submission
@@ -52,7 +50,7 @@ class Judged:
 
 @dataclass
 class Trial:
-    """What one node handed in, in order. The record is what the hub would have given out with each audit."""
+    """What one node submitted, in order. The record is what the hub would have given out with each audit."""
 
     judged: list[Judged] = field(default_factory=list)
     record: protocol.Tally = field(default_factory=protocol.Tally)
@@ -93,7 +91,7 @@ class Trial:
         return None
 
 
-class Court:
+class Harness:
     """A model, its tasks and a judge; units have the tasks and seeds that a hub would give them."""
 
     def __init__(
@@ -114,7 +112,7 @@ class Court:
         return self.loaded.files
 
     def engine(self) -> TorchEngine:
-        """Shares the model's weights, whoever trains them."""
+        """Shares the model's weights, also while they are trained."""
         return TorchEngine.wrap(self.loaded.model)
 
     def fetch(self, policy: protocol.PolicyRef, _deadline_s: float) -> Payload:
@@ -148,7 +146,7 @@ class Court:
 
     def cheating(self, cheat: Cheat) -> Engine:
         """An engine of its own with the policy in place, as a worker's shelf would make it."""
-        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment.name, self.build))
+        engine = cheat.engine(self.build(self.files), CheatContext(self.files, self.environment.name, self.build))
         engine.load_policy(self.lease(0).policy, policy_views(self.loaded.model))
         return engine
 
@@ -158,7 +156,7 @@ class Court:
     def groups(
         self, cheat: Cheat, leases: Sequence[protocol.Lease]
     ) -> Iterator[tuple[protocol.Lease, protocol.Submission]]:
-        """What a worker with this cheat would hand in; a few leases at a time, as it would."""
+        """What a worker with this cheat would submit; a few leases at a time, as it would."""
         engine = self.cheating(cheat)
         for start in range(0, len(leases), AT_ONCE):
             part = leases[start : start + AT_ONCE]
@@ -167,23 +165,23 @@ class Court:
                 yield lease, cheat.submission(submission_of(lease, group, "torch"), lease)
 
     def tried(self, cheat: Cheat, units: Sequence[int], stop_when_banned: bool = False) -> Trial:
-        """Everything that a cheat hands in for these units, judged one after the other."""
+        """Everything that a cheat submits for these units, judged one after the other."""
         trial, truth = Trial(), LoadedPolicy(self.lease(0).policy, self.engine(), self.files)
         for lease, submission in self.groups(cheat, [self.lease(unit) for unit in units]):
-            [verdict] = self.judge.verdicts([docket(lease, submission, trial.record)], truth)
+            [verdict] = self.judge.verdicts([audit_job(lease, submission, trial.record)], truth)
             trial.add(Judged(lease, submission, verdict))
             if stop_when_banned and trial.until_banned() is not None:
                 break
         return trial
 
 
-def docket(lease: protocol.Lease, submission: protocol.Submission, record: protocol.Tally | None = None) -> Docket:
+def audit_job(lease: protocol.Lease, submission: protocol.Submission, record: protocol.Tally | None = None) -> AuditJob:
     body = protocol.pack(submission)
     audit = protocol.Audit(
         submission=protocol.submission_digest(body), lease=protocol.sign_document(lease, KEY), size_bytes=len(body),
         received_at_ms=0, deadline_ms=60_000, record=record or protocol.Tally(),
     )  # fmt: skip
-    return Docket(audit, lease, body)
+    return AuditJob(audit, lease, body)
 
 
 def farthest(engine: Engine, lease: protocol.Lease, submission: protocol.Submission) -> float:

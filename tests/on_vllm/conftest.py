@@ -1,7 +1,5 @@
 """These tests run where vLLM is installed (`make test-vllm`), and are skipped elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 
 from kit.engines import needs_vllm

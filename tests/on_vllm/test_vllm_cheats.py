@@ -1,13 +1,11 @@
 """What cheats of an engine come to on vLLM: the same judge, with torch's engine and the limits that are built in."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 
 import pytest
 
-from kit.trial import Court
+from kit.trial import Harness
 from shoal.adversary import CHEATS, Cheat, find_cheat
 from shoal.engines import Engine, build
 from shoal.protocol import Outcome
@@ -19,7 +17,7 @@ CHEATS_OF_ENGINES = sorted(name for name, cheat in CHEATS.items() if cheat.engin
 UNITS = 60  # what a cheat needs at most, most of them two
 
 
-class VllmCourt(Court):
+class VllmHarness(Harness):
     """Cheats that are given vLLM, one after the other: its engines are used again, as many as one cheat asks for."""
 
     def __init__(self) -> None:
@@ -41,20 +39,20 @@ class VllmCourt(Court):
 
 
 @pytest.fixture(scope="module")
-def court() -> VllmCourt:
+def harness() -> VllmHarness:
     assert KIND in BUILT_IN
-    return VllmCourt()
+    return VllmHarness()
 
 
-def test_honest_work_passes(court):
-    trial = court.tried(Cheat(), range(UNITS))
+def test_honest_work_passes(harness):
+    trial = harness.tried(Cheat(), range(UNITS))
     assert Counter(each.verdict.outcome for each in trial.judged) == {Outcome.ACCEPTED: UNITS}
     assert sum(each.tokens for each in trial.judged) > 2_000
 
 
 @pytest.mark.parametrize("name", [name for name in CHEATS_OF_ENGINES if name not in ELSEWHERE])
-def test_a_cheat_is_banned_for_one_of_its_reasons(court, name, record_property):
-    trial = court.tried(find_cheat(name), range(UNITS), stop_when_banned=True)
+def test_a_cheat_is_banned_for_one_of_its_reasons(harness, name, record_property):
+    trial = harness.tried(find_cheat(name), range(UNITS), stop_when_banned=True)
     assert trial.until_banned() is not None
     assert {each.verdict.reason for each in trial.rejected} <= CHEATS[name].reasons
     record_property(

@@ -1,7 +1,5 @@
 """The vLLM engine against torch's: tokens, proofs, weights written in place, and what vLLM does with many requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -46,7 +44,7 @@ class Small:
     model: torch.nn.Module
 
     @classmethod
-    def of(cls, kind: str, positions: int = 512) -> Small:
+    def of(cls, kind: str, positions: int = 512) -> "Small":
         settings, model, tied = KINDS[kind]
         torch.manual_seed(7)
         config = settings(

@@ -56,7 +56,7 @@ def test_a_vllm_worker_that_ignores_its_seeds_is_banned_beside_an_honest_one(tmp
         command = [sys.executable, "-m", "shoal.cli", "join", "--dir", str(run.path), "--index", "1"]
         with (tmp_path / "cheat.output").open("wb") as output:
             cheat = subprocess.Popen(
-                [*command, "--cheat", "own-dice"], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                [*command, "--cheat", "own-seeds"], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=os.environ,
             )  # fmt: skip
         try:

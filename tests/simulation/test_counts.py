@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kit.simulator import Scenario, Simulation, WorkerKind
 from shoal.hub.state.commands import AddPolicy, AddVerdict, Save
 from shoal.hub.state.rows import InHand, LeaseState, Progress, UnitRow
 from shoal.hub.storage import SqliteStorage, StaleRow
 from shoal.protocol import NodeState, PolicyRef
-from shoal.simulator import Scenario, Simulation, WorkerKind
 
 CREWS = (
     WorkerKind(6, group_s=12, lives_s=90, network="10.0.0.0/24"),
@@ -50,8 +50,8 @@ def require_equal(storage: SqliteStorage, node: str) -> InHand:
     return sums[1]
 
 
-def test_kept_sums_are_what_the_rows_say_all_through_a_run(tmp_path: Path) -> None:
-    simulation = Simulation(tmp_path, Scenario(crews=CREWS, seconds=200, equal=5, restarts_s=70))
+def test_kept_sums_equal_the_rows_during_a_run(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, Scenario(workers=CREWS, seconds=200, equal=5, restarts_s=70))
     world = simulation.world
     seen: list[InHand] = []
 
@@ -67,8 +67,8 @@ def test_kept_sums_are_what_the_rows_say_all_through_a_run(tmp_path: Path) -> No
     assert any(hands.unproven != hands.networks for hands in seen), "nobody passed an audit"
 
 
-def test_a_write_that_fails_leaves_the_kept_sums_as_they_were(tmp_path: Path) -> None:
-    simulation = Simulation(tmp_path, Scenario(crews=CREWS, seconds=60))
+def test_failed_write_leaves_the_kept_sums(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, Scenario(workers=CREWS, seconds=60))
     simulation.run()
     storage, node = simulation.world.storage, simulation.workers[0].node
     before = kept(storage, node)

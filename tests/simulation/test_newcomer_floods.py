@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from kit.simulator import Scenario, Simulation, WorkerKind
+from kit.simulator.simulation import TOKENS, Generating, SimulatedWorker
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import LeaseRelease, ProofParameters
-from shoal.simulator import Scenario, Simulation, WorkerKind
-from shoal.simulator.simulation import TOKENS, Generating, SimulatedWorker
 
 HOME, ADDRESS, FLOOD = "192.0.2.0/24", "192.0.2.7", "198.51.100.0/24"
 THREE = (FLOOD, "203.0.113.0/24", "2001:db8:1::/48")
@@ -72,9 +72,9 @@ class Registers:
 Flood = Callable[[Simulation, str], None]
 
 
-def come(simulation: Simulation, crew: WorkerKind, kind: type[SimulatedWorker] = SimulatedWorker) -> None:
-    for _ in range(crew.count):
-        simulation.world.at(0, kind(simulation.world, crew).arrive)
+def come(simulation: Simulation, spec: WorkerKind, kind: type[SimulatedWorker] = SimulatedWorker) -> None:
+    for _ in range(spec.count):
+        simulation.world.at(0, kind(simulation.world, spec).arrive)
 
 
 FLOODS: dict[str, Flood] = {
@@ -101,23 +101,19 @@ def newcomer_after(
     kind: type[SimulatedWorker] = SimulatedWorker,
 ) -> NodeRow:
     """The honest newcomer when the time is over. It comes two seconds after the flood."""
-    crew = WorkerKind(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
-    crews = (WorkerKind(established, group_s=10, proven=True),)
+    spec = WorkerKind(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
+    workers = (WorkerKind(established, group_s=10, proven=True),)
     scenario = Scenario(
-        crews=crews,
-        seconds=seconds,
+        workers=workers, seconds=seconds,
         run=RunSettings(steps=10**6, groups_per_step=8, group_size=16, max_staleness=1, max_new_tokens=tokens),
-        hub=HubSettings(lease_s=lease_s),
-        train_s=1.0,
-        heartbeat_s=1.0,
-        arrive_s=2.0,
-    )
+        hub=HubSettings(lease_s=lease_s), train_s=1.0, heartbeat_s=1.0, arrive_s=2.0,
+    )  # fmt: skip
     with TemporaryDirectory() as folder:
         simulation = Simulation(Path(folder), scenario)
         for network in networks:
             if flood is not None:
                 flood(simulation, network)
-        worker = kind(simulation.world, crew)
+        worker = kind(simulation.world, spec)
         simulation.world.at(2.0, worker.arrive)
         simulation.run()
         return simulation.world.known(worker.node)
@@ -129,37 +125,37 @@ def undisturbed(established: int = 4, seconds: float = SECONDS) -> int:
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_a_flood_of_fresh_keys_leaves_an_honest_newcomer_of_another_network_at_least_half(name: str) -> None:
+def test_flood_from_another_network_leaves_a_newcomer_half(name: str) -> None:
     assert newcomer_after(FLOODS[name]).accepted >= undisturbed() / 2 > 10
 
 
 @pytest.mark.parametrize("established", [4, 0])
 @pytest.mark.parametrize("name", ["sit on leases", "pretend to make progress"])
-def test_so_it_does_from_three_networks(name: str, established: int) -> None:
+def test_flood_from_three_networks_leaves_a_newcomer_half(name: str, established: int) -> None:
     """They have all that newcomers may have when it comes; half of that ends after `lease_s`, whatever they show."""
     found = newcomer_after(FLOODS[name], THREE, established)
     assert found.accepted >= undisturbed(established) / 2 > 10
 
 
 @pytest.mark.parametrize("name", ["sit on leases", "pretend to make progress", "submit rubbish at once"])
-def test_so_it_does_from_another_address_of_the_newcomers_own_network(name: str) -> None:
+def test_flood_from_the_newcomers_network_leaves_it_half(name: str) -> None:
     assert newcomer_after(FLOODS[name], (HOME,)).accepted >= undisturbed() / 2 > 10
 
 
 @pytest.mark.parametrize("name", ["sit on leases", "pretend to make progress", "submit rubbish at once"])
-def test_so_it_does_in_a_young_run_without_established_nodes(name: str) -> None:
+def test_flood_in_a_young_run_leaves_a_newcomer_half(name: str) -> None:
     assert newcomer_after(FLOODS[name], established=0).accepted >= undisturbed(0) / 2 > 10
 
 
 @pytest.mark.parametrize("flood", [None, FLOODS["pretend to make progress"]], ids=["alone", "in a flood"])
-def test_a_newcomer_whose_group_takes_three_times_lease_s_gets_in_beside_four_fast_nodes(flood: Flood | None) -> None:
+def test_slow_newcomer_gets_in_beside_fast_nodes(flood: Flood | None) -> None:
     row = newcomer_after(flood, group_s=30, lease_s=10)
     assert row.accepted >= 3
     assert (row.rejected, row.lapsed, row.suspensions) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("tokens", [16, 64, 256])
-def test_so_it_does_when_a_group_has_few_chunks_to_show(tokens: int) -> None:
+def test_slow_newcomer_with_few_chunks_gets_in(tokens: int) -> None:
     """Chunks have 32 tokens: with 64 the first is there after 1.5 times `lease_s`, with fewer there is none in time."""
     row = newcomer_after(None, group_s=30, lease_s=10, seconds=450, tokens=tokens, kind=AllAtOnce)
     assert row.accepted >= 10, "past probation"

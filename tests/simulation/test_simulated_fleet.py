@@ -1,4 +1,4 @@
-"""Small simulated fleets, from several seeds: what must hold, holds; and the same seed is the same run."""
+"""Small simulated fleets with several seeds: the invariants hold, and the same seed gives the same run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kit.simulator import Scenario, Simulation, WorkerKind, problems
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import SubmissionState
 from shoal.protocol import NodeState
-from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 RUN = RunSettings(steps=6, groups_per_step=8, group_size=2, max_staleness=1)
 MIXED = (
@@ -27,16 +27,9 @@ MIXED = (
 
 def scenario(seed: int, **changes: object) -> Scenario:
     whole = Scenario(
-        crews=MIXED,
-        seed=seed,
-        seconds=1200,
-        run=RUN,
-        hub=HubSettings(lease_s=40),
-        equal=6,
-        trainer_dies=4,
-        restarts_s=70,
-        down_s=4,
-    )
+        workers=MIXED, seed=seed, seconds=1200, run=RUN, hub=HubSettings(lease_s=40), equal=6, trainer_dies=4,
+        restarts_s=70, down_s=4,
+    )  # fmt: skip
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -51,7 +44,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
-def test_what_must_hold_holds(tmp_path: Path, variant: str, seed: int) -> None:
+def test_invariants_hold_at_the_end(tmp_path: Path, variant: str, seed: int) -> None:
     simulation = Simulation(tmp_path, scenario(seed, **VARIANTS[variant]))
     outcome = simulation.run()
     assert problems(simulation.world) == []
@@ -60,7 +53,7 @@ def test_what_must_hold_holds(tmp_path: Path, variant: str, seed: int) -> None:
     assert outcome.counts["receipts"] > 0
 
 
-def test_what_must_hold_holds_in_the_middle_too(tmp_path: Path) -> None:
+def test_invariants_hold_during_the_run(tmp_path: Path) -> None:
     simulation = Simulation(tmp_path, scenario(7))
     found: list[str] = []
 
@@ -76,31 +69,28 @@ def test_what_must_hold_holds_in_the_middle_too(tmp_path: Path) -> None:
 def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> None:
     """No set or hash of this process decides anything."""
     script = (
-        "import sys; from pathlib import Path; from shoal.simulator import *; "
-        "print(Simulation(Path(sys.argv[1]), Scenario(crews=(WorkerKind(6, group_s=9, lies=0.2),), seconds=90, seed=5))"
-        ".run().ledger)"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from pathlib import Path; from kit.simulator import *\n"
+        "scenario = Scenario(workers=(WorkerKind(6, group_s=9, lies=0.2),), seconds=90, seed=5)\n"
+        "print(Simulation(Path(sys.argv[1]), scenario).run().ledger)"
     )
     heads = {
         subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / seed)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
+            [sys.executable, "-c", script, str(tmp_path / seed)], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, timeout=120, check=True,
         ).stdout
         for seed in ("1", "2")
-    }
+    }  # fmt: skip
     assert len(heads) == 1
 
 
-def test_nobody_who_sits_on_leases_or_lies_earns_and_the_honest_do(tmp_path: Path) -> None:
+def test_only_honest_workers_earn(tmp_path: Path) -> None:
     honest, liars, sitters = (
         WorkerKind(6, group_s=15),
         WorkerKind(2, group_s=15, lies=1.0),
         WorkerKind(2, delivers=False),
     )
-    simulation = Simulation(tmp_path, scenario(1, crews=(honest, liars, sitters), restarts_s=400))
+    simulation = Simulation(tmp_path, scenario(1, workers=(honest, liars, sitters), restarts_s=400))
     simulation.run()
     with simulation.world.storage.read() as reader:
         rows = [reader.node(worker.node) for worker in simulation.workers]
@@ -110,46 +100,47 @@ def test_nobody_who_sits_on_leases_or_lies_earns_and_the_honest_do(tmp_path: Pat
     assert [row.state for row in rows[6:8] if row] == [NodeState.BANNED] * 2
 
 
-class TestTheInvariantsCanFail:
-    """Each is shown a world that breaks it."""
+@pytest.fixture
+def simulation(tmp_path: Path) -> Simulation:
+    simulation = Simulation(tmp_path, scenario(2, seconds=120, workers=(WorkerKind(6, group_s=8),), restarts_s=500))
+    simulation.run()
+    assert problems(simulation.world) == []
+    return simulation
 
-    @pytest.fixture
-    def simulation(self, tmp_path: Path) -> Simulation:
-        simulation = Simulation(tmp_path, scenario(2, seconds=120, crews=(WorkerKind(6, group_s=8),), restarts_s=500))
-        simulation.run()
-        assert problems(simulation.world) == []
-        return simulation
 
-    def test_a_lost_receipt(self, simulation: Simulation) -> None:
-        name, receipt = next(iter(simulation.world.receipts.items()))
-        simulation.world.receipts["f" * 64] = receipt.model_copy(update={"submission": "f" * 64})
-        assert any("is not there" in problem for problem in problems(simulation.world))
-        del simulation.world.receipts["f" * 64]
-        simulation.world.blobs.pop(name)
-        assert any("are lost" in problem for problem in problems(simulation.world))
+def test_lost_receipt_is_found(simulation: Simulation) -> None:
+    name, receipt = next(iter(simulation.world.receipts.items()))
+    simulation.world.receipts["f" * 64] = receipt.model_copy(update={"submission": "f" * 64})
+    assert any("is not there" in problem for problem in problems(simulation.world))
+    del simulation.world.receipts["f" * 64]
+    simulation.world.blobs.pop(name)
+    assert any("are lost" in problem for problem in problems(simulation.world))
 
-    def test_credit_from_nowhere(self, simulation: Simulation) -> None:
-        with simulation.world.storage.write() as transaction:
-            row = next(row for row in transaction.nodes() if row.credit)
-            transaction.apply([Save(replace(row, credit=row.credit + 1), row.state)])
-        found = problems(simulation.world)
-        assert any("its verdicts give" in problem for problem in found)
-        assert any("in the ledger" in problem for problem in found)
 
-    def test_training_on_a_lie(self, simulation: Simulation) -> None:
-        simulation.world.lies.add(simulation.world.batches[0].groups[0].submission)
-        assert any("trained on a lie" in problem for problem in problems(simulation.world))
+def test_credit_without_verdict_is_found(simulation: Simulation) -> None:
+    with simulation.world.storage.write() as transaction:
+        row = next(row for row in transaction.nodes() if row.credit)
+        transaction.apply([Save(replace(row, credit=row.credit + 1), row.state)])
+    found = problems(simulation.world)
+    assert any("its verdicts give" in problem for problem in found)
+    assert any("in the ledger" in problem for problem in found)
 
-    def test_pending_credit_that_nobody_holds(self, simulation: Simulation) -> None:
-        with simulation.world.storage.write() as transaction:
-            row = transaction.submissions_in([SubmissionState.ACCEPTED], 1)[0]
-            transaction.apply([Save(replace(row, matures_at_ms=1), row.state)])
-        assert any("pending" in problem for problem in problems(simulation.world))
+
+def test_training_on_a_rejected_group_is_found(simulation: Simulation) -> None:
+    simulation.world.lies.add(simulation.world.batches[0].groups[0].submission)
+    assert any("trained on a lie" in problem for problem in problems(simulation.world))
+
+
+def test_pending_credit_without_node_is_found(simulation: Simulation) -> None:
+    with simulation.world.storage.write() as transaction:
+        row = transaction.submissions_in([SubmissionState.ACCEPTED], 1)[0]
+        transaction.apply([Save(replace(row, matures_at_ms=1), row.state)])
+    assert any("pending" in problem for problem in problems(simulation.world))
 
 
 @pytest.mark.slow
 def test_hundreds_of_workers_for_six_minutes(tmp_path: Path) -> None:
-    crews = (
+    workers = (
         WorkerKind(320, group_s=60, lives_s=1200),
         WorkerKind(20, group_s=30, lies=0.3, fresh_keys=True),
         WorkerKind(20, delivers=False),
@@ -157,7 +148,8 @@ def test_hundreds_of_workers_for_six_minutes(tmp_path: Path) -> None:
     )
     run = RunSettings(steps=1000, groups_per_step=200, group_size=2, max_staleness=2)
     simulation = Simulation(
-        tmp_path, scenario(11, crews=crews, run=run, seconds=360, validators=4, audit_s=0.02, claims=32, restarts_s=200)
+        tmp_path,
+        scenario(11, workers=workers, run=run, seconds=360, validators=4, audit_s=0.02, claims=32, restarts_s=200),
     )
     simulation.run()
     assert problems(simulation.world) == []

@@ -1,21 +1,21 @@
 """Cheats: what a worker could try, for attacking your own run (`shoal join --cheat NAME`).
 
-    base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); Disguise, rewriting, vouched
-    tokens     other seeds than the lease's, completions rewritten, false papers, made-up progress, copies, a sleeper
-    weights    other weights, and those that let the right ones vouch for them; forged proofs of honest work
-    steering   steer, branch: inside the tolerance
+    base       Cheat and its hooks (profile, fetch, engine, shown, submission); CheatContext, EngineWrapper
+    tokens     other seeds than the lease's, rewritten completions, false claims, invented progress, copies, a sleeper
+    weights    other weights, also with proofs by the right ones; forged proofs of honest work
+    steering   steer, branch: within the tolerance
 
-Each pays if nobody looks: a better reward, less work, or no downloads. What is not the cheat itself is done as well as
-can be done: tokens that were never drawn come with the right policy's log-probabilities and proofs.
+Each pays if nobody checks: a better reward, less work, or no downloads. Apart from the cheat itself everything is as
+honest as possible: tokens that were never drawn come with the right policy's log-probabilities and proofs.
 """
 
 from collections.abc import Mapping
 
 from shoal.adversary import steering, tokens, weights
-from shoal.adversary.base import Cheat, Disguise, Loot
+from shoal.adversary.base import Cheat, CheatContext, EngineWrapper
 from shoal.errors import ConfigError
 
-__all__ = ["CHEATS", "Cheat", "Disguise", "Loot", "find_cheat"]
+__all__ = ["CHEATS", "Cheat", "CheatContext", "EngineWrapper", "find_cheat"]
 
 CHEATS: Mapping[str, type[Cheat]] = {cheat.name: cheat for cheat in (*tokens.CHEATS, *weights.CHEATS, *steering.CHEATS)}
 

@@ -1,10 +1,10 @@
-"""What a cheat is: the honest worker with one part replaced. Hub and validator know nothing of this package.
+"""A cheat is the honest worker with one part replaced. Hub and validator know nothing of this package.
 
 profile ─► lease ─► fetch ──► shelf ──► engine ──► chunks shown ──► group ──► submission ──► outbox
   │                   │                   │             │                         │
 loose               stale         best-of, int8    show-random         forged proofs, copies    the loop is unchanged
 
-`Worth` is what a completion is worth to a cheat that chooses, and what the right answer would be.
+`RewardOracle` says how much reward a completion earns, for cheats that choose the best of several.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shoal.models import TextTokenizer
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Rollout, ShownProgress, Submission, TensorView
 from shoal.toploc import commit
 
-# What may give away tokens that the lease's seeds and policy do not give, whatever else is honest about them.
+# Reasons that show tokens which the lease's seeds and policy do not give.
 OTHER_TOKENS = frozenset({"sampling.seed", "sampling.drift", "likelihood.unlikely"})
-# What may give away weights that are not the lease's, their log-probabilities and proofs included.
+# Reasons that show weights other than the lease's.
 OTHER_WEIGHTS = OTHER_TOKENS | {"proofs.mismatch", "proofs.drift", "logprobs.mismatch"}
 
 
 @dataclass(frozen=True)
-class Loot:
-    """What anyone who takes part has: the files of the policy, the environment's name, and engines to build."""
+class CheatContext:
+    """What every participant has: the files of the policy, the name of the environment, and engines."""
 
     files: Mapping[str, bytes]
     environment: str
@@ -42,29 +42,28 @@ class Loot:
 
 
 Draw = Callable[[Engine, Sequence[GenerationRequest], ProofParameters | None], Groups]
-"""What an engine generates, given the honest engine."""
+"""Replaces `generate`, given the honest engine."""
 Rewrite = Callable[[Engine, GenerationRequest, list[Completion]], list[Completion]]
-"""Other completions for those that were drawn for a request."""
+"""Replaces the completions drawn for a request."""
 
 
 class Cheat:
-    """One way to cheat: `what` it does, for people, and the `reasons` for which it may be rejected, or refused. One
-    object serves one worker, so it may remember things. Each hook is honest until it is overridden."""
+    """One way to cheat: `what` it does, for people, and the `reasons` with which it may be rejected. One object serves
+    one worker, so it may keep state. Every hook is honest unless it is overridden."""
 
     name: ClassVar[str]
     what: ClassVar[str]
     reasons: ClassVar[frozenset[str]]
 
     def profile(self, profile: str, _known: Sequence[str], /) -> str:
-        """What it says that it generates with; the run takes work of `_known`."""
+        """The kind that it claims to be; the run takes work of `_known`."""
         return profile
 
     def fetch(self, fetch: Fetch, /) -> Fetch:
-        """How policies are had."""
         return fetch
 
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        """What generates; `engine` has no policy yet."""
+    def engine(self, engine: Engine, _context: CheatContext, /) -> Engine:
+        """The engine that generates; `engine` has no policy yet."""
         return engine
 
     def shown(self, progress: ShownProgress, _lease: Lease, /) -> ShownProgress:
@@ -72,16 +71,16 @@ class Cheat:
         return progress
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        """What is submitted for a finished group."""
         return submission
 
 
 def cheating(
     name: str, what: str, reasons: Collection[str], draw: Draw | None = None, **hooks: Callable[..., Any]
 ) -> type[Cheat]:
-    """A cheat of one hook: functions in the place of `Cheat`'s methods, or `draw` in the place of its engine's."""
+    """A cheat with one hook: a function in place of one of `Cheat`'s methods, or `draw` in place of the engine's
+    `generate`."""
     if draw is not None:
-        hooks["engine"] = lambda engine, _loot: Disguise(engine, draw)
+        hooks["engine"] = lambda engine, _context: EngineWrapper(engine, draw)
     own = {key: staticmethod(hook) for key, hook in hooks.items()}
     return type(name, (Cheat,), {"name": name, "what": what, "reasons": frozenset(reasons), **own})
 
@@ -90,8 +89,8 @@ def each_rollout(change: Callable[[Rollout], Rollout]) -> Callable[[Submission, 
     return lambda given, _lease: replace_fields(given, rollouts=[change(rollout) for rollout in given.rollouts])
 
 
-class Disguise:
-    """An engine to hang a cheat on: everything is the real one's but what `draw`, or a subclass, replaces."""
+class EngineWrapper:
+    """The real engine, except for what `draw` or a subclass replaces."""
 
     def __init__(self, engine: Engine, draw: Draw | None = None) -> None:
         self._engine, self._draw, self.name = engine, draw, engine.name
@@ -124,18 +123,18 @@ class Disguise:
 
 
 def rewriting(rewrite: Rewrite) -> Draw:
-    """Draw honestly, rewrite the completions, and let the right policy vouch for them: only the seeds can tell."""
+    """Draw honestly, rewrite the completions, and let the right policy prove them: only the seeds can show it."""
 
     def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
         drawn = engine.generate(requests, None)
         groups = [rewrite(engine, request, group) for request, group in zip(requests, drawn, strict=True)]
-        return vouched(engine, requests, groups, proof)
+        return with_honest_proofs(engine, requests, groups, proof)
 
     return draw
 
 
 def each_completion(change: Callable[[Engine, GenerationRequest, TokenIds], TokenIds]) -> Draw:
-    """The same with the tokens of every completion changed by themselves."""
+    """As `rewriting`, for functions that change the tokens of one completion."""
 
     def rewrite(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
         made = [change(engine, request, each.token_ids).astype(np.int32) for each in group]
@@ -146,18 +145,18 @@ def each_completion(change: Callable[[Engine, GenerationRequest, TokenIds], Toke
     return rewriting(rewrite)
 
 
-def vouched(
+def with_honest_proofs(
     engine: Engine, requests: Sequence[GenerationRequest], groups: Sequence[list[Completion]],
     proof: ProofParameters | None,
 ) -> Groups:  # fmt: skip
-    """The same tokens with the log-probabilities and the proofs that `engine` gives for them in one prefill."""
+    """The same tokens with the log-probabilities and proofs that `engine` gives them in one prefill."""
     drawn = [(request, each) for request, group in zip(requests, groups, strict=True) for each in group]
     asked = [
         PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature) for request, each in drawn
     ]
     answers = iter(engine.prefill(asked, proof))
 
-    def told(completion: Completion) -> Completion:
+    def with_proof(completion: Completion) -> Completion:
         answer = next(answers)
         proofs = b"".join(commit(answer.points)) if answer.points is not None else b""
         logprobs = np.array(answer.logprobs)
@@ -165,22 +164,22 @@ def vouched(
             logprobs[start : start + length] = 0.0
         return replace(completion, logprobs=logprobs, proofs=proofs)
 
-    return [[told(each) for each in group] for group in groups]
+    return [[with_proof(each) for each in group] for group in groups]
 
 
 _listing = threading.Lock()
 
 
-class Worth:
-    """A completion's reward if the task can be found (built-in environments are public), else its likelihood."""
+class RewardOracle:
+    """A completion's reward if the task is known (built-in environments are public), else its likelihood."""
 
-    def __init__(self, loot: Loot) -> None:
-        self._loot = loot
+    def __init__(self, context: CheatContext) -> None:
+        self._context = context
 
     def of(self, prompt_ids: Sequence[int]) -> Callable[[Completion], float]:
         if (task := self.task(prompt_ids)) is None:
             return likelihood
-        environment, tokenizer = _environment(self._loot.environment), self.tokenizer
+        environment, tokenizer = _environment(self._context.environment), self.tokenizer
 
         def reward(completion: Completion) -> float:
             ids: list[int] = completion.token_ids.tolist()
@@ -190,15 +189,14 @@ class Worth:
         return reward
 
     def task(self, prompt_ids: Sequence[int]) -> Task | None:
-        """None if nobody can know it."""
-        if self._loot.environment not in ENVIRONMENTS or "tokenizer.json" not in self._loot.files:
+        if self._context.environment not in ENVIRONMENTS or "tokenizer.json" not in self._context.files:
             return None
-        with _listing:  # every training task by its prompt: takes seconds, once
-            return _listed(self._loot.environment).get(self.tokenizer.decode(prompt_ids))
+        with _listing:  # listing all training tasks takes seconds, once
+            return _listed(self._context.environment).get(self.tokenizer.decode(prompt_ids))
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        return TextTokenizer(self._loot.files)
+        return TextTokenizer(self._context.files)
 
 
 @cache

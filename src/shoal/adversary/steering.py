@@ -1,7 +1,7 @@
-"""Steering inside the tolerance: cheats for whoever knows how far off a token may be and still pass.
+"""Steering within the tolerance: cheats that know how far off a token may be and still pass.
 
-Where the uniform falls within the tolerance of the edge of a token's interval, the token on the other side of the edge
-passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
+If the uniform is within the tolerance of the edge of a token's interval, the token on the other side of the edge passes
+too. `Steering` always takes that one; `Branching` tries a few such places and keeps the branch with the best reward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import Cheat, Disguise, Worth, cheating, vouched
+from shoal.adversary.base import Cheat, EngineWrapper, RewardOracle, cheating, with_honest_proofs
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.protocol import ProofParameters
@@ -37,7 +37,7 @@ class Fork:
     seed: int
 
 
-class Branching(Disguise):
+class Branching(EngineWrapper):
     """One token of a rollout is another one, by the tolerance; all others are what the lease's seed gives after it.
     `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. A seed of its own,
     whose uniform lies beyond the edge, draws the neighbour, without a look at the vocabulary."""
@@ -57,7 +57,7 @@ class Branching(Disguise):
             value, group = self._value_of(fork.request.prompt_ids), best[fork.group]
             if value(branch) > value(group[fork.rollout]):
                 group[fork.rollout] = branch
-        return vouched(self._engine, requests, best, proof)
+        return with_honest_proofs(self._engine, requests, best, proof)
 
     def _forks(self, group: int, request: GenerationRequest, drawn: Sequence[Completion]) -> Iterator[Fork]:
         """The first places of each rollout where u lies within reach of an edge."""
@@ -96,7 +96,7 @@ class Branching(Disguise):
 
 
 def seed_of(uniform: float) -> int:
-    """Its first uniform is next to this one."""
+    """A seed whose first uniform is next to this one."""
     values, seeds = _sorted_seeds()
     return int(seeds[min(int(np.searchsorted(values, uniform)), len(seeds) - 1)])
 
@@ -108,8 +108,8 @@ def _sorted_seeds() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     return values[order], order
 
 
-class Steering(Disguise):
-    """Stays within `distance` of the uniform, and away from tokens below `floor`: no single token gives it away."""
+class Steering(EngineWrapper):
+    """Stays within `distance` of the uniform and avoids tokens below `floor`, so no single token shows it."""
 
     def __init__(self, engine: Engine, tolerance: SeedTolerance) -> None:
         super().__init__(engine)
@@ -126,10 +126,10 @@ class Steering(Disguise):
             seen = self._engine.prefill(asked)
             triples = zip(request.seeds, group, seen, strict=True)
             groups.append([self._steered(request, seed, each, prefill) for seed, each, prefill in triples])
-        return vouched(self._engine, requests, groups, proof)
+        return with_honest_proofs(self._engine, requests, groups, proof)
 
     def _steered(self, request: GenerationRequest, seed: int, honest: Completion, seen: Prefill) -> Completion:
-        """Honest up to the first place where there is a choice; from there on token by token."""
+        """Honest up to the first place with a choice; from there on token by token."""
         sampling = request.sampling
         stream_T = uniforms(seed, 0, sampling.max_new_tokens)
         u_T = stream_T[: len(honest.token_ids)]
@@ -144,7 +144,7 @@ class Steering(Disguise):
         return replace(honest, token_ids=np.array(tokens, dtype=np.int32), finish=finish)
 
     def _choice(self, prefix: tuple[int, ...], u: float, temperature: float) -> int:
-        """Of all tokens whose interval is within reach of the uniform, the likeliest that it does not fall into."""
+        """The likeliest token whose interval is within reach of the uniform but does not contain it."""
         every = (np.array([token], dtype=np.int32) for token in range(self.vocabulary_size))
         answers = self._engine.prefill([PrefillRequest(prefix, token, temperature) for token in every])
         low_V, high_V = np.array([(each.cdf_low[0], each.cdf_high[0]) for each in answers], dtype=np.float64).T
@@ -155,10 +155,9 @@ class Steering(Disguise):
 
 
 def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
-    """The cheat that knows this tolerance."""
     return cheating(
         "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
-        {"sampling.seed", "sampling.drift"}, engine=lambda engine, _loot: Steering(engine, tolerance),
+        {"sampling.seed", "sampling.drift"}, engine=lambda engine, _context: Steering(engine, tolerance),
     )  # fmt: skip
 
 
@@ -168,5 +167,5 @@ CHEATS = (
         f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
         "them, and submits the branch that pays best",
         {"sampling.seed", "sampling.drift", "sampling.steered"},
-        engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH)),
+        engine=lambda engine, context: Branching(engine, RewardOracle(context).of, REACH)),
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Cheats that choose tokens, and cheats that lie on paper.
+"""Cheats that choose tokens, and cheats that make false claims.
 
-Tokens: seeds of their own, the best of several, completions rewritten. The right policy vouches for tokens that were
-never drawn, so that only the seeds can tell. On paper: what they generate is honest, what they say of it is not.
+Tokens: seeds of their own, the best of several, rewritten completions. The right policy proves tokens that were never
+drawn, so only the seeds can show it. Claims: the generated work is honest, but what is said about it is not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ import numpy.typing as npt
 from msgspec.structs import replace as changed
 
 from shoal.adversary import base
-from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Loot, Worth, cheating, each_completion, each_rollout
+from shoal.adversary.base import (
+    OTHER_TOKENS,
+    Cheat,
+    CheatContext,
+    EngineWrapper,
+    RewardOracle,
+    cheating,
+    each_completion,
+    each_rollout,
+)
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.protocol import Groups, TokenIds
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
@@ -44,7 +53,7 @@ def ended_early(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -
 
 
 def padded(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-    """With as many of the likeliest tokens behind it as there is room for, none of them an end."""
+    """Appends the likeliest tokens up to the limit, none of them an end."""
     most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_id
     [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, -1)
     added = more[: most - len(tokens)]
@@ -55,18 +64,18 @@ def running_on(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> 
     return padded(engine, request, tokens[:-1] if tokens[-1] == request.sampling.eos_token_id else tokens)
 
 
-def answering(engine: Engine, loot: Loot) -> Engine:
-    worth = Worth(loot)
+def answering(engine: Engine, context: CheatContext) -> Engine:
+    oracle = RewardOracle(context)
 
     def answered(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-        task, sampling = worth.task(request.prompt_ids), request.sampling
-        ids = [] if task is None else list(worth.tokenizer.encode(task.answer))
+        task, sampling = oracle.task(request.prompt_ids), request.sampling
+        ids = [] if task is None else list(oracle.tokenizer.encode(task.answer))
         return np.array([*ids, sampling.eos_token_id]) if 0 < len(ids) < sampling.max_new_tokens else tokens
 
-    return Disguise(engine, each_completion(answered))
+    return EngineWrapper(engine, each_completion(answered))
 
 
-def swapping(engine: Engine, _loot: Loot) -> Engine:
+def swapping(engine: Engine, _context: CheatContext) -> Engine:
     """Proofs and log-probabilities are those of the prompt that it answered."""
     first: list[tuple[int, ...]] = []
 
@@ -74,11 +83,11 @@ def swapping(engine: Engine, _loot: Loot) -> Engine:
         first.append(requests[0].prompt_ids)
         return engine.generate([replace(request, prompt_ids=first[0]) for request in requests], proof)
 
-    return Disguise(engine, draw)
+    return EngineWrapper(engine, draw)
 
 
 def own_seeds(seeds: Sequence[int], tries: int = TRIES) -> tuple[int, ...]:
-    """`tries` other seeds for each; the same ones every time, so that an attack can be repeated."""
+    """`tries` other seeds for each; the same every time, so an attack can be repeated."""
     named = (f"best-of/{seed}/{number}" for seed in seeds for number in range(tries))
     return tuple(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in named)
 
@@ -87,34 +96,34 @@ def by_own_seeds(engine: Engine, requests: Requests, proof: ProofParameters | No
     return engine.generate([replace(request, seeds=own_seeds(request.seeds, 1)) for request in requests], proof)
 
 
-def _best(worth: Worth, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    value = worth.of(request.prompt_ids)
+def _best(oracle: RewardOracle, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
+    value = oracle.of(request.prompt_ids)
     return [max(group[start : start + TRIES], key=value) for start in range(0, len(group), TRIES)]
 
 
-def choosing(engine: Engine, loot: Loot) -> Engine:
-    worth = Worth(loot)
+def choosing(engine: Engine, context: CheatContext) -> Engine:
+    oracle = RewardOracle(context)
 
     def draw(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
         asked = [replace(request, seeds=own_seeds(request.seeds)) for request in requests]
         drawn = engine.generate(asked, proof)
-        return [_best(worth, request, group) for request, group in zip(requests, drawn, strict=True)]
+        return [_best(oracle, request, group) for request, group in zip(requests, drawn, strict=True)]
 
-    return Disguise(engine, draw)
+    return EngineWrapper(engine, draw)
 
 
-def grinding(engine: Engine, loot: Loot) -> Engine:
-    """Every completion is one that some seed of the very lease gives, under the right policy: but not this seed."""
-    worth = Worth(loot)
+def grinding(engine: Engine, context: CheatContext) -> Engine:
+    """Every completion is drawn by some seed of the lease under the right policy, but not by its own seed."""
+    oracle = RewardOracle(context)
 
     def draw(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
         drawn = engine.generate(requests, proof)
         return [
-            [best for best in _best(worth, request, group) for _ in range(TRIES)][: len(group)]
+            [best for best in _best(oracle, request, group) for _ in range(TRIES)][: len(group)]
             for request, group in zip(requests, drawn, strict=True)
         ]
 
-    return Disguise(engine, draw)
+    return EngineWrapper(engine, draw)
 
 
 def likeliest(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
@@ -125,13 +134,13 @@ def likeliest(engine: Engine, requests: Requests, proof: ProofParameters | None)
         [tokens] = engine.greedy([request.prompt_ids], request.sampling.max_new_tokens, eos)
         same = replace(drawn[0], token_ids=tokens, finish="eos" if int(tokens[-1]) == eos else "length")
         groups.append([same] * len(request.seeds))
-    return base.vouched(engine, requests, groups, proof)
+    return base.with_honest_proofs(engine, requests, groups, proof)
 
 
 def cooled(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
     colder = [each.sampling.model_copy(update={"temperature": COLD * each.sampling.temperature}) for each in requests]
     asked = [replace(request, sampling=sampling) for request, sampling in zip(requests, colder, strict=True)]
-    return base.vouched(engine, requests, engine.generate(asked, None), proof)
+    return base.with_honest_proofs(engine, requests, engine.generate(asked, None), proof)
 
 
 def loosest(profile: str, known: Sequence[str]) -> str:
@@ -145,7 +154,7 @@ def _with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout
 
 
 def _given(rollout: Rollout) -> Rollout:
-    """All but the first token and the last: those cannot be given."""
+    """All but the first and the last token, which cannot be tool tokens."""
     middle = len(rollout.token_ids) - 2
     if middle < 1:
         return rollout
@@ -189,7 +198,7 @@ class Steal(Cheat):
     reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     library: ClassVar[list[Submission]] = []
-    """Others' submissions. No honest party gives them away: whoever tests the worst case lays them in here."""
+    """Submissions of others, for tests of the worst case: no honest party gives them away."""
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
         fitting = [each for each in self.library if len(each.rollouts) == len(submission.rollouts)]
@@ -206,8 +215,8 @@ class Sleeper(Cheat):
     def __init__(self, honest_units: int = HONEST_UNITS) -> None:
         self._honest_left = honest_units
 
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        awake = choosing(engine, loot)
+    def engine(self, engine: Engine, context: CheatContext, /) -> Engine:
+        awake = choosing(engine, context)
 
         def draw(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
             honest, rest = requests[: self._honest_left], requests[self._honest_left :]
@@ -215,13 +224,13 @@ class Sleeper(Cheat):
             first = engine.generate(honest, proof) if honest else []
             return [*first, *(awake.generate(rest, proof) if rest else [])]
 
-        return Disguise(engine, draw)
+        return EngineWrapper(engine, draw)
 
 
 CHEATS = (
     cheating("best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
         OTHER_TOKENS, engine=choosing),
-    cheating("own-dice", "ignores the seeds of its leases and draws by seeds of its own",
+    cheating("own-seeds", "ignores the seeds of its leases and draws by seeds of its own",
         OTHER_TOKENS, draw=by_own_seeds),
     cheating("grind", f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them",
         OTHER_TOKENS | COPIES, engine=grinding),

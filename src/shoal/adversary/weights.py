@@ -1,4 +1,4 @@
-"""Cheats that compute with other weights than the lease's: cheaper ones, or those that are there already."""
+"""Cheats that compute with other weights than the lease's: cheaper ones, or older ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, cheating, vouched
-from shoal.engines import Engine
+from shoal.adversary.base import (
+    OTHER_TOKENS,
+    OTHER_WEIGHTS,
+    Cheat,
+    CheatContext,
+    EngineWrapper,
+    cheating,
+    with_honest_proofs,
+)
+from shoal.engines import Engine, GenerationRequest
+from shoal.engines.protocol import Groups
 from shoal.engines.shelf import Fetch
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
-from shoal.protocol import Lease, PolicyRef, Submission, TensorView
+from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
 from shoal.shardcast import Payload
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -28,12 +37,12 @@ def always_the_first(fetch: Fetch) -> Fetch:
         if not first:
             first.append(fetch(ref, deadline_s))
         manifest = first[0].manifest.model_copy(update={"policy": ref})
-        return dataclasses.replace(first[0], manifest=manifest, made=None)
+        return dataclasses.replace(first[0], manifest=manifest, applied=None)
 
     return pretend
 
 
-class Rounded(Disguise):
+class Rounded(EngineWrapper):
     def __init__(self, engine: Engine, how: Quantization) -> None:
         super().__init__(engine)
         self._how = how
@@ -42,12 +51,12 @@ class Rounded(Disguise):
         self._engine.load_policy(ref, quantized(tensors, self._how))
 
 
-class Shallow(Disguise):
-    """The policy cut off after the first third of its layers; the engine that it was given is never used."""
+class Shallow(EngineWrapper):
+    """The policy cut off after the first third of its layers; the given engine is not used."""
 
-    def __init__(self, _engine: Engine, loot: Loot) -> None:
-        super().__init__(loot.build(shallow_files(loot.files)))
-        self._layers = layers_kept(loot.files)
+    def __init__(self, _engine: Engine, context: CheatContext) -> None:
+        super().__init__(context.build(shallow_files(context.files)))
+        self._layers = layers_kept(context.files)
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         layers = {name: LAYER.search(name) for name in tensors}
@@ -66,18 +75,19 @@ def shallow_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {**files, "config.json": json.dumps(config | {key: cut[key] for key in cut if key in config}).encode()}
 
 
-class Ghostwritten(Disguise):
-    """The ghost writes the tokens, by the lease's own seeds; the right policy signs them."""
+class DecodedByOther(EngineWrapper):
+    """A cheaper engine draws the tokens by the lease's seeds; the right policy makes log-probabilities and proofs."""
 
-    def __init__(self, engine: Engine, ghost: Engine) -> None:
-        super().__init__(
-            engine, lambda engine, requests, proof: vouched(engine, requests, ghost.generate(requests, None), proof)
-        )
-        self._ghost = ghost
+    def __init__(self, engine: Engine, cheaper: Engine) -> None:
+        def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
+            return with_honest_proofs(engine, requests, cheaper.generate(requests, None), proof)
+
+        super().__init__(engine, draw)
+        self._cheaper = cheaper
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         self._engine.load_policy(ref, tensors)
-        self._ghost.load_policy(ref, tensors)
+        self._cheaper.load_policy(ref, tensors)
 
 
 FIELD = 65_497
@@ -86,7 +96,7 @@ OTHERS = {"duplicate.proof", "proofs.malformed", "proofs.mismatch"}  # another s
 
 
 def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
-    """Only the last can be shorter than a full one."""
+    """Only the last one can be shorter."""
     return [proofs[start : start + full_bytes] for start in range(0, len(proofs), full_bytes)]
 
 
@@ -96,7 +106,7 @@ def with_proofs(given: Submission, proofs: Iterable[bytes]) -> Submission:
 
 
 def forged(given: Submission, lease: Lease, forge: Callable[[bytes], bytes]) -> Submission:
-    """With every proof replaced, given what the honest one would be."""
+    """With every proof replaced by a function of the honest one."""
     full = 2 + 2 * lease.proof.topk
     return with_proofs(given, (b"".join(map(forge, chunks_of(each.proofs, full))) for each in given.rollouts))
 
@@ -133,15 +143,15 @@ CHEATS = (
     cheating("small-model", "generates with a third of the policy's layers, and vouches for it with the same",
         OTHER_WEIGHTS, engine=Shallow),
     cheating("int8", "rounds the weights of the policy to 8 bits",
-        OTHER_WEIGHTS, engine=lambda engine, _loot: Rounded(engine, INT8)),
+        OTHER_WEIGHTS, engine=lambda engine, _context: Rounded(engine, INT8)),
     cheating("int4", "rounds the weights of the policy to 4 bits",
-        OTHER_WEIGHTS, engine=lambda engine, _loot: Rounded(engine, INT4)),
+        OTHER_WEIGHTS, engine=lambda engine, _context: Rounded(engine, INT4)),
     cheating("small-decodes",
         "lets a third of the layers decode, and the right policy prove in one cheap pass that it was there",
-        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Shallow(engine, loot))),
+        OTHER_TOKENS, engine=lambda engine, context: DecodedByOther(engine, Shallow(engine, context))),
     cheating("int4-decodes",
         "decodes with weights of 4 bits, and lets the right policy prove in one cheap pass that it was there",
-        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Rounded(loot.build(loot.files), INT4))),
+        OTHER_TOKENS, engine=lambda engine, made: DecodedByOther(engine, Rounded(made.build(made.files), INT4))),
     forging("no-proofs", "submits its work without any proofs", lambda _honest: b""),
     forging("null-proofs", "submits proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
     forging("constant-proofs",

@@ -17,12 +17,12 @@ STD_FLOOR = 1e-6
 
 
 def carries_signal(rewards: Sequence[float]) -> bool:
-    """Whether a group can teach anything: all rewards are finite, and not all are equal."""
+    """Whether a group gives a gradient: all rewards are finite, and not all are equal."""
     return all(map(isfinite, rewards)) and any(reward != rewards[0] for reward in rewards)
 
 
 def group_mean(rewards_G: Tensor) -> Tensor:
-    """`r − mean(r)`: unbiased up to scale, and a group that is nearly solved is not blown up."""
+    """`r − mean(r)`: unbiased up to scale, without large values for groups that are nearly solved."""
     return rewards_G - rewards_G.mean()
 
 
@@ -49,10 +49,9 @@ def dr_grpo(rewards_G: Tensor) -> Tensor:
 
 
 def max_rl(rewards_G: Tensor) -> Tensor:
-    """`(r − mean(r)) / mean(r)`, and 0 for all where nothing succeeded: the rarer the success, the more it weighs. For
-    rewards of 0 and 1 the sum over a group is the mean score of its successes, an estimate of the gradient of log(pass
-    rate): 1, 0, 0, 0 give 3, −1, −1, −1. A reward below 0 (a length penalty) counts as 0, since a mean near or below 0
-    would turn the sign or explode. So values lie in [−1, G − 1]."""
+    """`(r − mean(r)) / mean(r)`, or 0 for all if nothing succeeded: rare successes have more weight. For rewards of 0
+    and 1 this estimates the gradient of log(pass rate): 1, 0, 0, 0 give 3, −1, −1, −1. A reward below 0 (a length
+    penalty) counts as 0, since a mean near or below 0 would explode or change the sign. Values are in [−1, G − 1]."""
     success_G = rewards_G.clamp(min=0)
     mean = success_G.mean()
     return torch.where(mean > 0, (success_G - mean) / mean, torch.zeros_like(success_G))

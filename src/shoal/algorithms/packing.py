@@ -1,13 +1,14 @@
-"""Who is trained on together: groups → minibatches (one optimizer step each) → micro-batches (one forward pass each).
+"""Divides groups into minibatches (one optimizer step each) and these into micro-batches (one forward pass each).
 
-    groups ──minibatches(seed, step)──► K parts ──packs(token_budget, cost)──► bins ──shares──► each rank's, as many
-             changes what is trained on together  changes time and memory only: gradients are summed over all of them
+    groups ──minibatches(seed, step)──► K parts ──packs(token_budget, cost)──► bins ──shares──► bins of each rank
+             changes the optimizer steps          changes time and memory only: gradients are summed over all bins
 
     ids_T        7 1 4 9 | 2 2 5 | 8 8 8          `flatten`: sequences end to end, no padding
     positions_T  0 1 2 3 | 0 1 2 | 0 1 2
     bounds       0         4       7       10     no token sees another sequence's
 
-Every function is deterministic and portable: a resumed step splits as the first time, every rank finds all shares.
+Every function is deterministic on all machines: a resumed step is divided in the same way, and every rank computes all
+shares.
 
 Legend: T tokens of all sequences end to end; B sequences, L positions of the longest; N completion tokens (flat).
 """
@@ -39,8 +40,8 @@ def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[in
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sequence costs to compute: every token the same, and attention by the square of the length. Whole
-    numbers, so that every machine compares them alike."""
+    """The cost of a sequence: linear in its tokens, and quadratic for attention. Integers, so that all machines compare
+    them in the same way."""
 
     linear: int
     quadratic: int
@@ -50,12 +51,13 @@ class Cost:
 
 
 def packs(lengths: Sequence[int], token_budget: int, cost: Cost, ranks: int = 1) -> list[list[int]]:
-    """Indices in bins of at most `token_budget` tokens, about equally costly; a multiple of `ranks`, if there are as
-    many sequences. One longer than the budget stands alone. As few bins as first-fit finds, then each sequence, longest
-    first, to the cheapest bin that has room for it; as first-fit packed them, if one is left over."""
+    """Indices in bins of at most `token_budget` tokens and about equal cost; the number of bins is a multiple of
+    `ranks` if there are enough sequences. A sequence longer than the budget is alone. First-fit decides the number of
+    bins; then each sequence, longest first, goes to the cheapest bin with room. If one does not fit, the bins of
+    first-fit are used."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     fewest: list[list[int]] = []
-    room = np.zeros(len(order), dtype=np.int64)  # of bins that are open; the others have none
+    room = np.zeros(len(order), dtype=np.int64)  # of open bins; 0 for others
     for index in order:
         fits = np.flatnonzero(room[: len(fewest)] >= lengths[index])
         if len(fits):
@@ -79,9 +81,9 @@ def packs(lengths: Sequence[int], token_budget: int, cost: Cost, ranks: int = 1)
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int, ranks: int = 1) -> list[list[int]]:
-    """For models that cannot be computed packed: indices grouped so that rows × longest row ≤ `token_budget`; longest
-    first, so that rows are of similar length. A sequence longer than the budget stands alone. Several ranks get a part
-    each of what would fit into one."""
+    """For models that cannot be packed: indices in batches with rows × longest row ≤ `token_budget`, longest first, so
+    that rows have similar lengths. A sequence longer than the budget is alone. With several ranks the budget is at most
+    an equal part for each."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     token_budget = min(token_budget, -(-len(lengths) * max(lengths, default=0) // ranks))
     batches: list[list[int]] = []
@@ -94,9 +96,9 @@ def micro_batches(lengths: Sequence[int], token_budget: int, ranks: int = 1) -> 
 
 
 def shares(bins: Sequence[list[int]], costs: Sequence[int], ranks: int) -> list[list[list[int]]]:
-    """Each rank's bins, as many for every rank: an empty one is to be computed as a dummy that changes nothing. Ranks
-    wait for each other at every bin, so the n-th ones of all ranks are alike in cost: dearest first, and the order of
-    ranks turned round every time, so that none has the dearest of every row."""
+    """The bins of each rank, the same number for every rank; an empty bin is computed as a dummy without effect. Ranks
+    wait for each other at every bin, so the n-th bins of all ranks have similar cost: the most expensive first, with
+    the order of ranks reversed each time."""
     order = sorted(range(len(bins)), key=lambda bin_: (-costs[bin_], bin_))
     shared: list[list[list[int]]] = [[] for _ in range(ranks)]
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -109,10 +111,10 @@ def shares(bins: Sequence[list[int]], costs: Sequence[int], ranks: int) -> list[
 
 @dataclass(frozen=True)
 class Layout:
-    """The sequences of one forward pass. Token `targets_N[i]` is predicted at the position before its own, place
-    `places_N[i]` of `ids` (counted through all rows). The N tokens are the completions, one after the other. Packed,
-    `ids` [T] lie end to end, each sequence without its last token, which predicts nothing that is known. Else (no
-    `positions_T`) they are rows [B, L], padded on the right: under causal attention no real token sees the padding."""
+    """The sequences of one forward pass. Token `targets_N[i]` is predicted at the position before its own, index
+    `places_N[i]` of `ids` (counted through all rows). The N tokens are the completions, one after the other. If packed,
+    `ids` [T] are the sequences end to end, each without its last token. Else (no `positions_T`) they are rows [B, L],
+    padded on the right: under causal attention no real token sees the padding."""
 
     ids: Tensor
     places_N: Tensor
@@ -122,7 +124,7 @@ class Layout:
 
 
 def flatten(sequences: Sequences) -> Layout:
-    """Lay out (prompt, completion) pairs end to end. A prompt has a token at least: it predicts the completion's."""
+    """Lay out (prompt, completion) pairs end to end. A prompt has at least one token, which predicts the next."""
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = [np.concatenate([prompt, completion])[:-1] for prompt, completion in sequences]
@@ -133,7 +135,7 @@ def flatten(sequences: Sequences) -> Layout:
 
 
 def pad(sequences: Sequences) -> Layout:
-    """The same side by side, in rows as long as the longest."""
+    """Lay out (prompt, completion) pairs as rows of equal length."""
     longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
     ids_BL = np.zeros((len(sequences), longest), dtype=np.int64)
     for row, (prompt, completion) in enumerate(sequences):
@@ -142,7 +144,7 @@ def pad(sequences: Sequences) -> Layout:
 
 
 def _completions(sequences: Sequences, starts: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Places and ids of the completions' tokens, of sequences that start there."""
+    """Places and ids of the completions' tokens, for sequences that begin at `starts`."""
     if any(len(prompt) == 0 for prompt, _completion in sequences):
         raise ValueError("a sequence has an empty prompt: nothing predicts its first token")
     pairs = zip(starts, sequences, strict=False)

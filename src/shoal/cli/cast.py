@@ -55,7 +55,7 @@ def relay(
     from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.serve import RelayRequest, run_cast_relay
 
-    settings = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}
+    settings = {"keep_versions": keep, "disk_budget_gb": disk_budget_gb}
     request = RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, settings)
     run_cast_relay(request, lambda: _begin("relay"), CastTerminal())
 

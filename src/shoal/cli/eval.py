@@ -9,7 +9,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 
 ENV = f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"
 SET = "Rate, clip, memory, …, or environment.KEY; repeatable."
@@ -145,10 +145,10 @@ def sft(
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source
-    from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
+    from shoal.trainer.demonstrations.selection import FilterOptions, Interrupted, Schedule
 
-    choice = Choice(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
-    request = WarmStartRequest(out, env, choice, Course(epochs, steps, batch, seed, validation), stop)
+    choice = FilterOptions(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
+    request = WarmStartRequest(out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop)
     request.open(data, settings or ())
     with model_source(model) as found:
         try:
@@ -157,4 +157,4 @@ def sft(
             raise Exit(request.train(found))
         except Interrupted:
             echo("stopped before training; to continue, give the same command again", err=True)
-            raise Exit(TOLD_TO_STOP_CODE) from None
+            raise Exit(STOPPED_CODE) from None

@@ -54,7 +54,7 @@ def export(
 ) -> None:
     """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
     from shoal.run.ledger.check import export_ledger
-    from shoal.run.ledger.places import evidence_file, head_file
+    from shoal.run.ledger.sources import evidence_file, head_file
 
     rows = export_ledger(where, out, wait_s)
     beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]
@@ -135,9 +135,9 @@ def witness(
 ) -> None:
     """Watch that a ledger only grows, and sign its head with a key of your own; exit 5 if it was rewritten."""
     from shoal.run.ledger.witness import run_witness
-    from shoal.run.roles import begin
+    from shoal.run.roles import start_role
 
-    run_witness(url, folder, out or (), every_s, once, begin("witness", None, verbose=False))
+    run_witness(url, folder, out or (), every_s, once, start_role("witness", None, verbose=False))
 
 
 @ledger.command()
@@ -148,16 +148,16 @@ def recheck(
 ) -> None:
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
     from shoal.run.ledger.recheck import recheck_ledger
-    from shoal.run.roles import begin
+    from shoal.run.roles import start_role
 
     drawn = secrets.randbelow(2**31) if seed is None else seed
-    for line in recheck_ledger(run, sample, drawn, begin("recheck", None, verbose=False)):
+    for line in recheck_ledger(run, sample, drawn, start_role("recheck", None, verbose=False)):
         echo(visible(line))
 
 
 def checked_lines(checked: Checked) -> list[str]:
     from shoal.ledger import Account
-    from shoal.run.ledger.places import MANIFEST
+    from shoal.run.ledger.sources import MANIFEST
 
     accounts, rows = checked.accounts.by_node.values(), 0 if checked.last is None else checked.last.index + 1
     owners, total = len({account.owner for account in accounts if account.owner}), Account()

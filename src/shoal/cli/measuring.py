@@ -30,7 +30,7 @@ from shoal.models.folder import model_folder, read_config, read_files
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.sources import ModelSource, TaskSource, model_source, scorable, task_source
 from shoal.runtime.lock import FolderLock
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 from shoal.runtime.text import count_of
 
 RESCORE = "score them again: shoal eval --rescore {}"
@@ -73,7 +73,7 @@ class Given:
         )  # fmt: skip
 
     def opened(
-        self, look: Callable[[job.Chosen, ModelSource], Leaks], allow_leaks: bool = False
+        self, look: Callable[[job.ChosenTasks, ModelSource], Leaks], allow_leaks: bool = False
     ) -> tuple[job.EvaluationJob, Leaks]:
         """Model and tasks, without the tasks that leaked; refused if there are some and `allow_leaks` is not set."""
         with model_source(self.model) as model:
@@ -105,14 +105,14 @@ def worked(
         found = work(processes, folder, stop, report)
     if found is None:
         echo(f"stopped; {kept.format(folder)}", err=True)
-        raise Exit(TOLD_TO_STOP_CODE)
+        raise Exit(STOPPED_CODE)
     return found
 
 
 def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks: bool) -> None:
     source, untold = given.source, [given.model not in BUILTIN]
 
-    def look(chosen: job.Chosen, model: ModelSource) -> Leaks:
+    def look(chosen: job.ChosenTasks, model: ModelSource) -> Leaks:
         untold.append(model.run is None and trained_on is None and chosen.plan.split != "train")
         return look_for_leaks(trained_on, chosen, model)
 
@@ -153,7 +153,7 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
     refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
 
 
-def look_for_leaks(trained_on: str | None, chosen: job.Chosen, model: ModelSource) -> Leaks:
+def look_for_leaks(trained_on: str | None, chosen: job.ChosenTasks, model: ModelSource) -> Leaks:
     if trained_on is not None:
         training = task_source(trained_on)
     elif model.run is not None and chosen.plan.split != "train":

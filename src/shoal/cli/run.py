@@ -15,7 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken, stop_on_signals
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken, stop_on_signals
 from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ URLS = "The join URL http://host:port/#…, or several."
 SANDBOX = "Work without network, home and other processes in sight (needs bubblewrap)."
 MEMORY = "Most memory for the model, e.g. 8GB. (default: 80 % of the free)"
 DISK = "Most disk for weights, e.g. 40GB. (default: 80 % of the free)"
+GPUS = "One worker on each of these GPUs, e.g. 0,2. (default: all)"
+WORKERS = "So many workers on the processor."
 BANDWIDTH = "Fastest download, e.g. 20Mbit/s. (default: no limit)"
 
 
@@ -51,7 +53,7 @@ def run(
     patience_min: options.PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
-    from shoal.run.estimate import settled
+    from shoal.run.estimate import with_derived_settings
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
     from shoal.runtime.config import dump_config
@@ -63,7 +65,7 @@ def run(
     if dry_run:
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved)
-        shown, derived = settled(resolved)
+        shown, derived = with_derived_settings(resolved)
         return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
@@ -113,7 +115,7 @@ def demo(
 
     from shoal.adversary import find_cheat
     from shoal.cli.view import choose_display
-    from shoal.run.demo.claims import cheater_name, demo_recipe, make_room
+    from shoal.run.demo.claims import cheater_name, demo_recipe, replace_earlier_demo
     from shoal.run.folder import RunFolder
     from shoal.run.launch import launch, process_spec
     from shoal.run.preflight import check_ingredients
@@ -121,7 +123,7 @@ def demo(
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
     path = directory.absolute()
-    make_room(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
+    replace_earlier_demo(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
     folder = RunFolder.prepare(path, recipe)
     stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
     cheater = cheater_name(folder)
@@ -129,7 +131,7 @@ def demo(
         spec, notes = process_spec(folder.path, cheater, chosen.name), {cheater: f"cheats: {chosen.what}"}
         launched = launch(folder, patience_min * 60, stop, display, (spec,), notes)
     ending, place = launched.ending, shlex.quote(str(path))
-    if ending.exit_code == TOLD_TO_STOP_CODE:
+    if ending.exit_code == STOPPED_CODE:
         echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
         echo(f"to resume without the cheater: {shoal_command()} run --dir {place}")
     elif ending.exit_code != 0:
@@ -142,12 +144,12 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     from rich.markup import escape
     from rich.table import Table
 
-    from shoal.run.demo.claims import cast_of, check
+    from shoal.run.demo.claims import check, participants_of
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
     found = []
-    for claim in check(folder, cast_of(folder, cheat), stop):
+    for claim in check(folder, participants_of(folder, cheat), stop):
         found.append(asdict(claim))
         sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
         line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
@@ -155,7 +157,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
         console.print(line if console.is_terminal else one_line, highlight=False, soft_wrap=not console.is_terminal)
     if stop.is_set():
         console.print("stopped before everything was checked")
-        return TOLD_TO_STOP_CODE
+        return STOPPED_CODE
     results = {"elapsed_s": round(elapsed_s, 1), "claims": found}
     write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
     following = NEXT.format(path=folder.path, shoal=shoal_command(), python=shoal_command("python"))
@@ -203,7 +205,7 @@ def relay(
         raise UserError(f"give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; {other}")
     from shoal.run.join import run_standalone_relay
 
-    settings, sources = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}, tuple(upstreams or ())
+    settings, sources = {"keep_versions": keep, "disk_budget_gb": disk_budget_gb}, tuple(upstreams or ())
     return run_standalone_relay(hub_url, sources, tuple(peers or ()), folder, (host, port), wait_s, settings)
 
 
@@ -225,8 +227,10 @@ def join(
     max_memory: Annotated[str | None, Option(metavar="SIZE", help=MEMORY)] = None,
     max_disk: Annotated[str | None, Option(metavar="SIZE", help=DISK)] = None,
     max_bandwidth: Annotated[str | None, Option(metavar="RATE", help=BANDWIDTH)] = None,
+    gpu: Annotated[str | None, Option(metavar="LIST", help=GPUS)] = None,
+    workers: Annotated[int | None, Option(min=1, max=1024, help=WORKERS)] = None,
 ) -> int:
-    """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
+    """Contribute this machine, with all its GPUs, to a run: shoal join http://host:8470/#0123…"""
     if cheat is not None:
         from shoal.adversary import find_cheat
 
@@ -237,8 +241,8 @@ def join(
             join_it = f"leave --dir out to join that run (--folder {directory} would keep keys and weights there)"
             remedy = f"{join_it}, or the URL to be a worker of the run in that folder"
             raise UserError(f"{urls[0]} and --dir name two ways to work: {remedy}")
-        if sandbox or limits != MachineLimits():
-            wide = "--sandbox, --max-memory, --max-disk and --max-bandwidth"
+        if sandbox or limits != MachineLimits() or gpu is not None or workers is not None:
+            wide = "--sandbox, --gpu, --workers, --max-memory, --max-disk and --max-bandwidth"
             raise UserError(f"{wide} go with a join URL, not with --dir")
         _role(f"worker-{index}", directory, cheat)
         return 0
@@ -247,15 +251,15 @@ def join(
     if not urls:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
     given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
-    return run_joined_worker(JoinRequest(*given))
+    return run_joined_worker(JoinRequest(*given, gpu, workers))
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:
     """A rank of the trainer beyond the first needs no run folder: on another machine there may be none."""
-    from shoal.run.roles import begin
+    from shoal.run.roles import start_role
 
     supervised = SUPERVISED in os.environ
-    stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
+    stop = start_role(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
     if name.startswith("trainer-rank-"):
         from shoal.trainer.shards import run_rank
 
@@ -266,4 +270,4 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
 
         run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
     if supervised and stop.is_set():  # so that the supervisor does not take it for done
-        raise Exit(TOLD_TO_STOP_CODE)
+        raise Exit(STOPPED_CODE)

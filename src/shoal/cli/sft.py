@@ -35,16 +35,16 @@ from shoal.run.sources import ModelSource, TaskSource, scorable, task_source
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import write_atomically
 from shoal.runtime.lock import FolderLock
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, StopToken
 from shoal.runtime.text import shoal_command
-from shoal.trainer.demonstrations import choosing
-from shoal.trainer.demonstrations.choosing import Choice, Corpus, Course, Outcome
+from shoal.trainer.demonstrations import selection
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
+from shoal.trainer.demonstrations.selection import Corpus, FilterOptions, FilterReport, Schedule
 from shoal.trainer.folder import Progress, refuse_foreign
 from shoal.trainer.record import Tracked, open_trackers, require_trackers
 
 if TYPE_CHECKING:
-    from shoal.trainer.demonstrations.training import WarmStart
+    from shoal.trainer.demonstrations.training import SftRun
 
 ABOUT, MARK = "sft.json", ".shoal-sft"
 
@@ -53,8 +53,8 @@ ABOUT, MARK = "sft.json", ".shoal-sft"
 class WarmStartRequest:
     out: Path
     env: str | None
-    choice: Choice
-    course: Course
+    choice: FilterOptions
+    schedule: Schedule
     stop: StopToken
     source: TaskSource | None = None
     environment: Environment | None = None
@@ -68,9 +68,9 @@ class WarmStartRequest:
         theirs = [override for override in overrides if override.strip().startswith("environment.")]
         own = [override for override in overrides if override not in theirs]
         for override in own:
-            choosing.refuse_unused(override)
-        asked = parse_config(f"[trainer]\n{choosing.DEFAULTS}", Recipe, "--set", own).trainer
-        self.settings = asked.model_copy(update={"loss": choosing.LOSS})  # no recipe may name it
+            selection.refuse_unused(override)
+        asked = parse_config(f"[trainer]\n{selection.DEFAULTS}", Recipe, "--set", own).trainer
+        self.settings = asked.model_copy(update={"loss": selection.LOSS})  # no recipe may name it
         if self.env is None and (theirs or self.choice.verify):
             said = f"--set {theirs[0]}" if theirs else "--verify"
             raise ConfigError(f"{said}: there is no environment here; give one with --env")
@@ -95,12 +95,12 @@ class WarmStartRequest:
         about = {
             "model": model_digest(model_folder(model.where)), "data": self.demonstrations.digest,
             "environment": None if self.environment is None else self.environment.digest,
-            "choice": asdict(self.choice), "course": asdict(self.course),
-            "trainer": self.settings.model_dump(mode="json", include=set(choosing.USED - choosing.HARMLESS)),
+            "choice": asdict(self.choice), "schedule": asdict(self.schedule),
+            "trainer": self.settings.model_dump(mode="json", include=set(selection.USED - selection.HARMLESS)),
         }  # fmt: skip
         return dict(json.loads(json.dumps(about, default=str)))
 
-    def choose(self, model: ModelSource) -> tuple[Corpus, Outcome]:
+    def select(self, model: ModelSource) -> tuple[Corpus, FilterReport]:
         choice, data, environment = self.choice, self.demonstrations, self.environment
         manner = PromptSettings() if environment is None else prompt_settings_of(environment)
         manner = manner if choice.chat is None else manner.model_copy(update={"chat": choice.chat})
@@ -117,9 +117,11 @@ class WarmStartRequest:
                     judge.prepare()  # what is wrong with it is said before rows are read
                 except EnvironmentSetupError as error:
                     raise ConfigError(f"--rank {choice.rank}: {error}") from error
-            asking = choosing.Asking(environment, pool, choice.min_reward) if environment else None
+            environment_filters = (
+                selection.EnvironmentFilters(environment, pool, choice.min_reward) if environment else None
+            )
             progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
-            return choosing.choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
+            return selection.select(data, encoder, choice, environment_filters, judge, progress, self.stop.is_set)
 
     def train(self, model: ModelSource) -> int:
         out, work, about = self.out, self.work, self.about(model)
@@ -134,20 +136,20 @@ class WarmStartRequest:
             if begun != about and any((work / "checkpoints").glob("*")):
                 raise ConfigError(f"{work} is of another warm start: {difference(begun, about)}")
             write_atomically(work / MARK, json.dumps(about, indent=2).encode())
-            corpus, outcome = self.choose(model)
+            corpus, outcome = self.select(model)
             echo("\n".join(["demonstrations:", *outcome.lines()]))
             with counted("training", Console(stderr=True), unit="steps") as report:
                 finished = self._warm_start(model, about, corpus).run(report)
             if not finished:
                 echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
-                return TOLD_TO_STOP_CODE
+                return STOPPED_CODE
             for folder in (work / "checkpoints", *(() if self.settings.tracking else (work,))):
                 shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
         echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
         return 0
 
-    def _warm_start(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStart:
-        from shoal.trainer.demonstrations.training import WarmStart  # torch
+    def _warm_start(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> SftRun:
+        from shoal.trainer.demonstrations.training import SftRun  # torch
         from shoal.trainer.export import ModelCard, hub_name
         from shoal.trainer.learner import make_deterministic, new_learner, starting_model
 
@@ -159,8 +161,8 @@ class WarmStartRequest:
             Progress(run, 0), base_model=hub_name(model.name if model.run else model.where),
             environment=self.source.label if self.source else "", trained_on="demonstrations",
         )  # fmt: skip
-        return WarmStart(
+        return SftRun(
             folder=self.work, out=self.out, name=run, learner=new_learner(loaded.model, settings), files=loaded.files,
-            corpus=corpus, course=self.course, card=card, stop=self.stop, extra={ABOUT: text},
+            corpus=corpus, schedule=self.schedule, card=card, stop=self.stop, extra={ABOUT: text},
             trackers=open_trackers(settings.tracking, Tracked(self.work, run, about)),
         )  # fmt: skip

@@ -36,11 +36,11 @@ def status(
 
     from shoal.cli.view import frame
     from shoal.client import HubClient
-    from shoal.run.folder import hub_of
+    from shoal.run.folder import hub_address
     from shoal.run.launch import when_stopped
-    from shoal.run.progress import History, Scene
+    from shoal.run.progress import History, RunView
 
-    with closing(HubClient.of_a_person(*hub_of(where, wait_s))) as client:
+    with closing(HubClient.of_a_person(*hub_address(where, wait_s))) as client:
         try:
             found = client.status()
         except HubUnreachable as error:
@@ -55,7 +55,7 @@ def status(
     history, out = History(), Console()
     history.add(found, 0.0)
     width = out.width if out.is_terminal else PIPED_WIDTH
-    return Console(width=width).print(frame(Scene(found, (), history, 0.0), width))
+    return Console(width=width).print(frame(RunView(found, (), history, 0.0), width))
 
 
 def export(

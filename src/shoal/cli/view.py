@@ -1,6 +1,6 @@
 """Displays: what the person at the terminal sees of a run, as a picture that is drawn again and again, or as lines.
 
-    Scene ──► LiveDisplay   on a terminal: one frame, drawn in place about four times a second
+    RunView ──► LiveDisplay   on a terminal: one frame, drawn in place about four times a second
           ├─► PlainDisplay  elsewhere: a line when something happened, or to break a long silence
           └─► frame         `shoal status`: the same, once
 
@@ -21,7 +21,7 @@ from rich.text import Text
 
 from shoal.protocol import NodeState, NodeView, RunStatus
 from shoal.run import progress
-from shoal.run.progress import Display, Scene, duration, labels
+from shoal.run.progress import Display, RunView, duration, labels
 from shoal.runtime.text import printable, visible
 from shoal.validator.settings import MEASURING
 
@@ -62,7 +62,7 @@ class LiveDisplay:
         """A line above the frame, whole even if it is longer than the terminal is wide."""
         self._console.print(Text(printable(text)), soft_wrap=True)
 
-    def show(self, scene: Scene) -> None:
+    def show(self, scene: RunView) -> None:
         self._live.update(frame(scene, self._console.width), refresh=True)
 
 
@@ -84,7 +84,7 @@ class PlainDisplay:
     def say(self, text: str) -> None:
         self._say(printable(text))
 
-    def show(self, scene: Scene) -> None:
+    def show(self, scene: RunView) -> None:
         facts = dict(self._facts(scene))
         for line in (line for key, line in facts.items() if line and key not in self._told):
             self._say(line)
@@ -99,9 +99,9 @@ class PlainDisplay:
         if len(new) > MAX_REJECTIONS:
             self._say(f"and {len(new) - MAX_REJECTIONS} more rejections")
 
-    def _facts(self, scene: Scene) -> Iterator[tuple[str, str]]:
+    def _facts(self, scene: RunView) -> Iterator[tuple[str, str]]:
         """What is not as it should be: a key without times, which change; and what to say when it is new."""
-        found = progress.troubles(scene.status, scene.processes, scene.silent_s)
+        found = progress.process_problems(scene.status, scene.processes, scene.silent_s)
         for process in scene.processes:
             if process.name in found:
                 yield f"{process.name} {process.state}", found[process.name]
@@ -115,7 +115,7 @@ class PlainDisplay:
             for label, sentence in progress.notices(scene.status):
                 yield label + sentence.partition(":")[0].partition(",")[0], f"{label}: {sentence}"
 
-    def _say_progress(self, scene: Scene, status: RunStatus) -> None:
+    def _say_progress(self, scene: RunView, status: RunStatus) -> None:
         silent = scene.silent_s >= progress.SILENT_S
         rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
         stale = scene.history.staleness
@@ -146,7 +146,7 @@ def stopwatch(seconds: float) -> str:
 
 def groups_line(status: RunStatus) -> str:
     accepted, rejected, unsure = (status.submissions.get(state, 0) for state in ("accepted", "rejected", "unsure"))
-    missed = f" ({status.no_sample} could not be scored)" if status.no_sample else ""
+    missed = f" ({status.unscored} could not be scored)" if status.unscored else ""
     return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} unsure" if unsure else "") + missed
 
 
@@ -154,7 +154,7 @@ def _by_step(values: dict[int, float]) -> list[float]:
     return [values[step] for step in sorted(values)]
 
 
-def frame(scene: Scene, width: int) -> Group:
+def frame(scene: RunView, width: int) -> Group:
     status, left_s = scene.status, scene.history.left_s(scene.elapsed_s)
     title = "shoal" if status is None else f"shoal {printable(status.run)}"
     title += f"  policy {status.policy.label}" if status is not None and status.policy else ""
@@ -186,7 +186,7 @@ def frame(scene: Scene, width: int) -> Group:
     return Group(*rows)
 
 
-def _numbers(scene: Scene, status: RunStatus) -> Iterator[Text]:
+def _numbers(scene: RunView, status: RunStatus) -> Iterator[Text]:
     rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
     if rewards:
         yield _row("reward", f"{rewards[-1]:.2f}  {progress.sparkline(rewards, SPARK_WIDTH)}")
@@ -204,7 +204,7 @@ def _numbers(scene: Scene, status: RunStatus) -> Iterator[Text]:
         yield _row("tasks", ", ".join(tasks))
 
 
-def _workers(scene: Scene) -> Table:
+def _workers(scene: RunView) -> Table:
     """Those that the hub knows, and those started here that it does not know yet: bad states first, then by credit."""
     nodes = [node for node in scene.status.nodes if node.role == "worker"] if scene.status is not None else []
     processes = {process.name: process for process in scene.processes if process.name.startswith("worker-")}
@@ -242,7 +242,7 @@ def _workers(scene: Scene) -> Table:
     return table
 
 
-def _doing(node: NodeView, scene: Scene) -> str:
+def _doing(node: NodeView, scene: RunView) -> str:
     """What a node says that it does, or what the hub says that it waits for."""
     waits = scene.status.waits if scene.status is not None else ()
     own = (node.name, f"{node.name} ({node.node[:8]})", f"{node.role} {node.name} ({node.node[:8]})")
@@ -250,7 +250,7 @@ def _doing(node: NodeView, scene: Scene) -> str:
     return printable(node.doing or waiting)
 
 
-def _processes(scene: Scene, width: int) -> Iterator[Text]:
+def _processes(scene: RunView, width: int) -> Iterator[Text]:
     status, nodes = scene.status, () if scene.status is None else scene.status.nodes
     doing = {printable(node.name): _doing(node, scene) for node in nodes if node.role != "worker"}
     others = {} if scene.processes else doing
@@ -260,7 +260,7 @@ def _processes(scene: Scene, width: int) -> Iterator[Text]:
             others[process.name] = doing.get(process.name, "") if process.state == "running" else state
     yield _row("processes", " · ".join(f"{name}: {said}" if said else name for name, said in others.items()))
     banned = {node.name for node in nodes if node.state != NodeState.ACTIVE}  # their row says why
-    wrong = progress.troubles(status, scene.processes, scene.silent_s).items()
+    wrong = progress.process_problems(status, scene.processes, scene.silent_s).items()
     found = [("trouble", sentence) for name, sentence in wrong if name not in banned]
     if status is not None:
         waits = progress.waits_line(status, LONG_WAIT_S, 1) if scene.processes else progress.waits_line(status)

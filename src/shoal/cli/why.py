@@ -35,13 +35,13 @@ def why(
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
     from shoal.client import HubClient
-    from shoal.run.folder import find_run, hub_of
+    from shoal.run.folder import find_run, hub_address
     from shoal.run.launch import when_stopped
     from shoal.run.owner import find_node
     from shoal.runtime.text import shoal_command
 
     place = find_run(where)
-    with closing(HubClient.of_a_person(*hub_of(place, wait_s))) as client:
+    with closing(HubClient.of_a_person(*hub_address(place, wait_s))) as client:
         try:
             unit = client.unit(int(what)) if what.isascii() and what.isdigit() else None
             node = client.node(find_node(client, what)) if unit is None else None

@@ -1,9 +1,9 @@
-"""What a process tells the hub about itself, every few seconds, in a thread of its own.
+"""What a process tells the hub about itself every few seconds, in a thread of its own.
 
     role ─ Activity ─► Heartbeat ─► hub ─► HeartbeatReply ─► on_reply()      in this thread
-                                     └─ refused (banned, unknown) ─► refusal   the role looks at it and ends
+                                     └─ refused (banned, unknown) ─► refusal   the role checks it and ends
 
-A hub that does not answer is not reported here: the role's own calls do that.
+An unreachable hub is not reported here, because the role's own calls report it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXT_LIMIT = 200
 
 
 class Activity:
-    """What a role does or waits for, and its totals, for any thread. `idle_s` is what is not `busy_s`."""
+    """What a role does or waits for, and its counters. Thread-safe. `idle_s` is the time that is not `busy_s`."""
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -51,7 +51,6 @@ class Activity:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """The hub can then say who waits for whom."""
         self._waiting = what, self._clock.monotonic_s()
         try:
             yield
@@ -63,7 +62,7 @@ class Activity:
             self._counters[name] += amount
 
     def generated(self, lease: str, tokens: int) -> None:
-        """So many tokens of a lease are there; what was said before does not shrink."""
+        """The number of tokens of a lease generated so far; it never shrinks."""
         with self._lock:
             self._progress[lease] = max(tokens, self._progress.get(lease, 0))
 
@@ -86,9 +85,9 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """`poll_s`: one long poll, and so the longest that an idle process takes to stop. A hub that hears nothing for 20 s
-    ends a worker's leases. `patience_s`: how long a hub that does not answer is waited for."""
+class Intervals:
+    """`poll_s`: duration of one long poll, and so the longest time until an idle process stops. A hub ends a worker's
+    leases after 20 s without a heartbeat. `patience_s`: how long to wait for a hub that does not answer."""
 
     poll_s: float = 5.0
     heartbeat_s: float = 5.0
@@ -96,7 +95,7 @@ class Pace:
 
 
 class RegularHeartbeat:
-    """Use as a context manager; `refusal` is the hub's refusal, if it sent one."""
+    """A context manager; `refusal` is the hub's refusal, if there was one."""
 
     def __init__(
         self, client: HubClient, every_s: float, activity: Activity, on_reply: Callable[[HeartbeatReply], None]

@@ -1,8 +1,8 @@
-"""The HTTP client that shoal's own calls go through: proxies as the environment says, targets checked, no redirects,
-no compressed answers; `runtime.exchange.limited` bounds an exchange of its in time.
+"""The HTTP client for shoal's own calls: proxies by the environment, checked targets, no redirects, no compressed
+answers. `runtime.exchange.limited` bounds the time of an exchange.
 
-A request with `extensions={REACH: reach}` goes to a target that a hub has named: its host is looked up once, checked
-(`runtime.targets`), and connected to by that very address; TLS and the Host header still name the host.
+A request with `extensions={REACH: reach}` goes to a target that a hub named: its host is resolved once, checked
+(`runtime.targets`), and connected to by that address; TLS and the Host header still use the name.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def open_http(max_connections: int = 16) -> httpx.Client:
 
 
 class _Routes(httpx.BaseTransport):
-    """Direct, by a proxy, or by a socket out of a sandbox. Threads may share it."""
+    """Direct, through a proxy, or through a socket out of a sandbox. Thread-safe."""
 
     def __init__(self, limits: httpx.Limits) -> None:
         self._limits, self._lock = limits, threading.Lock()
-        self._certificates = httpx.create_ssl_context()  # takes a while to make: one for all
+        self._certificates = httpx.create_ssl_context()  # slow to create, so shared
         self._direct = self._transport()
         self._others: dict[Proxy | Path, httpx.HTTPTransport] = {}
 

@@ -19,7 +19,7 @@ import httpx
 import shoal.protocol as wire
 from shoal import __version__
 from shoal.client.http import open_http
-from shoal.client.transport import Call, ClientOptions, Hubs, Known, Transport, parsed
+from shoal.client.transport import Call, ClientOptions, Hubs, SharedState, Transport, parsed
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, submission_digest, unpack
@@ -46,7 +46,7 @@ class HubClient:
         self.on_receipt: Callable[[SignedDocument], None] | None = None  # gets every verified receipt as it was signed
         self._owns_http = http is None
         hubs, http = Hubs([url] if isinstance(url, str) else url, clock), http or open_http()
-        self._transport = Transport(http, hubs, key, stop, clock, options, Known(root_fingerprint))
+        self._transport = Transport(http, hubs, key, stop, clock, options, SharedState(root_fingerprint))
 
     @classmethod
     def of_a_person(
@@ -65,7 +65,7 @@ class HubClient:
             self._transport.http.close()
 
     def patient(self, patience_s: float) -> HubClient:
-        """The same client with another patience; it shares connections and trust, and need not be closed."""
+        """The same client with another patience. It shares connections and trust, and need not be closed."""
         other, transport = copy(self), self._transport
         options = transport.options.with_patience(patience_s, len(transport.hubs.urls))
         other._transport, other._owns_http = replace(transport, options=options), False
@@ -78,7 +78,7 @@ class HubClient:
         return self._transport.run()
 
     def refreshed_run(self) -> TrustedRun:
-        """The run as its hub describes it now: its owner may have added relays, hubs or keys."""
+        """The run as its hub describes it now: relays, hubs or keys may have been added."""
         return self._transport.run_again(self.trusted_run())
 
     def run_info(self) -> wire.RunInfo:
@@ -123,7 +123,7 @@ class HubClient:
     def register(
         self, name: str, role: wire.Role, certificate: SignedDocument | None, vouch: SignedDocument | None = None
     ) -> wire.NodeView:
-        """`vouch` is an owner's word that the machine is theirs."""
+        """`vouch` is an owner's signature that the machine is theirs."""
         return self._introduce(wire.Registration(
             public_key=self.key.public_key, name=name, role=role, certificate=certificate, vouch=vouch,
             software=f"shoal {__version__}",
@@ -141,7 +141,7 @@ class HubClient:
     # Workers
 
     def lease(self, request: wire.LeaseRequest) -> wire.LeaseReply:
-        """Leases, still sealed: `open_leases` verifies them. Ask again with the same request id after a crash."""
+        """Signed leases; `open_leases` verifies them. Use the same request id again after a crash."""
         return self._post("/leases", request, wire.LeaseReply, request.wait_s)
 
     def open_leases(self, reply: wire.LeaseReply) -> list[tuple[wire.Lease, SignedDocument]]:
@@ -155,7 +155,7 @@ class HubClient:
         return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), wire.ProgressReply)
 
     def submit(self, lease_id: str, body: bytes) -> wire.Receipt:
-        """Submit a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
+        """Submit a packed submission. The receipt is verified: these bytes, this node, this lease."""
         path = f"/submissions/{quote(lease_id, safe='')}"
         signed = self._parsed(path, self._ask(Call("PUT", path, body, content_type=BULK)), SignedDocument)
         receipt = self._from_hub(signed, wire.Receipt)
@@ -172,11 +172,10 @@ class HubClient:
         return self._post("/audits", request, wire.AuditReply, request.wait_s)
 
     def open_lease(self, signed: SignedDocument) -> wire.Lease:
-        """The lease inside an audit: signed by the hub, for this run, for whatever node."""
+        """The lease inside an audit: signed by the hub for this run, for any node."""
         return self._from_hub(signed, wire.Lease)
 
     def submissions(self, digests: Sequence[str]) -> list[bytes]:
-        """The bytes that workers put, checked against their names."""
         limits, names = SUBMISSION_BODIES_LIMITS, tuple(("name", digest) for digest in digests)
         call = Call("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
         bodies = unpack(self._ask(call), wire.SubmissionBodies, limits).bodies
@@ -191,7 +190,7 @@ class HubClient:
         self._transport.send(Call("POST", "/calibrations", signed.model_dump_json().encode()))
 
     def calibration(self, digest: str) -> wire.Calibration:
-        """What this calibration says: signed by a validator of the run, or by its owner."""
+        """A calibration, verified: signed by a validator of the run or by its owner."""
         signed = self._get(f"/calibrations/{digest}", SignedDocument)
         if document_hash(signed) != digest:
             raise SignatureError(f"the hub's calibration {digest[:16]}… is another one")
@@ -222,7 +221,7 @@ class HubClient:
     # Plumbing
 
     def open_own_lease(self, signed: SignedDocument) -> wire.Lease:
-        """A lease of this very node: signed by the hub, for this run."""
+        """A lease of this node, verified: signed by the hub for this run."""
         lease = self.open_lease(signed)
         if lease.node != self.key.node:
             raise SignatureError(f"lease {lease.lease} is for node {lease.node}, not for this one ({self.key.node})")
@@ -231,7 +230,7 @@ class HubClient:
     def _from_hub(
         self, signed: SignedDocument, kind: type[D], keys: Callable[[TrustedRun], set[str]] = lambda run: run.hub_keys
     ) -> D:
-        """What one of these `keys` signed for this run. An unknown key may be new: the run is asked about once more."""
+        """A document signed by one of these `keys` for this run. For an unknown key the run is fetched once more."""
         trusted = self.trusted_run()
         if signed.signed_by not in keys(trusted):
             trusted = self._transport.run_again(trusted)
@@ -244,8 +243,8 @@ class HubClient:
         return replace(call, run=self.trusted_run().run)
 
     def _ask(self, call: Call) -> bytes:
-        """A signed call. A hub that has forgotten this node (it was restored from a backup) is told of it again, once;
-        of several calls that are refused together, one registers."""
+        """A signed call. If the hub has forgotten this node (restored from a backup), it is registered again, once,
+        also if several calls fail together."""
         known, patience_s = self._transport.known, self._transport.options.patience_s
         seen = known.registered
         try:

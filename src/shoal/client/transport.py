@@ -1,19 +1,19 @@
-"""One HTTP call to a hub of the run: signed, retried under a deadline, and its failure said in one sentence.
+"""One HTTP call to a hub of the run: signed, retried until a deadline, its failure reported in one sentence.
 
     call ─► sign (fresh time and nonce) ─► send ─┬─ 2xx ─────────────────────► answer
               ▲                                  ├─ 4xx, a `Problem` ────────► HubRefused, at once
-              │                                  ├─ 401, signed hub's time ──┐   dated by the hub's clock from then on
+              │                                  ├─ 401, signed hub's time ──┐   later requests use the hub's clock
               │                                  ├─ no answer, 5xx, a page ──┤   another hub at once, if there is one
               │                                  └─ 429 ─────────────────────┤
-              └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
+              └──── back-off, or the hub's Retry-After ◄─────────────────────┘   after the patience: HubUnreachable
 
-A page is what a proxy or a hotel's network says in the hub's place. Every call is idempotent on the hub's side.
+A page is an HTML answer of a proxy or of a network's login. Every call is idempotent on the hub's side.
 
-    GET /run ─► open_run_info (pinned root; the first answer's if none is pinned) ─► TrustedRun ─► further hubs
+    GET /run ─► open_run_info (pinned root, else that of the first answer) ─► TrustedRun ─► further hubs
 
-Before a hub is sent something signed, or asked anything where the root key is known, it has to show that it belongs to
-the run. Only a certified hub may say what time it is, and only in answer to this very request (`HubClock`): otherwise
-whoever is on the way could collect requests that are dated for next week.
+A hub has to prove that it belongs to the run before it gets a signed request, and before any request if the root key is
+known. Only a certified hub may tell the time, and only in answer to this request (`HubClock`): else an attacker on the
+way could collect requests that are dated in the future.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ MIB = 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
 HOUR_MS = 3_600_000
-MAX_CORRECTION_MS = 15 * HOUR_MS  # time zones reach 14: a clock of local time as if it were UTC is no further off
-LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
-REFRESH_S = 10.0  # whoever answers with one strange signature after another makes nobody ask for /run all the time
+MAX_CORRECTION_MS = 15 * HOUR_MS  # covers a clock that shows local time as UTC
+LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long
+REFRESH_S = 10.0  # limits how often unknown signatures cause a request for /run
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
@@ -59,24 +59,24 @@ SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How long a call keeps trying, how long one attempt may take, and the pauses in between. A hub that does not
-    answer for `tell_after_s` is mentioned in the log. `retries_pages`: a page may be there for a while only."""
+    """How long a call is retried, how long one attempt may take, and the pauses between attempts. A hub that does not
+    answer for `warn_after_s` is mentioned in the log. `retries_pages`: whether an HTML page is retried."""
 
     patience_s: float = 60.0
     connect_timeout_s: float = 10.0
     answer_timeout_s: float = 20.0
-    tell_after_s: float = 3.0
+    warn_after_s: float = 3.0
     retries_pages: bool = True
     backoff: Backoff = field(default_factory=Backoff)
 
     @classmethod
     def of_a_person(cls, wait_s: float) -> ClientOptions:
-        """Somebody waits at the terminal: what is wrong is said once, at the end."""
+        """For a person at the terminal: errors are reported once, at the end."""
         connect_s, answer_s = max(1.0, min(10.0, wait_s)), max(5.0, min(10.0, wait_s))
-        return cls(wait_s, connect_s, answer_s, tell_after_s=math.inf, retries_pages=False)
+        return cls(wait_s, connect_s, answer_s, warn_after_s=math.inf, retries_pages=False)
 
     def with_patience(self, patience_s: float, hubs: int) -> ClientOptions:
-        """Another patience, which one hub that is frozen does not use up if there are several."""
+        """Another patience; with several hubs, one that hangs does not use it up."""
         attempt_s = max(LEAST_ATTEMPT_S, patience_s / min(hubs, 2))
         connect_s, answer_s = min(self.connect_timeout_s, attempt_s), min(self.answer_timeout_s, attempt_s)
         return replace(self, patience_s=patience_s, connect_timeout_s=connect_s, answer_timeout_s=answer_s)
@@ -84,7 +84,7 @@ class ClientOptions:
 
 @dataclass(frozen=True)
 class Call:
-    """One request: `wait_s` is the long poll inside it, which its time-out has to outlast."""
+    """One request. `wait_s`: the duration of its long poll, added to the time-out."""
 
     method: str
     path: str
@@ -93,7 +93,7 @@ class Call:
     content_type: str = "application/json"
     wait_s: float = 0.0
     run: str | None = None  # signed for this run; None: a public call, unsigned
-    max_bytes: int = 64 * MIB  # of the answer: whoever is at the address has no hold on this machine's memory
+    max_bytes: int = 64 * MIB  # of the answer
 
 
 RUN = Call("GET", "/run", max_bytes=2 * MIB)
@@ -112,8 +112,8 @@ class HubAddress:
 
 
 class Hubs:
-    """The addresses of one run's hubs. One that does not answer rests, twice as long with every failure in a row; the
-    next that does not rest is asked, or the one whose rest ends first. Threads may share it."""
+    """The addresses of the run's hubs. One that does not answer rests, twice as long after every failure in a row. The
+    next one that does not rest is asked, or the one whose rest ends first. Thread-safe."""
 
     def __init__(self, urls: Sequence[str], clock: Clock) -> None:
         if not urls:
@@ -128,7 +128,7 @@ class Hubs:
             return [hub.url for hub in self._known]
 
     def named(self, urls: Iterable[str]) -> None:
-        """Further addresses behind those given; they replace those named before, but for the present one."""
+        """Replace the addresses that hubs named before, except the present one; the given ones stay first."""
         with self._lock:
             known = {hub.url: hub for hub in self._known}
             self._known = [hub for hub in self._known if not hub.named or hub is self.present]
@@ -139,15 +139,15 @@ class Hubs:
                     self._known += [] if hub in self._known else [hub]
 
     def failed(self, hub: HubAddress) -> bool:
-        """That one did not answer. True if another can be asked at once, which is then the present one."""
+        """Note a failure. True if another hub can be asked at once; it is then the present one."""
         with self._lock:
             hub.failures += 1
             rest_s = min(FIRST_REST_S * 2 ** min(hub.failures - 1, 10), LONGEST_REST_S)
             hub.rests_until_s = self._clock.monotonic_s() + rest_s
-            return self.present is not hub or self._move_on()  # another thread may have moved on already
+            return self.present is not hub or self._move_on()
 
     def drop(self, hub: HubAddress) -> bool:
-        """Never ask that one again: it belongs to another run. False if there is no other, and it stays."""
+        """Never ask this hub again: it belongs to another run. False if it is the only one."""
         with self._lock:
             if self._known == [hub]:
                 return False
@@ -159,7 +159,7 @@ class Hubs:
             return True
 
     def _move_on(self) -> bool:
-        """Make the next that does not rest the present one; False if all rest."""
+        """Make the next hub that does not rest the present one; False if all rest."""
         now_s, index = self._clock.monotonic_s(), self._known.index(self.present)
         order = [*self._known[index + 1 :], *self._known[: index + 1]]
         rested = [hub for hub in order if hub.rests_until_s <= now_s]
@@ -167,8 +167,8 @@ class Hubs:
         return bool(rested)
 
 
-class _Again(Exception):
-    """Another attempt may succeed; `elsewhere`: at another hub. `is_page`: no hub, nor its proxy, answered."""
+class _Retry(Exception):
+    """Another attempt may succeed; `elsewhere`: at another hub. `is_page`: an HTML page answered."""
 
     def __init__(self, why: str, after_s: float | None = None, elsewhere: bool = False, is_page: bool = False) -> None:
         super().__init__(why)
@@ -176,13 +176,13 @@ class _Again(Exception):
 
 
 @dataclass
-class Known:
-    """What copies of a client, with any patience, share: the run, this node's registration, the hub's time."""
+class SharedState:
+    """Shared by all copies of a client: the run, the registration of this node, the time of the hub."""
 
     pinned: str | None  # root fingerprint
     trusted: TrustedRun | None = None
     refreshed_s: float = -math.inf
-    ahead_ms: int = 0  # of the hub's clock before this machine's
+    ahead_ms: int = 0  # how far the hub's clock is ahead of this machine's
     registration: Registration | None = None
     registered: int = 0  # times
     fetching: threading.Lock = field(default_factory=threading.Lock)
@@ -198,11 +198,11 @@ class Transport:
     stop: StopToken
     clock: Clock
     options: ClientOptions
-    known: Known
+    known: SharedState
 
     def send(self, call: Call) -> bytes:
-        """The body of a hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
-        began, attempt, told = self.clock.monotonic_s(), 0, False
+        """The body of a hub's answer; or `HubRefused`, `HubUnreachable`, `DeadlineExceeded` (told to stop)."""
+        began, attempt, warned = self.clock.monotonic_s(), 0, False
         must_meet = call.run is not None or self.known.pinned is not None
         while True:
             hub = self.hubs.present
@@ -211,10 +211,10 @@ class Transport:
                     self._meet(hub)
                 content = self._meet(hub) if call is RUN else self._exchange(call, hub)[0]
                 hub.answered()
-                if told:
+                if warned:
                     log.info("the hub at %s answers again, after %.0f s", hub.url, self.clock.monotonic_s() - began)
                 return content
-            except _Again as failure:
+            except _Retry as failure:
                 urls = self.hubs.urls
                 if failure.is_page and not self.options.retries_pages and len(urls) == 1:
                     advice = "check the address, and whether a proxy or a network's login page answers"
@@ -231,15 +231,14 @@ class Transport:
                     raise HubUnreachable(
                         f"no usable answer from {who} for {tried_s:.0f} s: {failure}; {advice}"
                     ) from failure
-                if not told and tried_s >= self.options.tell_after_s:
+                if not warned and tried_s >= self.options.warn_after_s:
                     log.warning("the hub at %s does not answer %s (%s); trying again", hub.url, call.path, failure)
-                    told = True
+                    warned = True
                 if self.stop.wait(pause):
                     raise DeadlineExceeded(f"stopped ({self.stop.reason}) while calling the hub: {failure}") from None
                 attempt += pause > 0
 
     def run(self) -> TrustedRun:
-        """The run; asked for at the first call. Whoever asks for it anew, for however long, keeps nobody waiting."""
         if self.known.trusted is None:
             with self.known.fetching:
                 if self.known.trusted is None:
@@ -248,7 +247,7 @@ class Transport:
         return self.known.trusted
 
     def run_again(self, seen: TrustedRun) -> TrustedRun:
-        """The run as its hub describes it now, if that is not `seen` any more. Asks at most every few seconds."""
+        """The run as its hub describes it now, unless it has changed since `seen`. Asks at most every few seconds."""
         with self.known.fetching:
             now_s = self.clock.monotonic_s()
             if self.known.trusted is seen and now_s - self.known.refreshed_s >= REFRESH_S:
@@ -257,7 +256,7 @@ class Transport:
             return self.known.trusted or seen
 
     def admit(self, url: str, content: bytes, near: Nearness) -> None:
-        """Believe what a hub, which is so near, says of the run, or raise: the same run by the same root key."""
+        """Verify a hub's description of the run: it must be the same run with the same root key."""
         signed = parsed(SignedDocument, f"{url}/run", content)
         with self.known.changing:
             known = self.known.trusted
@@ -270,7 +269,7 @@ class Transport:
         self.hubs.named(found.info.hubs)
 
     def _meet(self, hub: HubAddress) -> bytes:
-        """Ask a hub what it runs. One of another run is never asked again, unless it is the only one there is."""
+        """Ask a hub what it runs. A hub of another run is dropped, unless it is the only one."""
         content, near = self._exchange(RUN, hub)
         try:
             self.admit(hub.url, content, near)
@@ -278,16 +277,16 @@ class Transport:
             if not self.hubs.drop(hub):
                 raise
             log.warning("the hub at %s is left out from now on: %s", hub.url, error)
-            raise _Again(str(error), after_s=0.0) from error
+            raise _Retry(str(error), after_s=0.0) from error
         except ProtocolError as error:
             if len(self.hubs.urls) == 1:
                 raise
-            raise _Again(str(error), elsewhere=True) from error
+            raise _Retry(str(error), elsewhere=True) from error
         hub.verified = True
         return content
 
     def _exchange(self, call: Call, hub: HubAddress) -> tuple[bytes, Nearness]:
-        """The body of the answer, and how near the hub is that gave it."""
+        """The body of the answer, and the nearness of the hub."""
         request, options = self._request(call, hub), self.options
         allowed_s = options.connect_timeout_s + options.answer_timeout_s + call.wait_s  # up to the answer's first byte
         try:
@@ -302,7 +301,7 @@ class Transport:
                     response.close()
         except (httpx.TransportError, httpx.DecodingError) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise _Again(what, elsewhere=True) from error
+            raise _Retry(what, elsewhere=True) from error
         if response.status_code == HTTPStatus.UNAUTHORIZED and HEADER_NONCE in request.headers:
             self._learn_time(request, content)
         return _sorted_out(response, content), near
@@ -318,7 +317,7 @@ class Transport:
                 timeout=timeout, extensions={REACH: reach} if is_checked else None,
             )  # fmt: skip
         except httpx.InvalidURL as error:
-            raise _Again(f"{hub.url} is no address: {error}", elsewhere=True) from error
+            raise _Retry(f"{hub.url} is no address: {error}", elsewhere=True) from error
         if call.run is not None:
             target, at_ms = request.url.raw_path.decode("ascii"), self.clock.now_ms() + self.known.ahead_ms
             request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
@@ -348,7 +347,7 @@ class Transport:
             self.known.ahead_ms = ahead_ms
             text = "the hub's clock is %.0f s %s this machine's: requests are dated by the hub's from now on"
             log.warning(text, abs(ahead_ms) / 1000, side)
-        raise _Again("the clocks of the hub and of this machine differ")
+        raise _Retry("the clocks of the hub and of this machine differ")
 
 
 def parsed(kind: type[M], where: str, content: bytes) -> M:
@@ -372,7 +371,7 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
         sentence = f"{sentence} [HTTP {status}]" if problem is None else f"{problem.message} [{problem.code}, {status}]"
         text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off
         after_s = min(float(text), MAX_RETRY_AFTER_S) if busy and text.isascii() and text.isdigit() else None
-        raise _Again(sentence, after_s, elsewhere=not busy, is_page=is_page)
+        raise _Retry(sentence, after_s, elsewhere=not busy, is_page=is_page)
     refusal = ShutOut if problem.code in SHUT_OUT_CODES else HubRefused
     raise refusal(status, problem.code, problem.message)
 

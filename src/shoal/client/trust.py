@@ -1,16 +1,16 @@
-"""Who may speak for a run: everything is derived from its root key.
+"""Who may sign for a run: everything is derived from its root key.
 
     join URL ─pins─► root key ─certifies─► hub key ─signs─► RunInfo, leases, receipts, ledger heads
                               ├──────────► trainer key ─signs─► policies
                               └──────────► validator keys ─sign─► verdicts
 
-Without a pinned fingerprint the first answer is believed ("trust on first use"), and its root key remembered for the
-address that the user gave, which is known before the hub says anything:
+Without a pinned fingerprint the first answer is trusted ("trust on first use"), and its root key is remembered for the
+address that the user gave:
 
     ~/.shoal/known_hubs.json     {"http://hub.example:8470": "3540507c6be2367e4e0cb29ab5dfd722f330bda3"}
 
-A fingerprint in the join URL is the user's own word: it wins over the memory, and replaces it once the hub has proven
-it. A key that the run has revoked speaks for nobody.
+A fingerprint in the join URL wins over the remembered one, and replaces it once the hub has proven it. A revoked key is
+not trusted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrustedRun:
     root_fingerprint: str
     keys: dict[str, frozenset[str]]
     revoked: frozenset[str] = frozenset()
-    reach: Reach = PUBLIC_ONLY  # where its hub may send this machine, by where the hub itself is
+    reach: Reach = PUBLIC_ONLY  # where its hub may send this machine
 
     @property
     def run(self) -> str:
@@ -62,7 +62,6 @@ class TrustedRun:
 
     @property
     def trainer_key(self) -> str:
-        """The one key that signs policies; a run with none, or with several, cannot be followed."""
         keys = self.keys["trainer"]
         if len(keys) != 1:
             raise ProtocolError(f"run {self.run} has {len(keys)} trainer keys; its owner has to certify exactly one")
@@ -70,7 +69,7 @@ class TrustedRun:
 
 
 def run_id(name: str, root_fingerprint: str) -> str:
-    """A run's id holds the start of its root key's fingerprint, so that no other key can claim the id."""
+    """The id of a run contains the start of its root key's fingerprint, so no other key can claim it."""
     return f"{name}-{root_fingerprint[:RUN_SUFFIX_HEX]}"
 
 
@@ -88,7 +87,7 @@ def split_join_url(url: str) -> tuple[str, str | None]:
     return base, pinned
 
 
-def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+def parse_join_urls(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     """Several join URLs of one run: their addresses, and the fingerprint that they pin, if any."""
     parts = [split_join_url(url) for url in urls]
     pins = list(dict.fromkeys(pin for _, pin in parts if pin is not None))
@@ -98,7 +97,7 @@ def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
 
 
 def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset[str] = frozenset()) -> TrustedRun:
-    """Follow the chain from the root key to the hub's signature; keys in `revoked` are known to be so already."""
+    """Verify the chain from the root key to the hub's signature. Keys in `revoked` are already known to be revoked."""
     try:
         claimed_root = check_public_key(str(signed.document.get("root_key")))
     except ValueError as error:
@@ -107,7 +106,7 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     if pinned not in (None, root_fingerprint):
         who = f"another run or an impostor answers at this address: its root key is {root_fingerprint}, not {pinned}"
         raise SignatureError(f"{who}; ask the run's owner for the whole join URL and use that")
-    info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
+    info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; its signer is checked below
     check_spoken("hub", info.protocol_version)
     expected = run_id(info.name, root_fingerprint)
     if info.run != expected:
@@ -115,7 +114,7 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     revoked = revoked | frozenset(info.revoked)
     found: dict[str, set[str]] = {role: set() for role in get_args(Role)}
     for each in info.certificates:
-        if each.document.get("role") in found:  # else of a role that came after this version: nobody whom we trust
+        if each.document.get("role") in found:  # roles of later versions are ignored
             certificate = open_document(each, RoleCertificate, claimed_root)
             if certificate.run != info.run:
                 raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
@@ -127,8 +126,8 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)
 
 
-def known_root(urls: Sequence[str], given: str | None) -> str | None:
-    """The root fingerprint to require: the one given, else the one remembered for these addresses, else none."""
+def pinned_root(urls: Sequence[str], given: str | None) -> str | None:
+    """The required root fingerprint: the given one, else the one remembered for these addresses, else None."""
     if given is not None:
         return given
     known = _load()
@@ -149,7 +148,7 @@ def remember_root(url: str, root_fingerprint: str) -> None:
 
 
 def _address(url: str) -> str:
-    """One spelling for one address: `HTTP://Hub.Example:80/` as `http://hub.example:80`."""
+    """A normalised address: `HTTP://Hub.Example:80/` as `http://hub.example:80`."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     host = f"[{host}]" if ":" in host else host.rstrip(".")
@@ -166,5 +165,5 @@ def _load() -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        what = "is not a table of hub addresses and fingerprints; remove it to trust hubs anew"
+        what = "is not a table of hub addresses and fingerprints; remove it to trust hubs again"
         raise ConfigError(f"{_path()} {what}") from error

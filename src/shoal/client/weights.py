@@ -1,6 +1,6 @@
-"""Where a node of a run fetches its weights: from sources that the hub names, believed by the trainer's key alone.
+"""Where a node fetches weights: from sources that the hub names, verified by the trainer's key alone.
 
-The owner may add and remove relays while the run continues: the hub is asked now and then which there are.
+The owner may add and remove relays during the run, so the hub is asked for them now and then.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ LOOK_PATIENCE_S = 5.0
 def downloader_of(
     trusted: TrustedRun, folder: Path, stop: StopToken, kept_payloads: int, limits: MachineLimits = MachineLimits()
 ) -> Downloader:
-    """A downloader of the run's policies into `folder`; the origin is asked only when no relay can help."""
+    """A downloader of the run's policies into `folder`; the origin is asked only if no relay can help."""
     info, pool = trusted.info, PoolSettings.throttled(limits.bandwidth_bytes_s, trusted.reach)
     most = info.model.payload_bytes or None
     settings = DownloadSettings(kept_payloads=kept_payloads, pool=pool, max_payload_bytes=most, limits=limits)
     return Downloader(info.sources, trusted.run, trusted.trainer_key, folder, stop, settings, info.last_resort)
 
 
-class Following:
-    """`Downloader.fetch` from the sources that the hub names by now. A hub that does not answer changes nothing."""
+class RefreshingDownloader:
+    """`Downloader.fetch` from the sources that the hub names now. If the hub does not answer, sources stay."""
 
     def __init__(self, client: HubClient, downloader: Downloader, clock: Clock = SystemClock()) -> None:
         self._client, self._downloader, self._clock = client, downloader, clock

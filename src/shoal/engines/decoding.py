@@ -28,7 +28,7 @@ from shoal.sampling.stream import uniforms_at
 from shoal.toploc import PointBatch, commit, top_points
 
 UNIFORM_BLOCK = 256
-TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
+TELL_EVERY = 4  # steps of decoding between two words about progress on a GPU: each is a wait for it
 
 # Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
 Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
@@ -285,7 +285,7 @@ class GenerationCall:
         others = {group: [row for row in self.groups[group] if id(row) not in here] for group in places}
 
         def tell() -> None:
-            if decoding.step % TELL_EVERY == 0:
+            if decoding.lengths.device.type == "cpu" or decoding.step % TELL_EVERY == 0:
                 lengths_R = decoding.lengths.cpu().numpy()
                 for group, own in places.items():
                     on_tokens = self.requests[group].on_tokens

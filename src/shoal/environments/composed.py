@@ -1,4 +1,4 @@
-"""An environment with how it is asked and what else counts: one digest over all of it."""
+"""An environment with prompt settings, length budget, judges and scoring limits, and one digest over all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.errors import EnvironmentSetupError
 
 
 class Composed:
-    """Implements `Environment` around another one. Graders see the whole answer, with what it begins with."""
+    """Implements `Environment` around another one. Graders see the whole answer, with its thinking prefix."""
 
     def __init__(self, inner: Environment, settings: Settings) -> None:
         self.inner, self.name = inner, inner.name
@@ -40,13 +40,13 @@ class Composed:
 
 
 def is_plain(settings: Settings) -> bool:
-    """Whether nothing is added to the ingredient; tables of defaults add nothing."""
+    """Whether the settings add nothing to the inner environment; tables of defaults add nothing."""
     prompt, scoring = settings.prompt or PromptSettings(), settings.scoring or ScoringSettings()
     return not (settings.length or settings.judges or prompt != PromptSettings() or scoring != ScoringSettings())
 
 
 def _digest(inner: Environment, settings: Settings) -> str:
-    """The inner one's where nothing changes a score, such as the number of processes."""
+    """The inner environment's digest if the settings change no score (the number of processes does not)."""
     limits = (settings.scoring or ScoringSettings()).model_copy(update={"processes": ScoringSettings().processes})
     prompt = None if settings.prompt == PromptSettings() else settings.prompt
     scoring = None if limits == ScoringSettings() else limits
@@ -55,8 +55,8 @@ def _digest(inner: Environment, settings: Settings) -> str:
         return inner.digest
     added = settings.model_dump(mode="json", include={"length", "prompt", "judges", "scoring"})
     for judge, given in zip(added["judges"], settings.judges, strict=True):
-        del judge["timeout_s"]  # how long one waits changes no score
-        judge["path"] = None if given.path is None else folder_digest(given.path)  # what is in it, not where it lies
+        del judge["timeout_s"]  # changes no score
+        judge["path"] = None if given.path is None else folder_digest(given.path)  # the content, not the place
     if added["scoring"] is not None:
         del added["scoring"]["processes"]
     content = {"inner": inner.digest, **added}
@@ -64,7 +64,7 @@ def _digest(inner: Environment, settings: Settings) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """Hex SHA-256 over the names and bytes of a model's files, hidden ones aside."""
+    """Hex SHA-256 over names and bytes of a model's files, without hidden ones."""
     from shoal.environments.data.cache import file_digest
 
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

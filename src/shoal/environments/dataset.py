@@ -1,6 +1,6 @@
-"""Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for. The id of a task is
-its row's number and its own id (`17/math_17`), so a row that is left out never shifts another. Rows whose *prompt*
-cannot be used are in no split. An *answer* is looked at when it is read: a bad one is an `UnusableTask`."""
+"""Tasks from a data set of any size, Parquet or JSON lines. Rows are read on demand. A task's id is its row number and
+its own id (`17/math_17`), so leaving a row out changes no other id. Rows with an unusable *prompt* are in no split. An
+*answer* is checked when it is read: a bad one is an `UnusableTask`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from shoal.environments.data import scanning
-from shoal.environments.data.scanning import Opened, Problems, Splits
+from shoal.environments.data.scanning import OpenedData, Problems, Splits
 from shoal.environments.formats import DatasetOptions, known_kinds
 from shoal.environments.graders.registry import grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task, require_scoring
@@ -25,13 +25,13 @@ from shoal.runtime.text import count_of
 
 log = logging.getLogger("shoal.environments.rows")
 LONGEST_ID = 100
-PROBED = 16  # rows of each kind whose answers are looked at when a data set is opened: one good one is enough
-ELSEWHERE = "held_out/"  # begins the ids of tasks that come from a held-out file of their own
+PROBED = 16  # rows of each kind whose answers are checked when a data set is opened: one good one is enough
+ELSEWHERE = "held_out/"  # prefix of the ids of tasks from a separate held-out file
 
 
 @dataclass(frozen=True)
 class StoredTask(Task):
-    """A task whose answer is read from the data set when somebody asks for it, and then kept."""
+    """A task whose answer is read from the data set on first use."""
 
     answer: str = field(init=False, repr=False, compare=False)
     load: Callable[[], str] = field(kw_only=True, repr=False, compare=False)
@@ -71,8 +71,8 @@ class DatasetEnvironment:
             "layouts": [opened.layout.signature for opened in self._opened],
             "graders": {kind: self._grader(kind).version for kind in self._kinds},
         }  # fmt: skip
-        said = json.dumps(content, sort_keys=True).encode()
-        self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + said).hexdigest()
+        encoded = json.dumps(content, sort_keys=True).encode()
+        self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + encoded).hexdigest()
         for opened in self._opened:
             opened.checked = scanning.check(opened, self._grader)
         self._refuse_or_warn()
@@ -87,7 +87,7 @@ class DatasetEnvironment:
         return int(self._rows(split)[position])
 
     def _drawn(self, split: Split, position: int) -> Task:
-        """`UnusableTask` if its answer is no good, which is looked up unless the data set has been checked."""
+        """`UnusableTask` if its answer is bad; the answer is read unless the data set has been checked."""
         row, opened = self.row_at(split, position), self._main if split == "train" else self._held_out
         task = self._task(opened, row)
         if opened.checked is None:
@@ -95,7 +95,7 @@ class DatasetEnvironment:
         return task
 
     def task(self, task_id: str) -> Task:
-        """Without a look at its answer: the hub has drawn it, and needs its prompt only."""
+        """The answer is not checked: `tasks` did that, and the hub needs the prompt only."""
         elsewhere = len(self._opened) > 1 and task_id.startswith(ELSEWHERE)
         opened = self._held_out if elsewhere else self._main
         number = task_id.removeprefix(ELSEWHERE if elsewhere else "").partition("/")[0]
@@ -107,7 +107,7 @@ class DatasetEnvironment:
             raise EnvironmentSetupError(f"the data {self._main.path} has no task {task_id!r}")
         return task
 
-    def _task(self, opened: Opened, row: int) -> Task:
+    def _task(self, opened: OpenedData, row: int) -> Task:
         layout = opened.layout
         if opened.checked is not None and row in opened.checked:
             raise UnusableTask(_named(opened, row, opened.checked[row]))
@@ -124,7 +124,7 @@ class DatasetEnvironment:
             history=question.history, load=partial(self._answer, opened, row, question.kind),
         )  # fmt: skip
 
-    def _answer(self, opened: Opened, row: int, kind: str) -> str:
+    def _answer(self, opened: OpenedData, row: int, kind: str) -> str:
         try:
             values = opened.table.row(row, opened.layout.answers)
             return scanning.usable_answer(opened.layout, values, kind, self._grader)
@@ -132,7 +132,6 @@ class DatasetEnvironment:
             raise UnusableTask(_named(opened, row, str(error))) from None
 
     def score(self, task: Task, completion: str) -> Score:
-        """An answer that cannot be used is no fault of the completion: unscored."""
         try:
             answer = task.answer
         except UnusableTask as error:
@@ -147,8 +146,8 @@ class DatasetEnvironment:
         digests = (self._main if split == "train" else self._held_out).found.digests
         return (digests[row].tobytes() for row in self._rows(split).tolist())
 
-    def check(self, progress: Callable[[int, int], None]) -> tuple[Opened, ...]:
-        """Each data set (a held-out file is one of its own), after a look at every answer."""
+    def check(self, progress: Callable[[int, int], None]) -> tuple[OpenedData, ...]:
+        """Check every answer of each data set (a held-out file is one)."""
         for opened in self._opened:
             if opened.checked is None:
                 opened.checked = scanning.check(opened, self._grader, progress)
@@ -158,11 +157,11 @@ class DatasetEnvironment:
     def description(self) -> str:
         table, layout, graders = self._main.table, self._main.layout, ", ".join(self._main.found.graders)
         files = f"{count_of(table.rows, 'row')} in {count_of(len(table.paths), 'file')}"
-        told = f"{self._main.path}: {files}, format {layout.name} ({graders}): {'; '.join(self._counts())}"
-        return f"{told}; data digest {self.data_digest}"
+        detail = f"{self._main.path}: {files}, format {layout.name} ({graders}): {'; '.join(self._counts())}"
+        return f"{detail}; data digest {self.data_digest}"
 
     def _counts(self) -> Iterator[str]:
-        """What became of the rows of each data set; the numbers add up."""
+        """How many rows of each data set are in which split or left out; the numbers add up."""
         for opened in self._opened:
             good = opened.good()
             train = int(good[self.splits.train].sum()) if opened is self._main else 0
@@ -174,11 +173,11 @@ class DatasetEnvironment:
                     int(good.sum()) - train - held_out - outside,
                 "that cannot be used": len(good) - int(good.sum()),
             }  # fmt: skip
-            told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            yield told if opened is self._main else f"{count_of(opened.table.rows, 'row')} in {opened.path}: {told}"
+            detail = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+            yield detail if opened is self._main else f"{count_of(opened.table.rows, 'row')} in {opened.path}: {detail}"
 
     def kinds(self) -> Iterator[str]:
-        """A line for each kind of rows: how many there are, can be used, are trained on."""
+        """A line for each kind: the number of its rows, of usable ones and of those to train on."""
         for opened in self._opened:
             good, trained = opened.good(), np.zeros(opened.table.rows, bool)
             trained[self.splits.train if opened is self._main else []] = True
@@ -187,10 +186,10 @@ class DatasetEnvironment:
                 counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
                 yield f"{f'kind {kind!r}' if kind else 'no kind'}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
-    def useless_kinds(self) -> Iterator[tuple[Opened, str]]:
-        """Data sets with kinds of which no row can be used, and why; of unchecked answers a few are read."""
+    def useless_kinds(self) -> Iterator[tuple[OpenedData, str]]:
+        """Data sets with kinds of which no row can be used, and why; if answers are unchecked, a few are read."""
         for opened in self._opened:
-            good, told = opened.good(), list[str]()
+            good, detail = opened.good(), list[str]()
             for number, kind in enumerate(opened.found.kinds):
                 rows = np.flatnonzero(opened.found.kind_of == number)
                 usable = rows[good[rows]]
@@ -198,11 +197,11 @@ class DatasetEnvironment:
                 fine = looked and (opened.checked is not None or any(not self._wrong(opened, row) for row in looked))
                 if kind and not fine:
                     why = self._wrong(opened, looked[0] if looked else int(rows[0]))
-                    told.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
-            if told:
-                yield opened, "; ".join(told) + known_kinds("".join(told))
+                    detail.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
+            if detail:
+                yield opened, "; ".join(detail) + known_kinds("".join(detail))
 
-    def _wrong(self, opened: Opened, row: int) -> str:
+    def _wrong(self, opened: OpenedData, row: int) -> str:
         try:
             self._answer(opened, row, self._task(opened, row).kind)
         except UnusableTask as error:
@@ -223,24 +222,24 @@ class DatasetEnvironment:
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")
 
     def _refuse_or_warn(self) -> None:
-        """A kind of which no row can be used is dropped only by those who say so, and never silently."""
+        """Refuse kinds without a usable row unless `bad_rows` is skip; warn of everything that is left out."""
         for opened, unusable in self.useless_kinds():
             if self.options.bad_rows != "skip":
-                told = f"{opened.path}: no row of these can be used: {unusable}"
-                raise EnvironmentSetupError(f"{told}; to run without them: --set environment.options.bad_rows=skip")
+                advice = "to run without them: --set environment.options.bad_rows=skip"
+                raise EnvironmentSetupError(f"{opened.path}: no row of these can be used: {unusable}; {advice}")
             log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
         for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
             if found.problems.count:
-                rows, told = count_of(found.problems.count, "row"), found.problems.sentence(found.where)
-                raise EnvironmentSetupError(f"{rows} of the data {found.path} cannot be used: {told}")
+                rows, detail = count_of(found.problems.count, "row"), found.problems.sentence(found.where)
+                raise EnvironmentSetupError(f"{rows} of the data {found.path} cannot be used: {detail}")
         for opened in self._opened:
             if problems := opened.found.problems.count:
-                of, told = count_of(opened.table.rows, "row"), opened.found.problems.sentence(opened.where)
-                log.warning("%s: %d of %s left out, for they cannot be used: %s", opened.path, problems, of, told)
+                of, detail = count_of(opened.table.rows, "row"), opened.found.problems.sentence(opened.where)
+                log.warning("%s: %d of %s cannot be used and are left out: %s", opened.path, problems, of, detail)
         if self.splits.shared:
             rows = count_of(self.splits.shared, "row")
             log.warning("%s: %s left out of training: a held-out question is repeated", self._main.path, rows)
 
 
-def _named(opened: Opened, row: int, reason: str) -> str:
+def _named(opened: OpenedData, row: int, reason: str) -> str:
     return f"row {row} ({opened.where(row)}) cannot be used: {reason}"

@@ -1,9 +1,9 @@
-"""How a row of a data set becomes a question and its answer: the formats there are, and which one fits the columns.
+"""How a row of a data set becomes a question and its answer: the known formats, and which one fits the columns.
 
-    columns ─► fit ─► Format: columns that ask, columns that answer ─► Question (prompt, history, grader), answer
+    columns ─► fit ─► Format: question columns, answer columns ─► Question (prompt, history, grader), answer
 
-LiveCodeBench's private tests are JSON text, or that text packed as base64 of zlib of a *pickled* string. A pickle is a
-program, and is never run here: its instructions are listed, and one that does anything but hold one text is refused.
+LiveCodeBench's private tests are JSON text, or that text as base64 of zlib of a *pickled* string. The pickle is never
+executed: its instructions are listed, and a pickle that does more than hold one text is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: the last thing that the user says, what was said before, and who grades the answer."""
+    """The user's last message, the messages before it, and the grader of the answer."""
 
     prompt: str
     kind: str
@@ -46,9 +46,9 @@ class Question:
 class Format:
     """How a row becomes a task. `question` and `answer` raise `UnusableTask` with the reason where a row does not fit.
 
-    `asks` and `answers` are the columns that each reads: to look at all questions, no answer is read. The prompt is the
-    column `plain` (a text, or a conversation) or what `write` makes of a row. `grader` is that of all rows; without it
-    `judge` names the grader of the kind in column `kinds`, or raises."""
+    `asks` and `answers` are the columns of questions and of answers, so questions can be read alone. The prompt is the
+    column `plain` (a text, or a conversation), or `write` makes it from a row. `grader` is that of all rows; without it
+    `judge` maps the kind in column `kinds` to a grader, or raises."""
 
     name: str
     asks: Names
@@ -73,7 +73,7 @@ class Format:
 
     @property
     def signature(self) -> str:
-        """What two formats must share to give the same tasks."""
+        """Two formats with the same signature give the same tasks."""
         return json.dumps((self.name, self.asks, self.answers, self.id, self.plain, self.kinds, self.grader))
 
 
@@ -86,13 +86,13 @@ MESSAGES = TypeAdapter(list[ChatMessage])
 
 
 def conversation(value: object, column: str) -> tuple[str, Messages]:
-    """A prompt and its history, of a text or of a list of messages that ends with the user's."""
+    """A prompt and its history, from a text or from a list of messages that ends with the user's."""
     if isinstance(value, str):
         return required(value, column), ()
-    said = messages_of(value, column)
-    if not said or said[-1][0] != "user":
+    messages = messages_of(value, column)
+    if not messages or messages[-1][0] != "user":
         raise UnusableTask(f"{column} must end with a message of the user")
-    return required(said[-1][1], column), said[:-1]
+    return required(messages[-1][1], column), messages[:-1]
 
 
 def messages_of(value: object, column: str) -> Messages:
@@ -100,14 +100,14 @@ def messages_of(value: object, column: str) -> Messages:
     if value is None:
         raise UnusableTask(f"{column} is missing")
     try:
-        said = tuple((message.role, message.content) for message in MESSAGES.validate_python(value))
+        messages = tuple((message.role, message.content) for message in MESSAGES.validate_python(value))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
         raise UnusableTask(f"{column} is neither text nor messages: {where}: {first['msg']}") from None
-    if any(role == "system" for role, _text in said[1:]):
+    if any(role == "system" for role, _text in messages[1:]):
         raise UnusableTask(f"{column} has a system message that is not its first")
-    return said
+    return messages
 
 
 def required(value: object, column: str) -> str:
@@ -119,7 +119,7 @@ def required(value: object, column: str) -> str:
 
 
 def answer_text(value: object, column: str) -> str:
-    """As written, or as JSON. `true` must be a text: nobody can say how to write it (yes? True? correct?)."""
+    """As written, or as JSON. A boolean is refused: an answer could write it in many ways (yes, True, correct)."""
     if isinstance(value, bool):
         raise UnusableTask(f"{column} is {json.dumps(value)}, neither text nor a number: write it as text")
     if isinstance(value, float):
@@ -129,13 +129,13 @@ def answer_text(value: object, column: str) -> str:
 
 
 def finite(value: object, column: str) -> None:
-    """Refuse a number that is NaN or infinite: as text, `nan` would be an answer like any other."""
+    """Refuse NaN and infinity: as text, `nan` would look like an answer."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UnusableTask(f"{column} is {value}, which is NaN or infinite")
 
 
 def parsed(value: object, column: str) -> Any:
-    """What a column holds as JSON text, or already holds as a value."""
+    """The value of a column, decoded if it is JSON text."""
     try:
         return json.loads(value) if isinstance(value, str | bytes) else value
     except (ValueError, RecursionError) as error:
@@ -148,7 +148,7 @@ def need(columns: Names, *names: str, what: str) -> None:
 
 
 def first_of(columns: Names, names: Names) -> str:
-    """The first of `names` that is a column, however it is capitalised; empty if none is."""
+    """The first of `names` that is a column, in any case; empty if none is."""
     spelled = {column.lower().replace(" ", "_"): column for column in reversed(columns)}
     return next((spelled[name] for name in names if name in spelled), "")
 
@@ -156,8 +156,8 @@ def first_of(columns: Names, names: Names) -> str:
 def _chosen(columns: Names, given: str, usual: Names, what: str) -> str:
     found = given or first_of(columns, usual)
     if found not in columns:
-        said = f"there is no column {given!r} for the {what}" if given else f"no column is known to be the {what}"
-        raise EnvironmentSetupError(f"{said}; there are {', '.join(columns)}: set environment.options.{what}")
+        problem = f"there is no column {given!r} for the {what}" if given else f"no column is known to be the {what}"
+        raise EnvironmentSetupError(f"{problem}; there are {', '.join(columns)}: set environment.options.{what}")
     return found
 
 
@@ -180,13 +180,13 @@ def described(columns: Names, wanted: DatasetOptions) -> Format:
 def kind_of(task_type: object) -> str:
     known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
     if known not in GRADERS:
-        said = "is missing" if task_type is None else f"{str(task_type)[:60]!r} is unknown"
-        raise UnusableTask(f"task_type {said}: no grader judges it")
+        problem = "is missing" if task_type is None else f"{str(task_type)[:60]!r} is unknown"
+        raise UnusableTask(f"task_type {problem}: no grader judges it")
     return str(known)
 
 
 def known_kinds(problem: str) -> str:
-    """What to do where a problem is that a kind is not known; empty if it is another one."""
+    """Advice for an unknown task type; empty for any other problem."""
     ways = f"known are {', '.join([*TASK_TYPES, *GRADERS])}; one for all rows: --set environment.options.grader=NAME"
     return f" ({ways})" if "task_type" in problem else ""
 
@@ -195,7 +195,7 @@ def _verification(column: str, row: Row) -> str:
     """The verification info as JSON, which graders read: an object, or a list of test cases."""
     value = row.get(column)
     text = json.dumps(value) if isinstance(value, dict | list) else required(value, column)
-    if text.lstrip().startswith(("{'", "[{'")):  # as Python writes it, which is how SYNTHETIC-1 has it: read, never run
+    if text.lstrip().startswith(("{'", "[{'")):  # a Python literal, as in SYNTHETIC-1: parsed, never executed
         try:
             text = json.dumps(ast.literal_eval(text.strip()))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -214,16 +214,16 @@ ANSWERS = (
     "reward_model",
 )  # fmt: skip
 WORKED = ("####", "\\boxed", "\\fbox")
-"""What a worked solution has where it comes to its answer."""
+"""Marks of the final answer in a worked solution."""
 LONGEST_BARE = 300
-"""Characters of a solution that may be an answer without such a mark; proofs and programs are longer."""
+"""Most characters of a solution that is used as the answer without such a mark; proofs and programs are longer."""
 KINDS = ("question_type", "problem_type", "ability")
-"""Columns that say of which kind a row is: those of NuminaMath and Eurus-2-RL-Data."""
+"""Columns with the kind of a row, in NuminaMath and Eurus-2-RL-Data."""
 AIME_LARGEST = 999
 
 
 def columns_format(columns: Names, wanted: DatasetOptions) -> Format:
-    """The first usual name that is there, unless options.question and options.answer name the columns."""
+    """Columns with usual names, or those that options.question and options.answer name."""
     question = _chosen(columns, wanted.question, QUESTIONS, "question")
     answer = _chosen(columns, wanted.answer, ANSWERS, "answer")
     grader, kinds = wanted.grader or "mathematics", "" if wanted.grader else first_of(columns, KINDS)
@@ -235,7 +235,7 @@ def columns_format(columns: Names, wanted: DatasetOptions) -> Format:
 
 
 def _judge(column: str, grader: str, kind: object) -> str:
-    """Unknown kinds are graded like rows without a kind."""
+    """The grader of a kind; rows of an unknown kind are graded like rows without one."""
     word = str(kind).strip().lower()
     if word == "proof":
         raise UnusableTask(f"{column} is 'proof': no grader judges proofs")
@@ -243,7 +243,7 @@ def _judge(column: str, grader: str, kind: object) -> str:
 
 
 def _answer(column: str, grader: str, row: Row) -> str:
-    """Of a list of answers to a question of mathematics, any one is right."""
+    """The answer as text. In mathematics each answer of a list is right."""
     value, mathematics = row.get(column), grader in ("mathematics", "math-verify")
     if isinstance(value, list) and mathematics:
         return json.dumps({"answers": value})
@@ -258,7 +258,7 @@ def _answer(column: str, grader: str, row: Row) -> str:
 
 
 def aime(columns: Names, wanted: DatasetOptions) -> Format:
-    """Question and answer, and the answer is a whole number from 0 to 999."""
+    """Question and answer columns; the answer is a whole number from 0 to 999."""
     layout = columns_format(columns, wanted.model_copy(update={"grader": "mathematics"}))
     (answer,) = layout.answers
 
@@ -276,7 +276,7 @@ ASK_OPTION = "Which option is right? End with a line of the form: Answer: X, whe
 
 
 def gpqa(columns: Names, wanted: DatasetOptions) -> Format:
-    """One right and three wrong options, called A to D by the order of their hashes: no letter is likelier."""
+    """One right and three wrong options, named A to D in the order of their hashes, so no letter is more likely."""
     need(columns, *GPQA, what="gpqa")
 
     def options(row: Row) -> tuple[str, list[str], int]:
@@ -304,7 +304,7 @@ PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", 
 TESTS = ("input_output", "tests", "test_cases", "official_tests")
 CONTESTS = ("public_tests", "private_tests", "generated_tests")
 PROBLEMS = ("problem", "question", "prompt", "description")
-STATED = {"input_format": "Input", "output_format": "Output"}  # what Codeforces states beside the description
+STATED = {"input_format": "Input", "output_format": "Output"}  # columns of Codeforces beside the description
 UNPACKED_LIMIT_BYTES = 256 * 2**20
 HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
@@ -313,7 +313,7 @@ ASK_STARTER = "Complete this Python code so that it solves the problem, and put 
 
 
 def code(columns: Names, wanted: DatasetOptions) -> Format:
-    """The tests are in any spelling that the code grader reads."""
+    """The tests are in any form that the code grader reads."""
     question = wanted.question or first_of(columns, PROBLEMS) or PROBLEMS[0]
     found = wanted.answer or first_of(columns, TESTS)
     contests = () if found else tuple(name for name in CONTESTS if name in columns)
@@ -338,7 +338,7 @@ def _contest_cases(value: object, column: str) -> list[dict[str, Any]]:
 
 
 def livecodebench(columns: Names, wanted: DatasetOptions) -> Format:
-    """Programs are read from standard input, or called by name where there is starter code (metadata.func_name)."""
+    """Programs read standard input; with starter code they are called by name (metadata.func_name)."""
     question = wanted.question or first_of(columns, ("question_content", "question", "prompt")) or "question_content"
     need(columns, question, *(() if PRIVATE in columns else (PUBLIC,)), what="livecodebench")
     tests = (PUBLIC, PRIVATE)
@@ -378,7 +378,7 @@ def _cases(value: object, column: str) -> list[Any]:
 
 
 def unpacked(text: str, column: str) -> str:
-    """The text in base64 of zlib of a pickled string, without running the pickle."""
+    """Decode base64 of zlib of a pickled string, without executing the pickle."""
     try:
         inflater = zlib.decompressobj()
         data = inflater.decompress(base64.b64decode(text, validate=True), UNPACKED_LIMIT_BYTES)
@@ -403,13 +403,13 @@ FORMATS: dict[str, Callable[[Names, DatasetOptions], Format]] = {
     "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
     "gpqa": gpqa,
 }  # fmt: skip
-TELLING: tuple[tuple[str, frozenset[str]], ...] = (
+BY_COLUMNS: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
     ("code", frozenset({"description", "public_tests", "private_tests"})),
 )
-"""Columns by which a format is known; any other has a column of tests, or question and answer columns."""
+"""Columns that identify a format. Other data has a column of tests, or question and answer columns."""
 
 
 class DatasetOptions(Table):
@@ -446,5 +446,5 @@ def fit(columns: Names, options: DatasetOptions) -> Format:
     if options.id and options.id not in columns:
         raise EnvironmentSetupError(f"there is no column {options.id!r} for the id; there are {', '.join(columns)}")
     other = "code" if first_of(columns, TESTS) else "columns"
-    told = next((name for name, known in TELLING if known <= set(columns)), other)
-    return FORMATS[options.format or ("columns" if options.question and options.answer else told)](columns, options)
+    detail = next((name for name, known in BY_COLUMNS if known <= set(columns)), other)
+    return FORMATS[options.format or ("columns" if options.question and options.answer else detail)](columns, options)

@@ -1,4 +1,4 @@
-"""A reward of your own: one Python file with tasks and a function that scores a completion.
+"""Your own reward: one Python file with tasks and a function that scores a completion.
 
     tasks = [{"prompt": "Name a prime: ", "answer": ""}, ...]       # or a function that returns them
 
@@ -6,10 +6,10 @@
         return 1.0 if is_prime(completion) else 0.0
 
 A score is a number, a `Score`, or a mapping with `value` (and optionally `parts`, `notes`). A task is a `Task`, a
-mapping with `prompt` (and optionally `answer`, `id`, `split`), or a (prompt, answer) pair. Tasks that do not name their
-split are divided by the hash of their prompt. The file is the user's own and is loaded by trusted processes alone;
-nothing that came over the network is ever loaded this way. The validator calls `score` in processes with limits. With
-`tool = "calculator"` (and `max_turns`) a tool of shoal's answers the model's turns, and `score` gets its last one.
+mapping with `prompt` (and optionally `answer`, `id`, `split`), or a (prompt, answer) pair. Tasks without a split are
+divided by the hash of their prompt. Only trusted processes load the file, never one that came over the network. The
+validator calls `score` in processes with limits. With `tool = "calculator"` (and `max_turns`) this tool answers the
+model's turns, and `score` gets the last one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FunctionEnvironment:
             if not isinstance(max_turns, int) or not 2 <= max_turns <= protocol.MAX_TURNS:
                 raise EnvironmentSetupError(f"max_turns in {file} is {max_turns!r:.80}; 2 to {protocol.MAX_TURNS}")
             rule = DialogueRule(tool, max_turns)
-            self.dialogue = lambda _task: rule  # with it, this is an environment that answers the model
+            self.dialogue = lambda _task: rule  # makes this a `DialogueEnvironment`
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._tasks[split]
@@ -68,22 +68,22 @@ class FunctionEnvironment:
         return self._by_id[task_id]
 
     def score(self, task: Task, completion: str) -> Score:
-        """The file's own verdict. Whatever it raises is a failure of the machinery: unscored, never reward 0."""
+        """The file's score. An exception is a failure of the machinery: unscored, never reward 0."""
         given = (task, completion) if self._parameters == 2 else (task.prompt, completion, task.answer)
         try:
             result = self._score(*given)
-        except (Exception, SystemExit) as error:  # any exception of a user's function means the same thing here
-            told = f"raised {type(error).__name__}: {error} on task {task.id}"
-            raise ScoringFailure(f"score() in {self._file} {told}") from error
+        except (Exception, SystemExit) as error:
+            detail = f"raised {type(error).__name__}: {error} on task {task.id}"
+            raise ScoringFailure(f"score() in {self._file} {detail}") from error
         try:
             return _as_score(result)
         except (TypeError, ValueError) as error:
-            told = f"returned {result!r:.200} on task {task.id}: {error}"
-            raise ScoringFailure(f"score() in {self._file} {told}") from None
+            detail = f"returned {result!r:.200} on task {task.id}: {error}"
+            raise ScoringFailure(f"score() in {self._file} {detail}") from None
 
 
 def _as_score(result: object) -> Score:
-    """What a user's function may return, as a `Score` of finite numbers; else a `TypeError` or `ValueError`."""
+    """A result of a user's function as a `Score` of finite numbers, or `TypeError` or `ValueError`."""
     if isinstance(result, Mapping):
         if "value" not in result or not result.keys() <= SCORE_KEYS:
             raise ValueError("a mapping has `value`, and may have `parts` and `notes`")
@@ -95,8 +95,8 @@ def _as_score(result: object) -> Score:
     taken = next((str(name) for name in result.parts if protocol.is_reserved(str(name))), None)
     if taken is not None:
         raise ValueError(f"{protocol.RESERVED_NAMES} are shoal's own parts; call {taken!r:.40} something else")
-    parts = {str(name): _number(part, f"part {name!s:.40} is no number") for name, part in result.parts.items()}
-    return Score(_number(result.value, "its value is no number"), parts, str(result.notes))
+    parts = {str(name): _number(part, f"part {name!s:.40} is not a number") for name, part in result.parts.items()}
+    return Score(_number(result.value, "its value is not a number"), parts, str(result.notes))
 
 
 def _number(value: object, problem: str) -> float:
@@ -110,10 +110,10 @@ def _number(value: object, problem: str) -> float:
 
 
 class _AsItIs(SourceFileLoader):
-    """Without compiled files, which Python takes for this one's if it was changed twice in a second."""
+    """Ignores compiled files, which may be stale if the file was changed twice in a second."""
 
     def path_stats(self, path: str) -> Mapping[str, object]:
-        raise OSError(f"{path} is compiled anew")
+        raise OSError(f"{path} is compiled again")
 
 
 def _load(file: Path) -> ModuleType:
@@ -123,9 +123,9 @@ def _load(file: Path) -> ModuleType:
     module.__file__ = str(file)
     try:
         _AsItIs(module.__name__, str(file)).exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything while it loads
-        told = f"{type(error).__name__}: {error}"
-        raise EnvironmentSetupError(f"the reward file {file} does not load: {told}") from error
+    except (Exception, SystemExit) as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise EnvironmentSetupError(f"the reward file {file} does not load: {detail}") from error
     return module
 
 
@@ -152,8 +152,8 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
     if isinstance(item, tuple) and len(item) == 2:
         item = {"prompt": item[0], "answer": item[1]}
     if not isinstance(item, Mapping):
-        said = f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)"
-        raise EnvironmentSetupError(said)
+        problem = f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)"
+        raise EnvironmentSetupError(problem)
     split = item.get("split")
     if "prompt" not in item or not item.keys() <= TASK_KEYS or split not in (None, *SPLITS):
         needs = "needs `prompt`, and may have `answer`, `id` and `split` (train or held_out)"
@@ -163,7 +163,7 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
 
 
 def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Path) -> dict[Split, tuple[Task, ...]]:
-    """Held out are prompts by their hash, at most a fifth; tasks of a prompt stay together, so none is in both."""
+    """Hold out prompts by their hash, at most a fifth; all tasks of a prompt are in the same split."""
     train = [task for task, split in tasks if split == "train"]
     held_out = [task for task, split in tasks if split == "held_out"]
     free = [task for task, split in tasks if split is None]

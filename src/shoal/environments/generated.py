@@ -1,5 +1,5 @@
-"""Environments whose tasks are computed from their index. Train and held-out tasks are disjoint by content: an eighth
-of all prompts, chosen by their hash, is held out, and a task is its first candidate on the right side."""
+"""Environments whose tasks are computed from their index. An eighth of all prompts, chosen by hash, is held out. A task
+is the first of its candidates whose prompt belongs to the wanted split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.environments.tools import evaluate, is_number, shown
 from shoal.errors import EnvironmentSetupError
 
 HELD_OUT_PER_256, CANDIDATES_PER_TASK = 32, 4096
-PAIR_PER_8 = 3  # of two neighbours, this many eighths are in parentheses
+PAIR_PER_8 = 3  # this many eighths of sums of two neighbours are in parentheses
 
 
 class Numbers:
@@ -45,10 +45,10 @@ class IndexedEnvironment(ABC):
     version: ClassVar[int] = 1
 
     def __init__(self, options: Table, sizes: dict[Split, int], **more: Any) -> None:
-        """`more` is what else determines the tasks."""
+        """`more`: other values that determine the tasks."""
         self.options, self._sizes = options, dict(sizes)
-        said = options.model_dump(mode="json")
-        content = {"name": self.name, "version": self.version, "options": said, "sizes": sizes, **more}
+        values = options.model_dump(mode="json")
+        content = {"name": self.name, "version": self.version, "options": values, "sizes": sizes, **more}
         self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def holds_out(self, prompt: str) -> bool:
@@ -61,7 +61,7 @@ class IndexedEnvironment(ABC):
         return self.make(*self._place(task_id))
 
     def _place(self, task_id: str) -> tuple[Split, int]:
-        """Split and index of the id `name/split/index`; any other id, or an index too large, is no task."""
+        """Split and index of the id `name/split/index`; any other id is an `EnvironmentSetupError`."""
         for split in SPLITS:
             index = task_id.removeprefix(f"{self.name}/{split}/")
             canonical = index.isdecimal() and len(index) < 20 and str(int(index)) == index
@@ -71,15 +71,15 @@ class IndexedEnvironment(ABC):
 
     @abstractmethod
     def make(self, split: Split, index: int) -> Task:
-        """The task at `index` of `split`: the first candidate whose content belongs to the split."""
+        """The task at `index` of `split`."""
 
 
 class GeneratedEnvironment(IndexedEnvironment):
-    """Base of generated environments: a subclass says how one question is made from numbers."""
+    """Base of generated environments: a subclass makes a question from numbers."""
 
     @abstractmethod
     def question(self, numbers: Numbers) -> tuple[str, str]:
-        """A prompt and its answer, made from nothing but `numbers`."""
+        """A prompt and its answer, from `numbers` alone."""
 
     def score(self, task: Task, completion: str) -> Score:
         exact = float(completion == task.answer)
@@ -105,8 +105,8 @@ class SortOptions(Table):
 
 
 class SortEnvironment(GeneratedEnvironment):
-    """Put digits in ascending order, `3142=` wants `1234`: `min_digits` to `max_digits`, every length equally often.
-    The built-in tiny policy was shown lists of up to five digits; the default tasks have six to eight."""
+    """Put digits in ascending order (`3142=` wants `1234`), `min_digits` to `max_digits`, each length equally often.
+    The built-in tiny policy was trained on up to five digits; the default tasks have six to eight."""
 
     name: ClassVar[str] = "sort"
     options: SortOptions
@@ -143,7 +143,7 @@ class CalculatorOptions(Table):
 
 
 class CalculatorEnvironment(GeneratedEnvironment):
-    """Expressions of whole numbers, which the model may have computed before it says what the value is.
+    """Expressions of whole numbers, which the model may let a calculator compute before it answers.
 
     12*(3+4)=  ─►  model: 12*(3+4)  ─►  calculator: 84  ─►  model: 84
     """

@@ -1,13 +1,12 @@
-"""reasoning-gym: a hundred generators of reasoning tasks by name, each with its own scorer.
+"""reasoning-gym: a hundred generators of reasoning tasks, each with its own scorer.
 
-    index ─► candidate numbers (a hash) ─► generator ─► entry ─► the first whose prompt is of the right split ─► task
-                                                                 and that can be answered
+    index ─► candidate numbers (a hash) ─► generator ─► entry ─► the first one of the wanted split ─► task
+                                                                 that can be answered
 
-The answer is what stands between <answer> and </answer> after the thinking, or all that follows the thinking. The
-library is made for scripts. So scorers that evaluate the answer as Python (`eval`, sympy's parser) get readers that
-take literals and arithmetic only; generators that draw from global numbers, or from sets in any order, get numbers and
-orders of their own; scorers that one answer always satisfies must also pass `CONDITIONS`. Only the version that this
-was checked against is used.
+The answer is the text between <answer> and </answer> after the thinking, or all text after the thinking. The library
+was written for scripts, so it is patched: scorers that evaluate the answer as Python (`eval`, sympy's parser) accept
+literals and arithmetic only; generators that use global random numbers, or the order of sets, become deterministic;
+scorers that accept one answer for every task must also pass `CONDITIONS`. Only the version that was checked is used.
 """
 
 from __future__ import annotations
@@ -99,11 +98,11 @@ class GymEnvironment(IndexedEnvironment):
 
 def final_answer(completion: str) -> str:
     """The answer within a completion: after the thinking, in the last pair of tags if there is one."""
-    said = after_thinking(completion)
-    before, closing, _rest = said.rpartition(CLOSING)
+    text = after_thinking(completion)
+    before, closing, _rest = text.rpartition(CLOSING)
     if closing and OPENING in before:
         return before.rpartition(OPENING)[2].strip()
-    return said.strip()
+    return text.strip()
 
 
 VERSION, SOLVER = "0.1.25", "pycosat"
@@ -112,14 +111,14 @@ REFUSED = {
     "codeio": "it runs stored programs whose output differs from process to process",
 }
 BY_ITS_OWN_SEED = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1, "word_ladder": 1}
-"""Generators that list their tasks in advance: each task comes from a listing of this many, with its own seed."""
+"""Generators that list their tasks in advance: each task is taken from a list of this size with its own seed."""
 INTEGRALS = ("intermediate_integration", "simple_integration")
 EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")  # of an entry without `answer`
 MOST_ANSWER_CHARACTERS = 100_000
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
-"""What a scorer raises at an answer that is not of the form it reads. Anything else is the machine's, or its own."""
+"""Exceptions of a scorer for an answer in the wrong form. Any other exception is a failure of the machinery."""
 
 _lock = threading.RLock()
 
@@ -146,39 +145,39 @@ class Generator:
             try:
                 listed = self._listed
                 found = self._first[number] if listed is None else self._dataset(number, listed)[number % listed]
-            except Exception as error:  # a generator may raise anything for settings that it does not like
+            except Exception as error:  # a generator may raise anything for wrong settings
                 raise EnvironmentSetupError(f"reasoning-gym's {self.name} makes no task: {error!r}") from error
         return dict(found)
 
     def is_answerable(self, entry: Mapping[str, Any]) -> bool:
-        """Whether somebody could answer it. The gold of some integrals is the integral itself: sympy knew no better."""
+        """Whether the entry has an answer. Of some integrals the gold answer is the integral itself."""
         return self.name not in INTEGRALS or "Integral(" not in str(entry["answer"])
 
     def score(self, entry: Mapping[str, Any], answer: str) -> tuple[float, str]:
-        """Within [0, 1], and a note if the scorer could not read the answer. For another reason: `ScoringFailure`."""
+        """A score within [0, 1], and a note if the scorer could not read the answer. Or `ScoringFailure`."""
         if len(answer) > MOST_ANSWER_CHARACTERS:
             return 0.0, "the answer is too long"
         try:
             value = float(self._first.score_answer(answer, dict(entry)))
             condition = CONDITIONS.get(self.name)
             if value > 0 and condition is not None and not condition(answer, entry):
-                return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
+                return 0.0, "the generator's scorer would accept this answer for any task"
         except MemoryError:
             raise
         except Exception as error:
             if not isinstance(error, UNREADABLE) or self._fails_on_gold(entry):
                 raise ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {error!r}") from error
             return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
-        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
+        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the score is NaN or infinite")
 
     def _fails_on_gold(self, entry: Mapping[str, Any]) -> bool:
-        """A scorer that fails on the task's own answer, too, fails by no fault of the completion."""
+        """Whether the scorer also fails on the gold answer; then the completion is not at fault."""
         gold = example_answer(entry)
         try:
             return bool(gold) and self._first.score_answer(gold, dict(entry)) is None
         except MemoryError:
             raise
-        except Exception:  # noqa: BLE001  whatever it raises, it fails
+        except Exception:  # noqa: BLE001
             return True
 
     def _dataset(self, seed: int, size: int) -> Any:
@@ -186,7 +185,7 @@ class Generator:
             _own_random.seed(seed)
             try:
                 return self._class(self._config(**{**self._values, "seed": seed, "size": size}))
-            except Exception as error:  # assertions, type errors, … of the generator's own checks
+            except Exception as error:  # of the generator's own checks
                 raise EnvironmentSetupError(f"reasoning-gym's {self.name} refuses its settings: {error!r}") from error
 
 
@@ -207,16 +206,16 @@ def example_answer(entry: Mapping[str, Any]) -> str:
     return json.dumps(found) if isinstance(found, Mapping | list) else str(found)
 
 
-CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {  # what some scorers forget: for a full score
-    # its scorer asks whether there is an answer
+CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {  # added to scorers that accept too much
+    # its scorer accepts any answer
     "game_of_life_halting": lambda answer, entry: answer == str(entry["answer"]).strip(),
-    # its scorer takes "0" for the beginning of every probability
+    # its scorer accepts "0" as the beginning of every probability
     "coin_flip": lambda answer, entry: (
         abs(float(Fraction(answer.replace(",", ""))) - float(Fraction(entry["answer"]))) <= 1e-4
     ),
     # its scorer finds nan close to everything
     "complex_arithmetic": lambda answer, _entry: not re.search("nan|inf", answer, re.IGNORECASE),
-    # its scorer takes any four numbers
+    # its scorer accepts any four numbers
     "puzzle24": lambda answer, entry: (
         sorted(map(int, re.findall(r"\b\d+\b", answer))) == sorted(entry["metadata"]["numbers"])
     ),
@@ -226,7 +225,7 @@ CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {  # what some
 
 
 def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: int | None) -> dict[str, Any]:
-    """What the generator is configured with; a level is one of its own curriculum, one beyond its last is its last."""
+    """The generator's configuration. A level beyond the last of its curriculum is the last one."""
     values: dict[str, Any] = {}
     if level is not None:
         factory = _library().factory
@@ -250,7 +249,7 @@ def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: in
 
 
 def _fitted(default: Any, value: Any) -> Any:
-    """A setting as the generator's configuration wants it; a recipe has no tuples, dates in words, no classes."""
+    """A setting in the type of the generator's configuration: a recipe has no tuples, dates, enums or classes."""
     match default, value:
         case tuple(), list():
             return tuple(value)
@@ -263,7 +262,7 @@ def _fitted(default: Any, value: Any) -> Any:
     return value
 
 
-class _Instead:
+class _Patched:
     """A module with a few of its names replaced."""
 
     def __init__(self, module: Any, **names: Any) -> None:
@@ -274,18 +273,18 @@ class _Instead:
         return getattr(self._module, name)
 
 
-class _Ordered:
-    """A set that is gone through in one order, whatever the process's hash seed."""
+class _Sorted:
+    """A set with a sorted iteration order, whatever the process's hash seed."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__()))  # type: ignore[misc]
 
 
-_own_random = random.Random(0)  # what `list_functions` draws from, seeded for every task; `pool_matrix` seeds its own
+_own_random = random.Random(0)  # for `list_functions`, seeded for every task; `pool_matrix` seeds its own
 
 
 def _library() -> ModuleType:
-    """Loaded and mended on first use. It cannot be imported without its solver: something empty stands in."""
+    """The library, loaded and patched on first use. If its solver is missing, an empty module replaces it."""
     missing, install = importlib.util.find_spec(SOLVER) is None, install_command(f"reasoning-gym=={VERSION}")
     try:
         if missing:
@@ -301,47 +300,47 @@ def _library() -> ModuleType:
             installed = importlib.metadata.version("reasoning-gym")
             if installed != VERSION:
                 raise EnvironmentSetupError(f"reasoning-gym {installed} was not checked for its scorers: {install}")
-            _mend()
+            _patch_library()
             library._mended_by_shoal = True  # type: ignore[attr-defined]
     return library
 
 
-EVALUATORS = (
+EVAL_MODULES = (
     "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
 )  # fmt: skip
 """Modules whose scorer calls `eval` on the answer."""
-PARSERS = {
+PARSER_MODULES = {
     "games.puzzle24": "parse_expr", "games.countdown": "parse_expr", "algebra.polynomial_multiplication": "sp",
     "algebra.simple_integration": "sympy", "algebra.intermediate_integration": "sympy",
 }  # fmt: skip
-"""Modules whose scorer gives the answer to sympy's parser, which evaluates it; and by which name they call it."""
-LISTERS_OF_SETS = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
-"""Modules that draw from a set of texts in the order in which it happens to be, which differs between processes."""
-PRINTERS = (
+"""Modules whose scorer passes the answer to sympy's parser, which evaluates it; and the parser's name there."""
+SET_MODULES = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
+"""Modules that use the order of a set of texts, which differs between processes."""
+PRINTING_MODULES = (
     "code.contrib.bfit.Compiler.Optimizer", "code.contrib.bfit.Compiler.FunctionCompiler",
     "games.tower_of_hanoi",
 )  # fmt: skip
 """Modules that write to the terminal."""
 
 
-def _mend() -> None:
+def _patch_library() -> None:
     import numpy as np
 
-    for name in EVALUATORS:
+    for name in EVAL_MODULES:
         vars(_module(name))["eval"] = ast.literal_eval
-    for name, called in PARSERS.items():
+    for name, called in PARSER_MODULES.items():
         original = getattr(_module(name), called)
         itself = called == "parse_expr"
         guarded = partial(_parse_checked, original if itself else original.parse_expr)
-        vars(_module(name))[called] = guarded if itself else _Instead(original, parse_expr=guarded)
-    for name in PRINTERS:
+        vars(_module(name))[called] = guarded if itself else _Patched(original, parse_expr=guarded)
+    for name in PRINTING_MODULES:
         vars(_module(name))["print"] = lambda *_words, **_options: None
-    for name in LISTERS_OF_SETS:
+    for name in SET_MODULES:
         vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
-    vars(_module("games.knight_swap"))["frozenset"] = type("frozenset", (_Ordered, frozenset), {})
-    vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Ordered, set), {})
+    vars(_module("games.knight_swap"))["frozenset"] = type("frozenset", (_Sorted, frozenset), {})
+    vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Sorted, set), {})
     vars(_module("induction.list_functions.generators"))["random"] = _own_random
-    vars(_module("algorithmic.pool_matrix"))["np"] = _Instead(np, random=np.random.RandomState(0))
+    vars(_module("algorithmic.pool_matrix"))["np"] = _Patched(np, random=np.random.RandomState(0))
 
 
 def _module(name: str) -> ModuleType:
@@ -352,8 +351,7 @@ def _parse_checked(parse: Callable[..., Any], text: str, *rest: Any, **options: 
     return parse(checked_expression(text), *rest, **options)
 
 
-# Whether a text is plain mathematics that sympy's parser may be given: it evaluates what it reads, so anything else
-# would be run, and a short text could ask for a number that fills the memory
+# Checks before sympy's parser, which evaluates its input: code must not run, and no number may fill the memory.
 
 FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh",
@@ -364,12 +362,12 @@ MOST_CHARACTERS, MOST_TERMS, DEEPEST = 8_000, 512, 60
 MOST_DIGITS, MOST_DIGITS_OF_A_POWER = 100, 24
 LARGEST_EXPONENT, LARGEST_EXPONENT_OF_A_LETTER = 64, 256
 MOST_POWERS_OF_NUMBERS = 64
-"""Products of polynomials have many terms with long numbers; powers of long numbers, and many of them, take minutes."""
+"""Products of polynomials have many terms with long numbers; many powers of long numbers would take minutes."""
 
 
 def checked_expression(text: str) -> str:
-    """The text itself, if it is made of numbers, one-letter names, `+ - * / **`, brackets and known functions. Anything
-    else is a `ValueError`; so is a power of numbers whose exponent is large."""
+    """The text itself, if it consists of numbers, one-letter names, `+ - * / **`, brackets and known functions, without
+    large exponents of numbers; else a `ValueError`."""
     if len(text) > MOST_CHARACTERS or not text.isascii() or "_" in text:
         raise ValueError("not an expression of numbers and letters")
     try:
@@ -419,7 +417,6 @@ def _check(node: ast.expr, depth: int, most_digits: int) -> None:
 
 
 def _check_power(base: ast.expr, exponent: ast.expr) -> None:
-    """No towers of numbers: an exponent is small, or it has a letter in it."""
     numbers = [part.value for part in ast.walk(exponent) if isinstance(part, ast.Constant)]
     largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(base, ast.Name) else LARGEST_EXPONENT
     too_large = any(isinstance(number, int | float) and abs(number) > largest for number in numbers)

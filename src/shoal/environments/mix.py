@@ -1,9 +1,9 @@
-"""A weighted mixture of environments: one sequence of tasks, in which every part has its share.
+"""A weighted mixture of environments: one sequence of tasks in which every part has its share.
 
-    position ─► `Schedule` ─► part, nth task of it ─► a permutation of the part's tasks, another one in each pass
+    position ─► `Schedule` ─► part, its nth task ─► a permutation of the part's tasks, another one in each pass
 
-A small part starts again, in another order, while the others are still on their first pass. Tasks are called
-`label:id`, and scores carry the label among their parts. What one part holds out, none trains on.
+A small part starts again, in another order, while others are still on their first pass. Task ids are `label:id`, and
+scores have the label among their parts. No part trains on a question that another part holds out.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import ClassVar
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
 from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
-from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
+from shoal.environments.settings import EnvironmentSettings, MixPart, TaskSource
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 FEISTEL_ROUNDS, LONGEST_CYCLE = 4, 10_000
-LONGEST = 10**12  # positions at most, however rare a part is: no run is that long
-PASSED_OVER = 256  # tasks of a generating part that are looked at for one that nobody holds out
+LONGEST = 10**12  # positions at most, however rare a part is
+PASSED_OVER = 256  # tasks of a generating part that are tried to find one that no part holds out
 
 
 class Schedule:
-    """Positions dealt out by weights in a cycle, in which the turns of each part are evenly spread."""
+    """Assigns positions to parts by weight, in a cycle that spreads the turns of each part evenly."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight).limit_denominator(LONGEST_CYCLE) or Fraction(1, LONGEST_CYCLE) for weight in weights]
@@ -47,21 +47,21 @@ class Schedule:
             self._places[part].append(place)
 
     def turn(self, position: int) -> tuple[int, int]:
-        """The part whose turn a position is, and how many earlier positions were that part's."""
+        """The part of a position, and the number of earlier positions of that part."""
         part = self._cycle[position % len(self._cycle)]
         return part, self.counts(position)[part]
 
     def counts(self, positions: int) -> list[int]:
-        """How many of the first `positions` each part has."""
+        """How many of the first `positions` belong to each part."""
         rounds, place = divmod(positions, max(1, len(self._cycle)))
         return [rounds * len(places) + bisect_left(places, place) for places in self._places]
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Where `position` of `range(size)` goes under the permutation that `key` names (a Feistel cipher)."""
+    """The image of `position` under a permutation of `range(size)` that `key` determines (a Feistel cipher)."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
-    while True:  # a permutation of a larger range, walked until it is inside: it must come back
+    while True:  # the cipher permutes a larger range: apply it until the result is inside `range(size)`
         left, right = position >> half_bits, position & mask
         for turn in range(FEISTEL_ROUNDS):
             digest = hashlib.sha256(f"shoal/mix/v1\n{key}\n{turn}\n{right}".encode()).digest()
@@ -90,8 +90,8 @@ class Part:
 
 
 class MixedEnvironment:
-    """Implements `Environment`, and passes on what its parts can do beyond it. The train split has `train_size`
-    positions, or enough for a turn for each task. The held-out split has no task twice, `held_out_size` at most."""
+    """Implements `Environment`, also for parts with dialogues. The train split has `train_size` positions, or enough
+    for every task. The held-out split has at most `held_out_size` tasks, none of them twice."""
 
     name: ClassVar[str] = "mix"
     version: ClassVar[int] = 2
@@ -105,7 +105,7 @@ class MixedEnvironment:
         schedule, rest = (Schedule([part.weight for part in some]) for some in (parts, holding))
         sizes = [len(part.environment.tasks("train")) for part in parts]
         most = [len(part.environment.tasks("held_out")) for part in holding]
-        if train_size is None:  # the fewest positions in which every part has as many turns as it has tasks
+        if train_size is None:  # the smallest size in which every part has a turn for each of its tasks
 
             def enough(positions: int) -> bool:
                 return all(map(ge, schedule.counts(positions), sizes))
@@ -149,7 +149,7 @@ class MixedEnvironment:
         return self._by_label[label], inner
 
     def _train(self, schedule: Schedule, position: int) -> Task:
-        """The task of a position: the nth of its part, past those whose question a part holds out."""
+        """The task of a position: the nth of its part, not counting those that a part holds out."""
         number, nth = schedule.turn(position)
         part, tasks = self.parts[number], self.parts[number].environment.tasks("train")
         skipped = self._skipped(part.label)
@@ -176,7 +176,7 @@ class MixedEnvironment:
 
     @cached_property
     def aside(self) -> frozenset[bytes]:
-        """The questions that parts which list their tasks hold out: nobody trains on them."""
+        """The questions that listing parts hold out; no part trains on them."""
         found = (protocol.task_digests(part.environment, "held_out") for part in self._listing)
         return frozenset(digest for digests in found for digest in digests) - {protocol.UNUSABLE}
 
@@ -186,7 +186,7 @@ class MixedEnvironment:
         return frozenset(digest for digests in found for digest in digests) - self.aside
 
     def _positions_held_out(self, label: str) -> tuple[int, ...]:
-        """Positions in the train split of a part that nobody trains on, ascending; none if it generates."""
+        """Positions in a part's train split that are left out, ascending; none if it generates."""
         part = self._by_label[label]
         if part.generates or not self.aside:
             return ()
@@ -194,8 +194,8 @@ class MixedEnvironment:
         return tuple(index for index, digest in digests if digest in self.aside)
 
 
-def mixed(settings: EnvironmentSettings, build: Callable[[Ingredient], Environment]) -> MixedEnvironment:
-    """The mixture that the settings describe; what is wrong with a part names the part."""
+def mixed(settings: EnvironmentSettings, build: Callable[[TaskSource], Environment]) -> MixedEnvironment:
+    """The mixture that the settings describe; an error names the part."""
     if settings.file or settings.data or settings.options:
         raise EnvironmentSetupError("environment.mix takes the place of name, file, data and options")
     parts = []
@@ -211,7 +211,7 @@ def mixed(settings: EnvironmentSettings, build: Callable[[Ingredient], Environme
 
 
 def _labels(parts: Sequence[MixPart]) -> list[str]:
-    """A label for each part: its own, or else its name, numbered if another has it already."""
+    """A label for each part: its own, or else its name, with a number if that is taken."""
     given, found = [part.label for part in parts if part.label], list[str]()
     if len(given) != len(set(given)):
         raise EnvironmentSetupError("two parts of environment.mix have the same label; give them different ones")
@@ -220,7 +220,7 @@ def _labels(parts: Sequence[MixPart]) -> list[str]:
         names = (name, *(f"{name}-{number}" for number in range(2, len(parts) + 2)))
         found.append(part.label or next(one for one in names if one not in found and one not in given))
         if protocol.is_reserved(found[-1]):
-            taken = f"{protocol.RESERVED_NAMES} mean something else in scores; give it another label"
+            taken = f"{protocol.RESERVED_NAMES} are parts that shoal adds to scores; give it another label"
             raise EnvironmentSetupError(f"environment.mix, part {found[-1]!r}: {taken}")
     return found
 
@@ -230,7 +230,7 @@ def part_of(environment: Environment, task_id: str) -> str:
 
 
 def has_dialogues(environment: Environment) -> bool:
-    """Whether some task of the environment may be a dialogue, without a look at tasks."""
+    """Whether some task of the environment may be a dialogue; no task is made."""
     inner = inner_of(environment)
     if isinstance(inner, MixedEnvironment):
         return any(has_dialogues(part.environment) for part in inner.parts)

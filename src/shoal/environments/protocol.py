@@ -1,5 +1,5 @@
-"""What an environment is: a sequence of tasks per split, and a function that scores a completion; and when two tasks
-ask the same question."""
+"""The interface of environments: a sequence of tasks per split, and a function that scores a completion; and digests
+that tell whether two tasks ask the same question."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Task:
-    """One question. `answer` never leaves the trusted side: workers are sent prompts only.
+    """One question. `answer` stays on the trusted side: workers get prompts only.
 
-    `prompt` is what the user says last; `history` is what was said before, as (role, text), a system message first.
-    `kind` names the grader, where an environment has several.
+    `prompt` is the user's last message; `history` has the earlier ones as (role, text), a system message first. `kind`
+    names the grader if an environment has several.
     """
 
     id: str
@@ -35,8 +35,6 @@ class Task:
 
 
 class LazyTasks(Sequence[Task]):
-    """So many tasks, each made by its position when it is asked for; nothing is listed in advance."""
-
     def __init__(self, size: int, make: Callable[[int], Task]) -> None:
         self._size, self._make = size, make
 
@@ -50,7 +48,7 @@ class LazyTasks(Sequence[Task]):
 
 @dataclass(frozen=True)
 class Score:
-    """What a completion is worth: `value` is trained on, `parts` and `notes` are for people."""
+    """The score of a completion: `value` is trained on, `parts` and `notes` are for people."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -61,8 +59,8 @@ class Score:
 class Environment(Protocol):
     """Tasks and their scoring, both deterministic.
 
-    `score` returns a low value for a bad completion, and raises `ScoringFailure` only when the machinery itself
-    failed: the first is a sample, the second leaves it unscored."""
+    `score` returns a low value for a bad completion. It raises `ScoringFailure` only for a failure of the machinery,
+    which leaves the completion unscored."""
 
     @property
     def name(self) -> str: ...
@@ -70,7 +68,7 @@ class Environment(Protocol):
     @property
     def digest(self) -> str: ...  # hex SHA-256 over everything that determines tasks and scores
 
-    def tasks(self, split: Split) -> Sequence[Task]: ...  # indexing is cheap, nothing is listed in advance
+    def tasks(self, split: Split) -> Sequence[Task]: ...  # made on access: indexing is cheap
 
     def task(self, task_id: str) -> Task: ...  # of either split; an unknown id is an `EnvironmentSetupError`
 
@@ -79,12 +77,12 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class DialogueRule:
-    """Which tool answers, and how many turns the model has at most. `max_turns` 1 is no dialogue.
+    """The tool that answers, and the largest number of the model's turns (1: no dialogue).
 
         prompt ─► turn ─► tool ─┬─ an answer ─► turn ─► tool ─► …
-                                └─ none, or `max_turns` ─► the last turn is what is scored
+                                └─ none, or `max_turns` ─► the last turn is scored
 
-    Only tools that ship with shoal can be named: contributors run them, and nothing that an owner or a model wrote.
+    Only tools of shoal can be named: contributors run no code of an owner or a model.
     """
 
     tool: str
@@ -97,7 +95,7 @@ class DialogueRule:
 
 @runtime_checkable
 class DialogueEnvironment(Environment, Protocol):
-    """An environment whose tasks, or some of them, are dialogues. What is scored is the model's last turn."""
+    """An environment in which some tasks are dialogues. The model's last turn is scored."""
 
     def dialogue(self, task: Task) -> DialogueRule | None: ...
 
@@ -111,28 +109,28 @@ class DigestedEnvironment(Environment, Protocol):
 
 @runtime_checkable
 class GeneratingEnvironment(Environment, Protocol):
-    """Makes tasks without end, and holds out by content, as all of its kind do: what one holds out none trains on. To
-    list its held-out tasks may take hours; to ask about one prompt takes nothing."""
+    """Generates tasks without end. All environments of this kind hold out the same prompts, by content. Listing the
+    held-out tasks may take hours; asking about one prompt is cheap."""
 
-    def holds_out(self, prompt: str) -> bool: ...  # whether a prompt, should it ever be made, is a held-out one
+    def holds_out(self, prompt: str) -> bool: ...  # whether a prompt is a held-out one
 
 
 @runtime_checkable
 class Demanding(Protocol):
-    """An environment or a grader whose scoring needs something of the machine: a sandbox for programs, say."""
+    """An environment or a grader whose scoring needs something on the machine, such as a sandbox."""
 
     def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
 
 
 def require_scoring(scoring: object) -> None:
-    """Refuse once, at the start, a machine that lacks what an environment or a grader needs."""
+    """Raise `EnvironmentSetupError` at the start if this machine lacks what scoring needs."""
     if isinstance(scoring, Demanding):
         scoring.prepare()
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which tasks and which scoring: hub and validator must agree on all of it. `data_digest` is empty without data."""
+    """Identifies tasks and scoring; hub and validator must agree. `data_digest` is empty without data."""
 
     name: str
     version: int
@@ -156,13 +154,13 @@ def is_reserved(name: str) -> bool:
 
 DIGEST_BYTES = 16
 LOWER = bytes(range(256)).lower()
-SPACES = bytes([*range(9, 14), *range(28, 33)])  # what `str.isspace` says of ASCII
-UNUSABLE = b""  # stands for a task that cannot be asked: no question has this digest
+SPACES = bytes([*range(9, 14), *range(28, 33)])  # ASCII characters for which `str.isspace` is true
+UNUSABLE = b""  # in place of the digest of a task that cannot be asked
 
 
 def prompt_digest(text: str) -> bytes:
-    """Sixteen bytes that name a question, however it is spaced and capitalised."""
-    if text.isascii():  # in one pass: a hundred thousand prompts take a tenth of a second
+    """Sixteen bytes that identify a question, whatever its spaces and case."""
+    if text.isascii():  # in one pass: 100,000 prompts take 0.1 s
         plain = text.encode().translate(LOWER, SPACES)
     else:
         words = "".join(unicodedata.normalize("NFKC", text).casefold().split())
@@ -171,8 +169,7 @@ def prompt_digest(text: str) -> bytes:
 
 
 def question_digest(prompt: str, history: Iterable[tuple[str, str]] = ()) -> bytes:
-    """The digest of a prompt with what was said before it: the same last words ask for something else after others.
-    What the system said does not count: it tells how to answer, not what is asked."""
+    """The digest of a prompt with its history, without system messages: they say how to answer, not what is asked."""
     before = [role.encode() + prompt_digest(text) for role, text in history if role != "system"]
     asked = prompt_digest(prompt)
     return sha256(b"\n".join([*before, asked])).digest()[:DIGEST_BYTES] if before else asked

@@ -1,4 +1,4 @@
-"""Which environments there are, and how one is built from a recipe's [environment] section."""
+"""The list of environments, and how one is built from a recipe's [environment] section."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.environments.function import FunctionEnvironment
 from shoal.environments.gym import GymEnvironment, GymOptions
 from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
-from shoal.environments.settings import EnvironmentSettings, Ingredient, Table
+from shoal.environments.settings import EnvironmentSettings, Table, TaskSource
 from shoal.errors import EnvironmentSetupError
 from shoal.runtime.text import meant
 
-GENERATED = 100_000  # tasks that a generating environment trains on, unless told otherwise
+GENERATED = 100_000  # default number of training tasks of a generating environment
 
 
-def _dataset(options: DatasetOptions, given: Ingredient) -> Environment:
+def _dataset(options: DatasetOptions, given: TaskSource) -> Environment:
     from shoal.environments.dataset import DatasetEnvironment  # reads with pyarrow, which takes a moment to load
 
     if given.data is None:
@@ -29,12 +29,12 @@ def _dataset(options: DatasetOptions, given: Ingredient) -> Environment:
     return DatasetEnvironment(options, given.data, given.held_out_size)
 
 
-def _generating(make: Callable[[Any, dict[Split, int]], Environment]) -> Callable[[Any, Ingredient], Environment]:
-    return lambda said, given: make(said, {"train": given.train_size or GENERATED, "held_out": given.held_out_size})
+def _generating(make: Callable[[Any, dict[Split, int]], Environment]) -> Callable[[Any, TaskSource], Environment]:
+    return lambda values, given: make(values, {"train": given.train_size or GENERATED, "held_out": given.held_out_size})
 
 
-# The model of each one's options, and what makes it of them.
-ENVIRONMENTS: dict[str, tuple[type[Table], Callable[[Any, Ingredient], Environment]]] = {
+# name → the model of its options, and the function that builds it
+ENVIRONMENTS: dict[str, tuple[type[Table], Callable[[Any, TaskSource], Environment]]] = {
     "sort": (generated.SortOptions, _generating(generated.SortEnvironment)),
     "addition": (generated.AdditionOptions, _generating(generated.AdditionEnvironment)),
     "calculator": (generated.CalculatorOptions, _generating(generated.CalculatorEnvironment)),
@@ -48,7 +48,7 @@ def build(settings: EnvironmentSettings) -> Environment:
     return inner if is_plain(settings) else Composed(inner, settings)
 
 
-def build_ingredient(settings: Ingredient) -> Environment:
+def build_ingredient(settings: TaskSource) -> Environment:
     if settings.file is not None:
         if settings.options:
             raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
@@ -56,7 +56,7 @@ def build_ingredient(settings: Ingredient) -> Environment:
     name, known = settings.name, ", ".join(sorted(ENVIRONMENTS))
     if settings.name not in ENVIRONMENTS:
         raise EnvironmentSetupError(f"there is no environment {name!r}{meant(name, ENVIRONMENTS)}: {known}")
-    if settings.data is not None and settings.name != "dataset":  # or it would train on something else in silence
+    if settings.data is not None and settings.name != "dataset":
         raise EnvironmentSetupError(f'environment {settings.name} reads no data: set environment.name = "dataset"')
     model, make = ENVIRONMENTS[settings.name]
     fields = model.model_fields
@@ -68,6 +68,6 @@ def build_ingredient(settings: Ingredient) -> Environment:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "options"
-        said = first["msg"].removeprefix("Value error, ")
-        raise EnvironmentSetupError(f"environment {settings.name}: {where}: {said}") from None
+        problem = first["msg"].removeprefix("Value error, ")
+        raise EnvironmentSetupError(f"environment {settings.name}: {where}: {problem}") from None
     return make(options, settings)

@@ -18,7 +18,7 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Ingredient(Table):
+class TaskSource(Table):
     """Where tasks come from: a built-in environment by `name` with its `options`, or a Python `file` of your own."""
 
     name: str = Field(default="sort", description="a built-in environment")
@@ -31,7 +31,7 @@ class Ingredient(Table):
     held_out_size: int = Field(default=256, ge=1, description="tasks that are never trained on, for evaluation")
 
 
-class MixPart(Ingredient):
+class MixPart(TaskSource):
     """One part of a mixture: tasks of it are drawn in proportion to its weight."""
 
     label: str = Field(default="", pattern=r"^[a-z0-9_.\-]{0,32}$", description="its name if empty")
@@ -39,8 +39,8 @@ class MixPart(Ingredient):
 
 
 class LengthSettings(Table):
-    """Length budgets: the hub draws a target for every unit, the prompt says it, and the reward holds it against l,
-    the tokens that were generated (the end-of-sequence token among them if `count_eos` says so).
+    """Length budgets: the hub draws a target for every unit, the prompt names it, and the reward compares it with l,
+    the number of generated tokens (with the end-of-sequence token if `count_eos`).
 
         exact   r_task − α·|target − l|
         max     r_task · clip(α·(target − l) + δ, 0, 1)
@@ -60,7 +60,7 @@ class LengthSettings(Table):
     )  # fmt: skip
 
     def target(self, run: str, unit: int) -> int:
-        """The target of a unit; every one of `targets` equally often."""
+        """The target of a unit; each of `targets` is equally likely."""
         digest = hashlib.sha256(f"shoal/length/v1\n{run}\n{unit}".encode()).digest()
         return self.targets[int.from_bytes(digest[:8], "big") % len(self.targets)]
 
@@ -68,7 +68,6 @@ class LengthSettings(Table):
         return replace(task, prompt=f"{task.prompt} {self.text.replace('{target}', str(target))}")
 
     def worth(self, score: Score, target: int, tokens: int) -> Score:
-        """What a completion of so many tokens is worth."""
         task = score.value
         if self.form == "exact":
             value = task - self.alpha * abs(target - tokens)
@@ -89,8 +88,8 @@ class PromptSettings(Table):
 
 
 class JudgeSettings(Table):
-    """A further reward beside the task's: a sequence classifier that the validator runs, or a model behind an address.
-    What an address answers cannot be computed again by anybody else: verdicts mark it so."""
+    """An additional reward: a sequence classifier that the validator runs, or a model behind an address. The answers of
+    an address cannot be computed again; verdicts mark them so."""
 
     label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
     weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")
@@ -113,7 +112,7 @@ class JudgeSettings(Table):
 
 
 class PoolSettings(Table):
-    """Difficulty while training: tasks are drawn by how often they were solved recently."""
+    """Difficulty while training: tasks are drawn by their recent solve rate."""
 
     retire_after: int = Field(default=2, ge=0, description="solved groups in a row that retire a task; 0: never")
     easy_share: float = Field(default=0.25, ge=0, le=1, description="how many of the drawn easy tasks are taken")
@@ -121,18 +120,18 @@ class PoolSettings(Table):
 
 
 class ScoringSettings(Table):
-    """Limits of scoring one completion, which happens in processes of its own."""
+    """Limits for scoring one completion, in child processes."""
 
     seconds: float = Field(default=10.0, gt=0, le=3600, description="processor time; what takes longer is worth 0")
     memory_mb: int = Field(default=2048, ge=64, description="memory; what needs more is worth 0")
     processes: int = Field(default=0, ge=0, le=256, description="at the same time; 0: one per core, 8 at most")
 
 
-class EnvironmentSettings(Ingredient):
-    """The [environment] section: one ingredient, or a `mix` of several; how they are asked and what else counts.
+class EnvironmentSettings(TaskSource):
+    """The [environment] section: one source of tasks, or a `mix` of several; prompts and scoring.
 
-    `shuffle_rewards` is the control experiment: the validator then permutes the rewards within each group, and a run
-    that still "improves" was not learning from them. It is no part of the environment's digest."""
+    `shuffle_rewards` is a control experiment: the validator permutes the rewards within each group, so a run that still
+    "improves" does not learn from them. It is not part of the environment's digest."""
 
     mix: tuple[MixPart, ...] = Field(default=(), description="several ingredients with weights, instead of one")
     length: LengthSettings | None = Field(default=None, description="length budgets: targets, form, alpha, …")
@@ -143,8 +142,7 @@ class EnvironmentSettings(Ingredient):
     shuffle_rewards: bool = Field(default=False, description="the control: rewards permuted within each group")
 
     @model_validator(mode="after")
-    def _told_apart(self) -> Self:
-        labels = [judge.label for judge in self.judges]
-        if len(set(labels)) < len(labels):
-            raise ValueError("two judges have the same label: their parts could not be told apart")
+    def _labels_differ(self) -> Self:
+        if len({judge.label for judge in self.judges}) < len(self.judges):
+            raise ValueError("two judges have the same label: give them different ones")
         return self

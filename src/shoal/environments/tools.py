@@ -1,8 +1,8 @@
-"""Tools: what answers a model's turn. Contributors run them, so a tool reads the text and computes; it runs nothing.
+"""Tools answer a model's turns. Contributors run them, so a tool only computes and never executes code.
 
-The calculator: a turn that is an expression gets its value, a turn that is anything else is the model's answer. Values
-are exact fractions. No text takes long or gives a long answer: its length, the digits of a number, the depth of
-parentheses and signs, exponents, and the size of every value on the way are bounded.
+The calculator answers an expression with its value; any other turn is the model's answer. Values are exact fractions.
+The length of a text, the digits of a number, the nesting, exponents and all intermediate values are bounded, so no text
+takes long.
 
     factor   := ("+" | "-") factor | (number | "(" sum ")") (("^" | "**") factor)?
 """
@@ -29,7 +29,7 @@ class NoValue(Exception):
 
 
 def calculator(turns: Sequence[str]) -> str | None:
-    """A bare number is a question in the first turn, and the answer in later ones: calculate first, then say it."""
+    """A plain number is an expression in the first turn, and the model's answer in later turns."""
     turn = turns[-1].strip(_BLANK)
     if not _DIGITS & set(turn) or not set(turn) <= _SIGNS or (len(turns) > 1 and is_number(turn)):
         return None
@@ -40,7 +40,7 @@ def calculator(turns: Sequence[str]) -> str | None:
 
 
 def evaluate(text: str) -> Fraction:
-    """The exact value of an expression; `NoValue` for whatever has none."""
+    """The exact value of an expression; `NoValue` if it has none."""
     tokens = _TOKEN.findall(text)
     if len(text) > MAX_CHARACTERS or "".join(tokens) != re.sub(f"[{_BLANK}]", "", text):
         raise NoValue
@@ -61,7 +61,6 @@ def shown(value: Fraction) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number as `shown` writes it."""
     return _NUMBER.fullmatch(text) is not None
 
 
@@ -70,7 +69,7 @@ class _Parser:
         self.tokens = tokens[::-1]
 
     def take(self, *wanted: str) -> str:
-        """The next token if it is wanted; else empty, and nothing is taken."""
+        """Remove and return the next token if it is wanted, else empty."""
         return self.tokens.pop() if self.tokens and (not wanted or self.tokens[-1] in wanted) else ""
 
     def sum(self, depth: int) -> Fraction:
@@ -108,7 +107,7 @@ class _Parser:
         exponent = self.factor(depth + 1)
         if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT or (base == 0 and exponent < 0):
             raise NoValue
-        if _bits(base) * abs(int(exponent)) > 2 * MAX_BITS:  # known to be large before it is computed
+        if _bits(base) * abs(int(exponent)) > 2 * MAX_BITS:  # too large to compute
             raise NoValue
         return _bounded(base ** int(exponent))
 
@@ -124,10 +123,10 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 Tool = Callable[[Sequence[str]], str | None]
-"""All of the model's turns so far, as texts, to what is said to the last one; None if that was the last one.
+"""From all of the model's turns so far to the answer to the last one; None ends the dialogue.
 
-The same on every machine, for any text, in bounded time. A tool never changes under its name, for workers and
-validators compare its answers token by token: a better one is another entry.
+The same on every machine, for any text, in bounded time. Workers and validators compare answers token by token, so a
+tool never changes under its name: a better one is a new entry.
 """
 
 TOOLS: Mapping[str, Tool] = {"calculator": calculator}

@@ -1,13 +1,13 @@
-"""How good a model is: completions of held-out tasks, scored, with the uncertainty that belongs to every number.
+"""Measures a model: completions of held-out tasks, scored, with confidence intervals.
 
-    plan        SamplingPlan: what is sampled, from which seeds; find_leaks: evaluated tasks that are in a training set
+    plan        SamplingPlan: tasks, samples, seeds; find_leaks: evaluated tasks that are in a training set
     subject     EvaluatedModel, open_subject: the model in an engine, with its digest
-    job         EvaluationJob, evaluate: draw, keep, score, batch by batch; rescore: what is kept, scored again
-    records     TaskRecord, SampleRecord; EvaluationJournal: those so far, kept; the Parquet file of all
-    summary     summary_of: avg@k, pass@k and the rest, for programs and for people
+    job         EvaluationJob, evaluate: draw, store and score, batch by batch; rescore: score stored completions again
+    records     TaskRecord, SampleRecord; EvaluationJournal while it runs; the Parquet file at the end
+    summary     summary_of: avg@k, pass@k and other figures
     statistics  intervals and tests: pure functions
     compare     two evaluations of the same tasks
-    filter      RateBand: how often tasks are solved; the data set that a filter writes
+    filter      RateBand: solve rates; the data set that a filter writes
 
 Importing it does not import torch.
 """

@@ -1,6 +1,6 @@
-"""Two evaluations of the same tasks: is one model better, and how sure is that?
+"""Compares two evaluations of the same tasks: is one model better, and how certain is that?
 
-Compared task by task, because tasks differ more than models do; only tasks that both have, with the same prompt.
+Models are compared task by task, because tasks differ more than models. Only common tasks with equal prompts count.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shoal.evaluation.summary import MAX_FAILURES
 
 SIGNIFICANT = 0.05
 MOVERS = 5
-LEFT_ALONE = ("tasks", "samples", "batch_rows", "seed")  # how much was drawn, and with which seed, may differ
+MAY_DIFFER = ("tasks", "samples", "batch_rows", "seed")  # fields of the plan
 
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """B against A: `means` of both by task. `unpaired` counts the other tasks, by what they lack."""
+    """B against A: `means` of both by task. `unpaired` counts the other tasks, by reason."""
 
     means: Mapping[str, tuple[float, float]]
     unpaired: Mapping[str, int]
@@ -34,7 +34,7 @@ class PairedComparison:
 
     @property
     def verdict(self) -> str:
-        """ "better", "worse" or "none": told apart only where the test and the interval both say so."""
+        """ "better" or "worse" if both the test and the interval show it, else "none"."""
         low, high = self.difference.low, self.difference.high
         if self.p_value >= SIGNIFICANT or math.isnan(low) or low <= 0 <= high:
             return "none"
@@ -48,11 +48,11 @@ class PairedComparison:
         if self.verdict != "none":
             return f"B is {self.verdict}: {numbers}"
         if all(a == b for a, b in self.means.values()):
-            return f"no difference can be told: A and B scored the same on every one of {count} tasks"
+            return f"no difference was found: A and B scored the same on every one of {count} tasks"
         if math.isnan(self.detectable):
-            return f"no difference can be told: {numbers}; one task says nothing"
-        told = f"with these {count} tasks a difference of {self.detectable:.3f} would be, four times in five"
-        return f"no difference can be told: {numbers}; {told}"
+            return f"no difference was found: {numbers}; one task is too few"
+        detail = f"with these {count} tasks a difference of {self.detectable:.3f} is found in four of five comparisons"
+        return f"no difference was found: {numbers}; {detail}"
 
     def as_json(self) -> dict[str, Any]:
         d, count = self.difference, len(self.means)
@@ -74,12 +74,12 @@ def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Paire
     problem = _difference(a.about, b.about)
     for each in (each for each in (a, b) if each.missing_share > MAX_FAILURES):
         unscored = f"{each.missing_share:.1%} of the samples of {each.path} have no score"
-        problem = problem or f"{unscored}, so what is left may be the easy part"
+        problem = problem or f"{unscored}, and the others may be easier"
     if problem and not force:
-        raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
+        raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them anyway")
     shared = sorted(a.tasks.keys() & b.tasks.keys())
     if not (same := [task for task in shared if a.tasks[task][0] == b.tasks[task][0]]):
-        which = "--env and --seed, which decides the lengths asked for" if shared else "--env"
+        which = "--env and --seed (it decides the length targets)" if shared else "--env"
         raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {which}")
     means = {task: (a.tasks[task][1], b.tasks[task][1]) for task in same}
     differences = np.array([after - before for before, after in means.values()])
@@ -95,7 +95,7 @@ def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         names = " and ".join(f"{each.get('name')} {str(each.get('digest'))[:12]}" for each in (first, second))
         return f"their environments are not the same ({names})"
     first, second = a.get("plan", {}), b.get("plan", {})
-    for key in sorted((first.keys() | second.keys()) - set(LEFT_ALONE)):
+    for key in sorted((first.keys() | second.keys()) - set(MAY_DIFFER)):
         if first.get(key) != second.get(key):
             return f"{key} is {first.get(key)} in one and {second.get(key)} in the other"
     return ""

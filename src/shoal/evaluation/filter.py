@@ -1,6 +1,6 @@
-"""The data set that `shoal filter` writes: rows of the original, all their columns, and how often each was solved.
+"""The data set that `shoal filter` writes: rows of the original with all columns, and the solve rate of each.
 
-A task that is always solved, or never, teaches nothing: all rewards of its group are equal.
+A task that is always or never solved gives no gradient: all rewards of its group are equal.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class RateBand:
 
 
 class Rate(NamedTuple):
-    """How often a task was solved, of so many samples that could be scored."""
+    """The share of scored samples that solved a task, and their number."""
 
     value: float
     samples: int
 
 
 def rates_by_row(environment: Environment, part: Part, records: Iterable[TaskRecord]) -> dict[int, Rate]:
-    """By row of the data set, or by number in the split where tasks are not rows. A task without a score has none."""
+    """Rates by row of the data set, or by number in the split if tasks are no rows; only of tasks with a score."""
     scored = ((record.index, record.passes, len(record.scores)) for record in records if record.scores)
     return {row_of(environment, part, index): Rate(passes / samples, samples) for index, passes, samples in scored}
 
@@ -78,7 +78,7 @@ def row_of(environment: Environment, part: Part, index: int) -> int:
 
 
 def histogram_lines(rates: Mapping[int, Rate], samples: int, band: RateBand) -> Iterator[str]:
-    """`0.125 ▏████████ 312 ◂`: how many tasks have which rate; those in the band are marked."""
+    """`0.125 ▏████████ 312 ◂`: the number of tasks by rate; rates in the band are marked."""
     steps = min(samples, BINS)
     counts = Counter(min(steps, round(rate.value * steps)) for rate in rates.values())
     largest = max(counts.values(), default=1)
@@ -98,7 +98,7 @@ def refuse_taken(columns: Iterable[str], model: str) -> None:
 
 
 def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None, model: str) -> Any:
-    """Without a band all rows, measured or not. Types of Parquet are kept, others are inferred."""
+    """The rows in the band; without a band all rows, measured or not. Parquet keeps its types, others are inferred."""
     import pyarrow as pa
 
     found: dict[str, list[Any]] = {name: [] for name in table.columns}
@@ -118,7 +118,7 @@ def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None
 
 
 def _column(values: list[Any]) -> Any:
-    """The values, or arrays of them, as one array. Of many types, or records without fields: as JSON."""
+    """The values, or arrays of them, as one array; mixed types, and records without fields, as JSON."""
     import pyarrow as pa
 
     if values and isinstance(values[0], pa.Array | pa.ChunkedArray):
@@ -153,19 +153,19 @@ def _with_rates(table: Any, found: Sequence[Rate | None], model: str) -> Any:
 
 
 def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:
-    """Write a table to the file at `path`, whole or not at all, and not without rows; how many there are."""
+    """Write a table atomically, unless it is empty; the number of its rows."""
     import pyarrow.parquet as pq
 
     if table.num_rows:
         ensure_folder(path.absolute().parent)
-        said = {**(table.schema.metadata or {}), METADATA: json.dumps(about, sort_keys=True).encode()}
+        stored = {**(table.schema.metadata or {}), METADATA: json.dumps(about, sort_keys=True).encode()}
         with whole(path) as hidden:
-            pq.write_table(table.replace_schema_metadata(said), hidden, row_group_size=GROUP_ROWS, compression="zstd")
+            pq.write_table(table.replace_schema_metadata(stored), hidden, row_group_size=GROUP_ROWS, compression="zstd")
     return int(table.num_rows)
 
 
 def written_before(path: Path, about: Mapping[str, Any] | None = None) -> bool:
-    """Whether the file is there, as the result of `about` (None: of anything); another file is a `ConfigError`."""
+    """Whether the file exists and is the result of `about` (None: of any filter); another file is a `ConfigError`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,14 +1,14 @@
-"""One evaluation from beginning to end: which tasks, how they are sampled and scored, what is written.
+"""Runs an evaluation: draws completions, scores them, writes the results.
 
-    tasks, batch by batch ─► Sampler (this thread) ─► journal ─► scorer (one thread beside it) ─► journal ─► results
+    tasks, batch by batch ─► Sampler (this thread) ─► journal ─► scorer (a second thread) ─► journal ─► results
                                    │ draws batch n+1 while batch n is scored
 
-    out/environment.json   the settings of the environment, to score again by; `records` has the journal's files
-    out/tasks.parquet      every task, with the text, score, parts, tokens and end of each of its samples
-    out/summary.json       the numbers
+    out/environment.json   the settings of the environment, for scoring again; `records` has the journal's files
+    out/tasks.parquet      every task, with text, score, parts, tokens and end of each sample
+    out/summary.json       the figures
 
-Batches follow from the plan alone and are kept whole, in order. So an evaluation that was killed loses at most one
-batch, draws it again beside the same neighbours, and ends with the same results to the last bit.
+Batches follow from the plan alone and are stored in order. An evaluation that was killed loses at most one batch, draws
+it again in the same composition, and ends with the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from shoal.evaluation.subject import EvaluatedModel, memory_errors
 from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
 from shoal.rewards import Job, Scorer
-from shoal.rewards.protocol import settled
+from shoal.rewards.pool import score_all
 from shoal.runtime.files import sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
 ENVIRONMENT, TASKS, SUMMARY = "environment.json", "tasks.parquet", "summary.json"
-Report = Callable[[int, int], None]  # told how many tasks are done, and of how many
+Report = Callable[[int, int], None]  # tasks done, tasks in all
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenTasks:
     environment: Environment
     plan: SamplingPlan
     numbers: Sequence[int]
@@ -62,7 +62,7 @@ class Chosen:
         return -(-len(self.numbers) // self.plan.tasks_per_batch)
 
     def batch(self, number: int) -> list[tuple[int, Task | None]]:
-        """By their numbers; None for a task that cannot be used."""
+        """The tasks of a batch with their numbers; None for a task that cannot be used."""
         size = self.plan.tasks_per_batch
         return list(self._found(self.numbers[number * size : (number + 1) * size], logging.WARNING))
 
@@ -79,24 +79,22 @@ class Chosen:
                 yield index, None
 
 
-def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
+def choose(environment: Environment, plan: SamplingPlan) -> ChosenTasks:
     if (available := len(tasks_of(environment, plan.split))) == 0:
         other = "train" if plan.split == "held_out" else "held_out"
         raise EnvironmentSetupError(f"environment {environment.name} has no {plan.split} tasks; try --split {other}")
-    return Chosen(environment, plan, plan.chosen(available))
+    return ChosenTasks(environment, plan, plan.chosen(available))
 
 
-def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
+def without(chosen: ChosenTasks, ids: Sequence[str]) -> ChosenTasks:
     leaked = {index for index, task in chosen.tasks() if task.id in ids} if ids else set[int]()
     if not (left := [index for index in chosen.numbers if index not in leaked]):
         name = chosen.environment.name
         raise EnvironmentSetupError(f"nothing of environment {name} is left: all of it is in the training set")
-    return Chosen(chosen.environment, chosen.plan, left)
+    return ChosenTasks(chosen.environment, chosen.plan, left)
 
 
 class Sampler:
-    """Draws `plan.samples` completions of each task given. Which tasks are drawn together changes no seed."""
-
     def __init__(self, subject: EvaluatedModel, environment: Environment, plan: SamplingPlan) -> None:
         self._engine, self._environment, self._plan = subject.engine, environment, plan
         self._asking = Asking(subject.files, environment, plan.max_new_tokens)
@@ -108,7 +106,7 @@ class Sampler:
         self._talks = Talks(environment, subject.files, self._sampling)
 
     def draw(self, tasks: Sequence[tuple[int, Task | None]]) -> list[TaskRecord]:
-        """Records without scores, in order; of a task that cannot be asked, its problem instead of samples."""
+        """Records without scores, in order; a task that cannot be asked has a problem instead of samples."""
         records: list[TaskRecord] = []
         asked: dict[int, tuple[Task, tuple[int, ...]]] = {}
         for place, (index, task) in enumerate(tasks):
@@ -141,7 +139,7 @@ class Sampler:
         for owner, (task, ids) in enumerate(asked):
             talk = self._talks.of(task)
             seeds = tuple(sample_seed(plan.seed, task.id, sample) for sample in range(plan.samples))
-            for start in range(0, len(seeds), plan.rows):  # an engine decodes a request whole, whatever memory it takes
+            for start in range(0, len(seeds), plan.rows):  # an engine decodes all rows of a request at once
                 some, respond = seeds[start : start + plan.rows], None if talk is None else talk.respond
                 requests.append(GenerationRequest(ids, some, self._sampling, respond=respond))
                 owners.append(owner)
@@ -151,18 +149,17 @@ class Sampler:
         return found
 
     def _record(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> SampleRecord:
-        """Not scored yet: the text that is scored (of a dialogue, the last turn), and the tokens without
-        end-of-sequence."""
+        """A sample without a score: its text (of a dialogue, the last turn), and its tokens without end-of-sequence."""
         ended = ids[-1:] == [self._tokenizer.eos_token_id]
         drawn = len(ids) - sum(length for _, length in given) - ended
         last = sum(given[-1]) if given else 0
         return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]))
 
 
-def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
+def scored(chosen: ChosenTasks, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
     budget, failures = budget_of(chosen.environment), list[str]()
     jobs = [Job(record.task, sample.text) for record in drawn for sample in record.samples]
-    scores = iter(settled(scorer.scores, jobs))
+    scores = iter(score_all(scorer.scores, jobs))
 
     def sample_of(record: TaskRecord, sample: SampleRecord, score: Score | ScoringFailure) -> SampleRecord:
         if isinstance(score, ScoringFailure) or not math.isfinite(score.value):
@@ -181,22 +178,21 @@ def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[
         for record in drawn
     ]
     if failures:
-        log.warning("%s", failures[0])  # the others are counted
+        log.warning("%s", failures[0])  # the others are only counted
     return records
 
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """`settings` are the environment's, kept to score again; `left_out` are ids of leaked tasks."""
+    """`settings` are the environment's, stored for scoring again; `left_out` are ids of leaked tasks."""
 
     subject: EvaluatedModel
-    chosen: Chosen
+    chosen: ChosenTasks
     settings: EnvironmentSettings
     left_out: tuple[str, ...] = ()
 
     @property
     def about(self) -> dict[str, Any]:
-        """All that the results depend on: two evaluations with the same one have the same results."""
         digest = hashlib.sha256(",".join(map(str, self.chosen.numbers)).encode()).hexdigest()
         return {
             "shoal": __version__,
@@ -209,7 +205,7 @@ class EvaluationJob:
 def measure(
     evaluation: EvaluationJob, scorer: Callable[[], Scorer], out: Path, stop: StopToken, report: Report
 ) -> EvaluationJournal | None:
-    """Draw and score what `out` does not have yet; None if it was told to stop."""
+    """Draw and score what `out` does not have yet; None if it was stopped."""
     journal, chosen = EvaluationJournal(out), evaluation.chosen
     journal.open(evaluation.about)
     write_atomically(out / ENVIRONMENT, evaluation.settings.model_dump_json().encode())
@@ -246,13 +242,13 @@ def evaluate(
     evaluation: EvaluationJob, scorer: Callable[[], Scorer], out: Path, stop: StopToken,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Run it, or the rest of it; the summary, or None if it was told to stop before the end."""
+    """Run an evaluation, or the rest of it; the summary, or None if it was stopped."""
     journal = measure(evaluation, scorer, out, stop, report)
     return None if journal is None else _write_results(evaluation.about, evaluation.chosen.plan, journal)
 
 
 def _write_results(about: dict[str, Any], plan: SamplingPlan, journal: EvaluationJournal) -> dict[str, Any]:
-    """The Parquet file, then the summary, then the scores go: a crash in between loses nothing."""
+    """Write the Parquet file, then the summary, then remove the scores: a crash in between loses nothing."""
     with kept.whole(journal.folder / TASKS) as hidden:
         write_records(hidden, journal.records(), about)
     summary = {**about, **summary_of(plan, journal.records())}
@@ -265,14 +261,14 @@ def rescore(
     settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], out: Path, stop: StopToken,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """None if it was told to stop. Nothing is replaced before all is scored. An evaluation that is not finished, or a
-    filter, is continued by its own command."""
+    """Score stored completions again; None if it was stopped. Nothing is replaced before all are scored. An unfinished
+    evaluation, or a filter, is continued by its own command."""
     stored = kept.read_identity(out)
     try:
         plan, total = SamplingPlan(**stored["plan"]), stored["chosen"]["tasks"]
     except (LookupError, TypeError) as error:
         raise ConfigError(f"{out} was written by another version of shoal: evaluate again") from error
-    chosen = Chosen(environment, plan, range(total))
+    chosen = ChosenTasks(environment, plan, range(total))
     journal, fresh = EvaluationJournal(out), EvaluationJournal(out, ".rescored.jsonl")
     journal.completions.open(chosen.batches)
     if not journal.completions.batches:
@@ -285,7 +281,7 @@ def rescore(
                 _refuse_other_prompts(chosen, drawn)
                 fresh.keep_scores(scored(chosen, processes, drawn))
                 report(min(fresh.scores.batches * plan.tasks_per_batch, total), total)
-        # Killed from here on, the same command finds scores of this environment, or none
+        # After a crash from here on, the same command finds scores of this environment, or none
         for old in (journal.scores.path, out / SUMMARY):
             old.unlink(missing_ok=True)
         about = {**stored, "environment": asdict(identity_of(environment))}
@@ -304,7 +300,7 @@ def rescore(
     return {**about, **summary_of(plan, journal.records())}
 
 
-def _refuse_other_prompts(chosen: Chosen, drawn: Sequence[TaskRecord]) -> None:
+def _refuse_other_prompts(chosen: ChosenTasks, drawn: Sequence[TaskRecord]) -> None:
     for record in drawn:
         try:
             task = chosen.environment.task(record.task) if record.samples else None
@@ -317,7 +313,7 @@ def _refuse_other_prompts(chosen: Chosen, drawn: Sequence[TaskRecord]) -> None:
 
 
 def finished(out: Path, about: dict[str, Any]) -> dict[str, Any] | None:
-    """The summary of this very evaluation, if it is done; results of another one are a `ConfigError`."""
+    """The summary of this evaluation, if it is finished; results of another one are a `ConfigError`."""
     if not (out.is_dir() and kept.is_kept(out, about) and (out / SUMMARY).exists() and (out / TASKS).exists()):
         return None
     summary: dict[str, Any] = json.loads((out / SUMMARY).read_bytes())

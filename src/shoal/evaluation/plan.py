@@ -1,7 +1,7 @@
-"""What an evaluation does, settled before it starts: which tasks, how they are sampled, from which seeds; and leaks.
+"""The plan of an evaluation: tasks, sampling and seeds; and leaks of evaluated tasks into the training set.
 
 A sample's seed follows from the plan's seed, the task's id and the sample's number: sample 3 of a task is the same
-whether 4 or 64 are drawn. Leaks are found by the digest of what is asked, in which spaces, case and width do not count.
+whether 4 or 64 are drawn. Leaks are found by the digest of the question, which ignores spaces, case and width.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How a model is sampled. `temperature` 0 is greedy; `tasks` 0 is all of the split. `batch_rows` is part of it
-    because the last digits of a sum, and with them rarely a token, depend on what is computed beside it."""
+    """How a model is sampled. `temperature` 0 is greedy; `tasks` 0 is all of the split. `batch_rows` belongs to it
+    because rounding, and rarely a token, depends on the batch."""
 
     samples: int = 1
     tasks: int = 0
@@ -59,7 +59,7 @@ class SamplingPlan:
         return max(1, min(self.batch_rows, BATCH_TOKENS // self.max_new_tokens))
 
     def chosen(self, available: int) -> Sequence[int]:
-        """Ascending: all, or a choice that follows from the seed. A data set may be sorted by difficulty."""
+        """Task numbers, ascending: all, or a random choice by the seed (a data set may be sorted by difficulty)."""
         if self.tasks == 0 or self.tasks >= available:
             return range(available)
         seed, drawn, found = _derived("tasks", self.seed), 0, dict[int, None]()
@@ -88,7 +88,6 @@ def as_asked(environment: Environment, plan: SamplingPlan, number: int, task: Ta
 
 
 def sample_seed(seed: int, task: str, sample: int) -> int:
-    """The 64-bit seed of the uniforms of one sample."""
     return _derived("sample", seed, task, sample)
 
 
@@ -99,7 +98,7 @@ def _derived(*names: object) -> int:
 
 @dataclass(frozen=True)
 class Leaks:
-    """Ids of evaluated tasks that are in the training set, and of those that were in a batch."""
+    """Ids of evaluated tasks that are in the training set, and of those that were trained on."""
 
     known: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
@@ -116,7 +115,7 @@ class Leaks:
 
 
 def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterable[str] = ()) -> Leaks:
-    """Which of `tasks` the training environment has in its training split; `trained_ids` are its tasks in batches."""
+    """Which of `tasks` are in the training environment's train split; `trained_ids` are its tasks in batches."""
     ids_by_digest: dict[bytes, list[str]] = {}
     for task in tasks:
         ids_by_digest.setdefault(task_digest(task), []).append(task.id)
@@ -129,9 +128,8 @@ def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterab
 
 
 def train_digests(environment: Environment) -> Iterator[bytes]:
-    """The digests of the usable prompts of the training split."""
     inner = inner_of(environment)
-    if isinstance(inner, MixedEnvironment):  # all that a part may come to, without what another part holds out
+    if isinstance(inner, MixedEnvironment):  # all tasks of each part, without those that another part holds out
         for part in inner.parts:
             yield from (found for found in train_digests(part.environment) if found not in inner.aside)
         return

@@ -1,7 +1,7 @@
-"""What an evaluation found, task by task: in a journal while it runs, in a Parquet file when it is done.
+"""The results of an evaluation by task: in a journal while it runs, in a Parquet file at the end.
 
-`job` lists the files. A line of a journal, for a batch of tasks, is on the disk before it counts; one that a crash cut
-short is cut off. Nothing that a grader noted is written down: notes may tell the answers, and results are to be shown.
+`job` lists the files. A journal has a line for each batch of tasks, synced to disk; a line that a crash cut short is
+removed. Notes of graders are not stored: they may contain answers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ IDENTITY, COMPLETIONS, PROGRESS = "evaluation.json", "completions.jsonl", "progr
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
-    """One completion. `score` is what the task itself is worth, None where scoring failed: unscored, never 0. `parts`
-    are the grader's; with a length budget `reward` is among them, what training would have given."""
+    """One completion. `score` is the task's own score; None: unscored. `parts` are the grader's; with a length budget
+    they contain `reward`, the reward in training."""
 
     score: float | None
     tokens: int
@@ -42,7 +42,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """`part` is the task's label in a mixture; `problem` says why it has no samples."""
+    """`part` is the task's label in a mixture; `problem`: why it was not sampled."""
 
     task: str
     index: int
@@ -73,14 +73,14 @@ class TaskRecord(msgspec.Struct, frozen=True):
 
 @dataclass
 class BatchFile:
-    """A line for each batch, in order. `kind` is what a line holds; its one writer holds the lock on the folder."""
+    """A line for each batch, in order. `kind` is the type of a line; the one writer holds the lock on the folder."""
 
     path: Path
     kind: Any
     batches: int = field(init=False, default=0)
 
     def open(self, most: int) -> None:
-        """Count the lines; what comes after the last whole one, or after `most`, is cut off."""
+        """Count the lines; remove everything after the last whole one, or after `most`."""
         self.batches = size = 0
         try:
             with self.path.open("a+b") as file:
@@ -99,7 +99,6 @@ class BatchFile:
             raise resource_error("read", self.path, error) from error
 
     def append(self, batch: Sequence[Any]) -> None:
-        """When this returns, the batch survives a crash."""
         try:
             with self.path.open("ab") as file:
                 file.write(msgspec.json.encode(batch) + b"\n")
@@ -115,7 +114,7 @@ class BatchFile:
 
 
 class EvaluationJournal:
-    """The completions drawn so far, and the scores of as many batches, or fewer."""
+    """The completions drawn so far, and the scores of these batches or the first of them."""
 
     def __init__(self, folder: Path, scores: str = PROGRESS) -> None:
         self.folder = folder
@@ -149,7 +148,7 @@ def read_identity(folder: Path) -> Any:
 
 
 def refuse_unusable(folder: Path) -> None:
-    """Refuse a place where no results can be kept. Nothing is made there."""
+    """Refuse a place where results cannot be stored. Nothing is created."""
     place = folder.absolute()
     ensure_folder(next(path for path in (place, *place.parents) if os.path.lexists(path)))
     entries = place.iterdir() if place.is_dir() and not (place / IDENTITY).exists() else ()
@@ -158,7 +157,7 @@ def refuse_unusable(folder: Path) -> None:
 
 
 def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether the folder holds this very evaluation; another one, or somebody's files, are a `ConfigError`."""
+    """Whether the folder has this evaluation; `ConfigError` for another one, or for other files."""
     refuse_unusable(folder)
     if not (folder / IDENTITY).exists():
         return False
@@ -189,7 +188,7 @@ def difference(stored: Any, wanted: Mapping[str, Any], what: str = "that folder"
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file; if there is one at the end, it takes its place, whole and on the disk."""
+    """Yields a hidden path; a file that was written there replaces `path` at the end, synced to disk."""
     hidden = path.with_name(f".{path.name}.writing")
     try:
         hidden.unlink(missing_ok=True)
@@ -204,7 +203,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
-    """Stream records into a Parquet file; `about` is what they are results of. The same records give the same bytes."""
+    """Stream records into a Parquet file; `about` identifies the evaluation. Equal records give equal bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -234,7 +233,7 @@ def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, 
 
 @dataclass(frozen=True)
 class Results:
-    """What a finished evaluation is of, and of each scored task (prompt digest, mean, samples)."""
+    """A finished evaluation: its identity, and (prompt digest, mean, samples) of each scored task."""
 
     path: Path
     about: Mapping[str, Any]

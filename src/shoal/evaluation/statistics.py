@@ -1,6 +1,6 @@
-"""The numbers of an evaluation and how sure they are. Pure functions; randomness is a seed.
+"""Estimates with confidence intervals, and a significance test. Pure functions; randomness comes from a seed.
 
-Samples of one task are not independent: a hard task fails them all. So every interval resamples, or counts, tasks.
+Samples of one task are not independent: a hard task fails them all. So every interval is over tasks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 UPPER, POWER = 0.975, 0.8  # the upper end of a 95 % interval
 RESAMPLINGS, ELEMENTS_AT_ONCE = 10_000, 2**22
-BOOTSTRAP_TASKS = 20_000  # with more, the mean is as good as normal, and resampling takes minutes
+BOOTSTRAP_TASKS = 20_000  # with more, the mean is practically normal, and resampling takes minutes
 EXACT_FLIPS, RANDOM_FLIPS = 20, 100_000
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval; `low` and `high` are NaN where nothing can be said, as of one task."""
+    """A number with its 95 % interval; `low` and `high` are NaN without one, for example for a single task."""
 
     value: float
     low: float = math.nan
@@ -38,12 +38,12 @@ def finite(value: float) -> float | None:
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """1 − C(n−c, k) / C(n, k): the chance that one of `k` samples, drawn without replacement, passed."""
+    """1 − C(n−c, k) / C(n, k): the probability that one of `k` samples, drawn without replacement, passes."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def wilson(passes: float, trials: int) -> Estimate:
-    """A proportion of independent trials with Wilson's interval, which holds for few trials and near 0 and 1."""
+    """A proportion of independent trials with Wilson's interval, which is valid for few trials and near 0 and 1."""
     z, p = NormalDist().inv_cdf(UPPER), passes / trials
     scale = 1 + z * z / trials
     centre = (p + z * z / (2 * trials)) / scale
@@ -66,8 +66,8 @@ def standard_error(values: Floats) -> float:
 
 
 def bootstrap_mean(values: Floats, seed: int) -> Estimate:
-    """Widened as Student's is: plain percentiles are too narrow for few tasks. With very many tasks Student's
-    interval."""
+    """The mean with a bootstrap interval, widened like Student's, because plain percentiles are too narrow for few
+    tasks; for very many tasks Student's interval."""
     if (tasks := len(values)) < 2 or tasks > BOOTSTRAP_TASKS:
         return t_interval(values)
     tail = NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * t_quantile(UPPER, tasks - 1))
@@ -80,8 +80,8 @@ def bootstrap_mean(values: Floats, seed: int) -> Estimate:
 
 
 def mean_estimate(values: Floats, seed: int) -> Estimate:
-    """Wilson's interval where all values are 0 or 1, else the bootstrap's. Equal values have no spread to resample:
-    from 0 to 1 Wilson's is wide enough, beyond none is known."""
+    """Wilson's interval if all values are 0 or 1, else the bootstrap's. Equal values cannot be resampled: between 0 and
+    1 they get Wilson's interval, others none."""
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
     if len(values) > 1 and bool((values == values[0]).all()):
@@ -92,8 +92,8 @@ def mean_estimate(values: Floats, seed: int) -> Estimate:
 
 
 def sign_flip_p(differences: Floats, seed: int) -> float:
-    """Two-sided p of the sign-flip test: how often is the mean as far from 0 if each sign is random? Exact where at
-    most 20 differences are not 0; else of 100,000 random flips and the observed one."""
+    """Two-sided p of the sign-flip test: how often is the mean as far from 0 with random signs? Exact for at most 20
+    differences other than 0; else from 100,000 random flips and the observed one."""
     moved = differences[differences != 0]
     observed = abs(float(moved.sum()))
     near = 1e-9 * float(np.abs(moved).sum())  # sums in another order differ in their last digits
@@ -112,7 +112,7 @@ def sign_flip_p(differences: Floats, seed: int) -> float:
 
 
 def detectable_difference(differences: Floats) -> float:
-    """The difference that as many tasks with this spread tell from 0 in four of five comparisons."""
+    """The difference that is found in four of five comparisons with as many tasks and this spread."""
     if len(differences) < 2:
         return math.nan
     return (t_quantile(UPPER, len(differences) - 1) + NormalDist().inv_cdf(POWER)) * standard_error(differences)

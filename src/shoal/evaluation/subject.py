@@ -1,4 +1,4 @@
-"""The model under evaluation: its weights in an engine, its name, and a digest of all that it is made of."""
+"""The model under evaluation: its weights in an engine, its name, and a digest of all its files."""
 
 from __future__ import annotations
 

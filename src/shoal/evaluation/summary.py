@@ -1,7 +1,7 @@
-"""The numbers of an evaluation, from its records: for programs (summary.json) and for people (a table).
+"""The figures of an evaluation, from its records: for programs (summary.json) and for people (a table).
 
-avg@k is the mean over tasks of the mean over a task's samples. pass@k is the chance that one of k samples passes (has a
-score of 1). An unscored sample is counted, and in no number.
+avg@k is the mean over tasks of the mean over a task's samples. pass@k is the probability that one of k samples passes
+(has a score of 1). Unscored samples are counted, but are part of no other figure.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal.evaluation.statistics import Estimate, finite, mean_estimate, pass_at
 from shoal.runtime.text import count_of
 
 NAMED_TASKS = 3
-MAX_FAILURES = 0.05  # with more samples, or tasks, without a score an evaluation does not count as one
+MAX_FAILURES = 0.05  # share of samples, or tasks, without a score; with more an evaluation is not valid
 
 
 class TaskResults:
-    """The scored tasks of an evaluation, or of one part or kind of it; `counts` are samples and passes of each."""
+    """The scored tasks of an evaluation, or of one part or kind; `counts` are samples and passes of each task."""
 
     def __init__(self) -> None:
         self.means, self.counts = list[float](), list[tuple[int, int]]()
@@ -34,7 +34,6 @@ class TaskResults:
             self.counts.append((len(record.scores), record.passes))
 
     def pass_at(self, k: int, seed: int) -> dict[str, Any] | None:
-        """Over the tasks that have as many samples."""
         return _estimate([pass_at_k(samples, passes, k) for samples, passes in self.counts if samples >= k], seed)
 
     def as_json(self, seed: int) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def summary_of(plan: SamplingPlan, records: Iterable[TaskRecord]) -> dict[str, A
         for name, value in (part for sample in record.samples for part in sample.parts.items()):
             parts[name].append(value)
     seed, k = plan.seed, plan.samples
-    wanted, lost = (tasks - problems[UNUSABLE]) * k, unscored.total()  # unusable rows have no samples
+    wanted, lost = (tasks - problems[UNUSABLE]) * k, unscored.total()  # unusable rows are not sampled
     average = _estimate(everything.means, seed)
     share, counts = (wanted - drawn + lost) / wanted if wanted else 1.0, {*(2**i for i in range(k.bit_length())), k}
     return {

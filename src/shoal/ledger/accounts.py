@@ -1,13 +1,13 @@
-"""Accounts: who earned what, folded from the ledger and nothing else.
+"""Accounts: the credit of each node, computed from the ledger alone.
 
-One credit per generated token of an accepted submission, as counted by the validator. Credit is given once per
-submission, and is never taken away. Where a run audits by reputation it is pending for a window, and void if an audit
-of the same node fails in it. A node earns for whoever vouched for it first, or else for itself.
+An accepted submission earns one credit per generated token, as counted by the validator. Credit is given once per
+submission and never taken away. If a run audits by reputation, credit is pending for a window, and void if an audit of
+the same node fails in it. A node earns for the key that vouched for it first, or else for itself.
 
     share of X at step n  =  final credit of X  /  final credit of all,      both in rows 0 … b(n)
 
-b(n) is the row of the batch of step n; X an owner with all the machines that it had vouched for by that row, or a
-machine that nobody had vouched for. The fraction is exact, and nothing that is written later can change it.
+b(n) is the row of the batch of step n. X is an owner with all machines that it had vouched for by that row, or a
+machine without an owner. The fraction is exact, and later rows cannot change it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Account:
     owner: str = ""
 
     def plus(self, other: Account) -> Account:
-        """The sums of two accounts of one owner; what is about a single machine (sanctions) is left out."""
+        """The sum of two accounts of one owner, without the sanctions of single machines."""
         names = ("credit", "pending", "void", "accepted", "rejected")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return Account(**sums, owner=self.owner or other.owner)
@@ -60,11 +60,10 @@ class Accounts:
         return sum(account.credit for account in self.by_node.values())
 
     def holder(self, node: str) -> str:
-        """For whom a node earns: the public key that vouched for it, or the node itself."""
         return self.by_node[node].owner or node
 
     def by_holder(self) -> dict[str, Account]:
-        """Nodes that nobody vouched for stand for themselves."""
+        """Accounts by owner; a node without an owner has its own."""
         sums: dict[str, Account] = {}
         for node, account in self.by_node.items():
             holder = self.holder(node)
@@ -89,7 +88,7 @@ class Accounts:
             account.suspended_until_ms = int(until_ms) if state == "suspended" and until_ms is not None else None
         elif kind == "vouch":
             if account.owner not in ("", str(body["owner"])):
-                raise ValueError(f"node {body['node']} has an owner already: the first who vouched stays")
+                raise ValueError(f"node {body['node']} has an owner already, and an owner never changes")
             account.owner = str(body["owner"])
         elif kind == "rejected":
             self._judge_once(str(body["submission"]))
@@ -101,7 +100,7 @@ class Accounts:
             self._credit(kind, str(body["submission"]), str(body["node"]), int(credit), account)
 
     def _credit(self, kind: str, submission: str, node: str, amount: int, account: Account) -> None:
-        """Credit is given at once, or is pending and then either final or void, as it was: that node's, as much."""
+        """Credit is given at once, or is pending and then final or void: for the same node, with the same amount."""
         if kind == "void" or (kind == "credit" and submission in self._pending):
             if self._pending.pop(submission, None) != (node, amount):
                 raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
@@ -128,7 +127,7 @@ def fold(entries: Iterable[LedgerEntry]) -> Accounts:
 
 @dataclass(frozen=True)
 class Share:
-    """`credit` of `total`; `nodes` are the machines that earned it."""
+    """A holder's `credit` of `total`; `nodes` earned it."""
 
     holder: str
     nodes: tuple[str, ...]
@@ -144,7 +143,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """After row `index`, the largest first; they add up to `total` exactly."""
+    """The shares after row `index`, the largest first; they add up to `total`."""
 
     index: int
     total: int

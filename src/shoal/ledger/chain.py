@@ -2,8 +2,8 @@
 
     GENESIS ◄── entry 0 ◄── entry 1 ◄── … ◄── head
 
-Changing, dropping or reordering any entry changes every hash after it, so one remembered head pins all before it.
-`subjects` are what an entry is about (units, nodes).
+Changing, dropping or reordering an entry changes every later hash, so one known head fixes all entries before it.
+`subjects` are the units and nodes of an entry.
 
 A fork is proven by two signed documents that cannot both be about one ledger (`ForkProof`):
 
@@ -11,7 +11,7 @@ A fork is proven by two signed documents that cannot both be about one ledger (`
     second   row j has hash b     the same, with j ≥ i
     entries  rows i … j of the second one's chain: they end at b, and row i is not a      (none if i = j)
 
-Nobody has to be believed: the run's id holds the fingerprint of the root key, which certified whoever signed.
+A proof needs no trust: the run's id contains the fingerprint of the root key, which certified the signers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.errors import LedgerError, LedgerForked, ProtocolError
 from shoal.protocol import LedgerEntry, LedgerHead, PolicyManifest, Receipt, Role, RoleCertificate, fingerprint
 from shoal.protocol.signing import Message, SignedDocument, canonical_json, open_document
 
-GENESIS = "0" * 64  # what stands in for the hash before entry 0
+GENESIS = "0" * 64  # the previous hash of entry 0
 EVIDENCED = ("credit", "pending", "rejected")  # kinds of entries that point to signed documents
 KINDS = (
     "run", "node", "vouch", "policy", "batch", "pending", "credit", "void", "rejected", "pulled", "sanction", "admin",
@@ -43,9 +43,8 @@ def append(previous: LedgerEntry | None, kind: str, body: dict[str, Any], at_ms:
 
 
 def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after: LedgerEntry | None = None) -> None:
-    """Raise `LedgerError`, naming the row, unless `entries` form a chain that contains `head`. `after` is the last
-    entry already verified, for whoever reads page by page. A `head` beyond the end means that the ledger was rolled
-    back."""
+    """Raise `LedgerError`, with the row, unless `entries` form a chain that contains `head`. `after` is the last
+    verified entry, for reading page by page. A `head` beyond the end means that the ledger was rolled back."""
     chain = Chain(() if head is None else (Pin(head, "the head"),), after)
     for entry in entries:
         chain.add(entry)
@@ -54,7 +53,7 @@ def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after
 
 @dataclass(frozen=True)
 class Pin:
-    """A head that a ledger must pass through, where it is from, and the signed document that names it, if any."""
+    """A head that a ledger must contain, its source, and the signed document that names it, if any."""
 
     head: LedgerHead
     source: str
@@ -62,17 +61,15 @@ class Pin:
 
 
 class Chain:
-    """A chain under verification, entry by entry."""
-
     def __init__(self, pins: Iterable[Pin] = (), after: LedgerEntry | None = None) -> None:
         self.last = after
         self.passed: list[Pin] = []
         self._start = -1 if after is None else after.index
-        self._digests = bytearray()  # 32 bytes a row: receipts name any row before theirs
+        self._digests = bytearray()  # 32 bytes per row: a receipt may name any earlier row
         self._ahead: dict[int, list[Pin]] = {}
-        for pin in pins:  # what lies before the start was looked at by whoever read it
+        for pin in pins:  # pins before the start were checked with the earlier pages
             if pin.head.index == self._start:
-                self._meet(pin, GENESIS if self.last is None else self.last.hash)
+                self._compare(pin, GENESIS if self.last is None else self.last.hash)
             elif pin.head.index > self._start:
                 self._ahead.setdefault(pin.head.index, []).append(pin)
 
@@ -87,17 +84,17 @@ class Chain:
         self.last = entry
         self._digests += bytes.fromhex(entry.hash)
         for pin in self._ahead.pop(entry.index, ()):
-            self._meet(pin, entry.hash)
+            self._compare(pin, entry.hash)
 
     def hash_at(self, index: int) -> str | None:
-        """The hash of a row that was added; of the start, for what lies before it; None for any other."""
+        """The hash of an added row, or `GENESIS` for the row before the first; None for any other."""
         if index == self._start:
             return GENESIS if index < 0 else None
         at = 32 * (index - self._start - 1)
         return self._digests[at : at + 32].hex() or None if at >= 0 else None
 
     def finish(self) -> None:
-        """Raise unless every pin was met: the ledger has been longer than it is now."""
+        """Raise `LedgerError` if a pin lies beyond the end: the ledger was longer before."""
         if self._ahead:
             index, pins = max(self._ahead.items())
             end = -1 if self.last is None else self.last.index
@@ -105,7 +102,7 @@ class Chain:
                 f"the ledger ends at row {end}, but row {index} was signed for ({pins[0].source}): it was rolled back"
             )
 
-    def _meet(self, pin: Pin, found: str) -> None:
+    def _compare(self, pin: Pin, found: str) -> None:
         if pin.head.hash != found:
             row = f"ledger row {pin.head.index} is not the one that was signed for ({pin.source})"
             problem = f"{row}: its hash differs from the head; the ledger was rewritten"
@@ -136,7 +133,7 @@ def unit_subject(unit: int) -> str:
 
 
 def subjects(entry: LedgerEntry) -> tuple[str, ...]:
-    """Each once, in a fixed order. What a body should hold and does not is left out: it is the chain's business.
+    """The node and units of an entry, each once, in a fixed order. Missing or wrong fields are ignored.
 
     >>> subjects(append(None, "credit", {"node": "ab", "unit": 3}, at_ms=1))
     ('node:ab', 'unit:3')
@@ -152,7 +149,7 @@ RUN_SUFFIX_HEX = 12
 
 
 class ForkProof(Message):
-    """See above. `certificates` are the root key's for those who signed."""
+    """See the module's docstring. `certificates` are the root key's, for the signers."""
 
     run: str
     root_key: str
@@ -163,7 +160,7 @@ class ForkProof(Message):
 
 
 def is_run_of(run: str, root_key: str) -> bool:
-    """Whether a run's id, which becomes a file's name, holds this root key's fingerprint."""
+    """Whether a run's id, which becomes a file's name, contains this root key's fingerprint."""
     try:
         return run.isprintable() and run.endswith(f"-{fingerprint(root_key)[:RUN_SUFFIX_HEX]}")
     except ValueError:
@@ -184,7 +181,7 @@ def stated_head(signed: SignedDocument, keys: Mapping[Role, set[str]]) -> Ledger
 
 
 def check_fork(proof: ForkProof) -> str:
-    """What the proof shows, in a sentence; raises `LedgerError` if it shows nothing."""
+    """What the proof shows, in a sentence; `LedgerError` if it proves nothing."""
     try:
         if not is_run_of(proof.run, proof.root_key):
             raise ValueError(f"run {proof.run} has another root key")

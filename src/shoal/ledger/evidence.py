@@ -1,19 +1,19 @@
-"""Whether credit was earned: each row against the signed documents that it points to, and against the rows before it.
+"""Checks that credit was earned: each row against the signed documents that it points to, and against earlier rows.
 
     root key ──certifies──► hub ──────► receipt   these bytes came from this node, for this unit
              └─certifies──► validator ─► verdict  they were accepted, and hold so many generated tokens
                                             │
     node row (its id is the hash of its key) └─► credit row: same node, unit, submission, tokens; hashes of both
 
-Who holds the hub's key alone can sign receipts and heads, and no verdict: credit that no validator accepted does not
-pass. What this cannot show: an owner, who certifies validators, can have one accept what nobody computed.
+With the hub's key alone nobody can sign a verdict, so credit that no validator accepted does not pass. It cannot be
+shown that the work was done: an owner, who certifies validators, can let one accept anything.
 
-All that makes a ledger believable is checked in one pass (`check_rows`), without I/O:
+`check_rows` makes all checks in one pass, without I/O:
 
     entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► proofs (receipts, verdicts, orders)
 
-A row that was changed, dropped or swapped breaks the hashes. Whoever recomputes all hashes, or drops the end, is found
-out by any head from before. `admin` entries carry the order that the run's owner signed (`open_order`).
+A changed, dropped or swapped row breaks the hashes. Recomputed hashes, or a dropped end, contradict any earlier head.
+`admin` entries contain the order that the run's owner signed (`open_order`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DEPTHS = {"all": ("full",), "reputation": ("full", "light")}  # of audits that 
 
 @dataclass
 class Keys:
-    """Whom the root key trusts, as the rows so far say. `certificates` are its signatures, by the key they are for."""
+    """The keys that the root key trusts, by the rows so far. `certificates` are its signatures, by certified key."""
 
     run: str
     root_key: str
@@ -63,7 +63,7 @@ class Keys:
 
 @dataclass
 class Proofs:
-    """Checks entries in order, after `Chain`; without `needs_documents` all but the documents: far weaker."""
+    """Checks entries in order, after `Chain`. Without `needs_documents` the documents are not checked: far weaker."""
 
     keys: Keys
     chain: Chain
@@ -92,8 +92,8 @@ class Proofs:
         except LedgerForked:
             raise
         except (KeyError, TypeError, ValueError, ProtocolError, LedgerError) as error:
-            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {said}") from error
+            problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {problem}") from error
 
     def _on_run(self, entry: LedgerEntry, _: Evidence | None) -> None:
         body = entry.body
@@ -189,7 +189,7 @@ class Proofs:
         return verdict
 
     def _on_void(self, entry: LedgerEntry, _: Evidence | None) -> None:
-        """Only an audit of the node that failed while the credit was pending takes it."""
+        """Pending credit becomes void only by a failed audit of the same node."""
         body = entry.body
         row, pending = self._pending.pop(body["submission"], (0, None))
         is_the_same = pending is not None and all(body[name] == pending[name] for name in ("node", "unit", "tokens"))
@@ -201,7 +201,7 @@ class Proofs:
     def _on_rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
         body = entry.body
         self._require_worker(body)
-        if body["severity"]:  # without one it costs this submission, and no trust
+        if body["severity"]:  # without a severity the rejection costs no trust
             self._failed[body["submission"]] = body["node"]
             self._failed_at[body["node"]] = entry.index
         self.rejections += 1
@@ -212,7 +212,7 @@ class Proofs:
                 raise ValueError(f"the signed verdict is {verdict.outcome.value} ({verdict.reason}, {severity})")
 
     def _on_pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
-        """Units whose accepted group is taken back, and whose credit is void, may earn once more."""
+        """Units whose accepted group is withdrawn, and whose credit is void, may earn again."""
         body = entry.body
         has_failed = self._failed.get(body["submission"]) == body["node"]
         _require(has_failed, "the audit that it names did not fail, or was of another node")
@@ -251,8 +251,8 @@ def _present(entry: LedgerEntry, evidence: Evidence | None, name: str) -> Signed
 
 def _require_same(document: Document, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
-        said = getattr(document, name)
-        _require(said == value, f"the signed {document.kind} says {name} {str(said)[:80]}")
+        found = getattr(document, name)
+        _require(found == value, f"the signed {document.kind} says {name} {str(found)[:80]}")
 
 
 def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
@@ -294,7 +294,7 @@ class Checked:
         return pins
 
     def compare(self, balances: Mapping[str, tuple[int, int]]) -> None:
-        """What the hub's rows say against what the ledger says: they are written in one transaction."""
+        """Compare the hub's balances with the ledger's: both are written in one transaction."""
         for node, (credit, pending) in balances.items():
             account = self.accounts.by_node.get(node)
             found = (0, 0) if account is None else (account.credit, account.pending)
@@ -304,10 +304,10 @@ class Checked:
         self.compared = True
 
 
-def begun(rows: Rows, needs_documents: bool) -> Checked:
-    """The run and its root key, as row 0 has them: the run's id holds the key's fingerprint."""
+def read_first_row(rows: Rows, needs_documents: bool) -> Checked:
+    """The run and its root key in row 0: the run's id contains the key's fingerprint."""
     if (first := next(rows.entries(), None)) is None:
-        raise LedgerError(f"the ledger at {rows.label} is empty: not even the run is written down")
+        raise LedgerError(f"the ledger at {rows.label} is empty: it has not even the row of the run")
     run, root = first.body.get("run"), first.body.get("root_key")
     if first.kind != "run" or not isinstance(run, str) or not isinstance(root, str):
         raise LedgerError(f"ledger row 0 does not say which run this is (it is a {first.kind} row)")
@@ -317,8 +317,8 @@ def begun(rows: Rows, needs_documents: bool) -> Checked:
 
 
 def check_rows(rows: Rows, checked: Checked, proofs: Proofs) -> None:
-    """Read every entry, with the documents behind it. A head may be ahead of a database whose last rows are not
-    appended yet; never of a ledger that was complete."""
+    """Check every entry with its documents. A head may be ahead of a database whose last rows are not appended yet, but
+    not of a complete ledger."""
     for page in pages(rows.entries()):
         evidence = rows.evidence(page) if checked.is_proven else {}
         for entry in page:
@@ -336,7 +336,6 @@ def check_rows(rows: Rows, checked: Checked, proofs: Proofs) -> None:
 
 
 def pages(entries: Iterable[LedgerEntry]) -> Iterator[list[LedgerEntry]]:
-    """By the hundred, as evidence is asked for."""
     left = iter(entries)
     while page := list(islice(left, MAX_EVIDENCE_PER_PAGE)):
         yield page

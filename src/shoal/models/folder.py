@@ -1,10 +1,10 @@
 """Model folders in Hugging Face format, without torch: the small files that describe a model, and its weight files.
 
-A published policy carries the small files beside its weights, so that a worker needs nothing but the policy.
+A published policy contains the small files and the weights, so a worker needs nothing else.
 
     *.safetensors:  8 bytes: length of the header ─ the header, JSON: name → dtype, shape, data_offsets ─ the data
 
-The header shows a download that broke off, or a pointer of git-lfs in a file's place. Raw tensors are numpy arrays.
+The header shows an incomplete download, or a pointer of git-lfs instead of a file. Raw tensors are numpy arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 
 def model_folder(name: str | Path) -> Path:
-    """The folder of a built-in model by its name, or the given folder; it holds at least a config.json."""
+    """The folder of a built-in model by its name, or the given folder; it contains at least config.json."""
     if str(name) in BUILTIN:
         return Path(__file__).parent / "data" / str(name)
     folder = Path(name).expanduser()
@@ -45,7 +45,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """The files that describe the model (configuration, tokenizer), by name: all that a policy needs but weights."""
+    """The files that describe the model (configuration, tokenizer), by name: everything but weights."""
     paths = {name: folder / name for name in DESCRIPTION_FILES if (folder / name).is_file()}
     for path in paths.values():
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -57,7 +57,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def check_files(entries: Iterable[Entry]) -> None:
-    """Raise `ModelError` if a policy's files are more than the few small ones that describe a model."""
+    """Raise `ModelError` if a policy has more, or larger, files than a model's description needs."""
     files = [entry for entry in entries if entry.type == "file"]
     largest = max(files, key=lambda entry: entry.size_bytes, default=None)
     if len(files) > MAX_FILES or (largest is not None and largest.size_bytes > MAX_FILE_BYTES):
@@ -66,7 +66,7 @@ def check_files(entries: Iterable[Entry]) -> None:
 
 
 def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[str, Any]:
-    """One of the JSON files as a mapping; what is no JSON object is a `ModelError`."""
+    """One of the JSON files as a mapping; anything but a JSON object is a `ModelError`."""
     if name not in files:
         raise ModelError(f"the model has no {name}")
     most = MAX_CONFIG_BYTES if name in ("config.json", "generation_config.json") else MAX_FILE_BYTES
@@ -100,12 +100,12 @@ def eos_token_id(files: Mapping[str, bytes]) -> int:
 
 LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100_000_000
 PUBLISHED_BYTES = {"float32": 4, "bfloat16": 2}
-SLACK, SLACK_BYTES = 0.1, 16 * 1024 * 1024  # for what a later version of shoal may put beside the weights
+SLACK, SLACK_BYTES = 0.1, 16 * 1024 * 1024  # for additions of later versions of shoal
 REMEDY = "download it again, or save the model again with save_pretrained"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise `ModelError` unless the folder has weights, and each file of them, and of their list, is there whole."""
+    """Raise `ModelError` unless the folder has weights, and all files of them are there and complete."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"the model folder {folder} has no *.safetensors file: save the model with save_pretrained")
@@ -127,7 +127,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with a file of weights, by its size and its header; empty if nothing is."""
+    """What is wrong with a file of weights, by its size and header, or empty."""
     size_bytes = file.stat().st_size
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
@@ -145,8 +145,8 @@ def _damage(file: Path) -> str:
 
 
 def check_targets(folder: Path, targets: Iterable[str]) -> None:
-    """`ModelError` for a target of adapters that no layer in the folder's weights is called by. Embeddings and the
-    output layer (not among the numbered layers, a row for each token) are left out."""
+    """Raise `ModelError` for an adapter target that is no layer's name in the folder's weights. Embeddings and the
+    output layer (not among the numbered layers, a row for each token) do not count."""
     matrices = {
         name: entry["shape"]
         for file in sorted(folder.glob("*.safetensors"))
@@ -160,8 +160,8 @@ def check_targets(folder: Path, targets: Iterable[str]) -> None:
 
 
 def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] = ()) -> ModelSize:
-    """How large the folder's model is, and the most that a policy of it takes when floats travel as `dtype`. With
-    adapters of that rank on the matrices that `targets` name. Unknown (zeros) without weights in the folder."""
+    """The size of the folder's model, and the largest size of its policy when floats travel as `dtype`, with adapters
+    of this rank on the matrices that `targets` name. Zeros if the folder has no weights."""
     parameters = payload = 0
     for name, entry in (item for file in sorted(folder.glob("*.safetensors")) for item in read_header(file).items()):
         shape = entry["shape"]
@@ -177,20 +177,19 @@ def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] =
 
 
 def most_bytes(payload_bytes: int) -> int:
-    """The largest announced size of a policy whose weights take so much."""
+    """The largest allowed size of a policy with so many bytes of weights."""
     return int(payload_bytes * (1 + SLACK)) + SLACK_BYTES
 
 
 def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None:
-    """Raise `ModelError` for the first target that is not among the known names."""
     for target in targets:
         if target not in known:
-            told = f"no linear layer of this model that can have an adapter is called {target!r}"
-            raise ModelError(f"trainer.lora.targets: {told}; there are: {', '.join(known) or 'none'}")
+            detail = f"no linear layer of this model that can have an adapter is called {target!r}"
+            raise ModelError(f"trainer.lora.targets: {detail}; there are: {', '.join(known) or 'none'}")
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """What a whole file says of its tensors: name → dtype, shape, data_offsets."""
+    """A file's header: name → dtype, shape, data_offsets."""
     with file.open("rb") as opened:
         entries: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(LENGTH_BYTES), "little")))
     return {name: entry for name, entry in entries.items() if name != "__metadata__"}
@@ -203,14 +202,14 @@ NUMPY_TYPES: dict[str, str] = {
 
 
 def as_numpy(view: TensorView) -> npt.NDArray[Any]:
-    """The values without a copy, read-only; bfloat16 as the uint16 that holds its bits (numpy has no such type)."""
+    """The values without a copy, read-only; bfloat16 as uint16 with its bits (numpy has no such type)."""
     array = np.frombuffer(view.data, dtype=NUMPY_TYPES[view.dtype]).reshape(view.shape)
     array.flags.writeable = False
     return array
 
 
 def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> TensorView:
-    """A view of an array's bytes; `dtype` must be given where numpy's type does not say it (BF16 as uint16)."""
+    """A view of an array's bytes; `dtype` is needed for types that numpy does not have (BF16 as uint16)."""
     for known, code in NUMPY_TYPES.items():
         if ((dtype is None and known != "BF16") or dtype == known) and array.dtype == np.dtype(code):
             flat = np.ascontiguousarray(array).reshape(-1)

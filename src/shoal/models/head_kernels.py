@@ -1,5 +1,5 @@
 """Triton kernels of the head, for `models/logprobs.py`: one program per row, or per row and block of the vocabulary. A
-row is read once for its log-probability and its entropy, and once more for the slopes of both."""
+row is read once for log-probability and entropy, and once more for their gradients."""
 
 # mypy: ignore-errors
 
@@ -11,8 +11,8 @@ import triton.language as tl
 def measure_rows(
     logits, targets, logprobs, entropies, logsums, inverse, vocabulary, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each lane keeps its own maximum, sum and first moment over the blocks; they are brought together at the end. With
-    d = score − maximum ≤ 0: entropy = log Σ eᵈ − Σ eᵈ·d / Σ eᵈ, two terms of one sign, so that nothing cancels."""
+    """Each lane has its own maximum, sum and first moment over the blocks, which are combined at the end. With
+    d = score − maximum ≤ 0: entropy = log Σ eᵈ − Σ eᵈ·d / Σ eᵈ, two terms of one sign, so nothing cancels."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)

@@ -1,12 +1,12 @@
-"""Load a causal language model: from a folder with its weights, or from the files that describe it without them.
+"""Loads a causal language model from a folder, or builds one without weights from the files that describe it.
 
-Weights are read from safetensors only and no code of a model folder or a policy is ever run: `locked` takes away the
-ways to import it. What a configuration may say is decided before a model is built:
+Weights are read from safetensors only, and code of a model folder or a policy is never run (`locked`). A configuration
+is checked before a model is built:
 
     config.json ─► small, shallow, counts bounded ─► one text model ─► keys that load or fetch something are removed
 
-A configuration inside another one (`text_config`, `vision_config`) is refused: transformers builds inner models with
-whatever class, code or file the inner configuration names.
+A configuration inside another one (`text_config`, `vision_config`) is refused: transformers would build inner models
+from any class, code or file that it names.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Entry
 from shoal.runtime.limits import show_bytes
 
-locked.lock()  # also what has been imported since
+locked.lock()  # again, for modules that were imported since
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PARTS_PER_WEIGHT, MORE_PARTS = 8, 1000  # of transformers' models none has more than 5 modules and weights for each
+PARTS_PER_WEIGHT, MORE_PARTS = 8, 1000  # transformers' models have at most 5 modules and weights for each weight
 RANDOM_FILLS = (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
     "orthogonal_",
 )  # fmt: skip
-# Of before attention could be chosen: theirs is part of the model. Tried; older ones of that kind do not decode here.
+# Models from before attention could be chosen. Only those that were tested; older ones do not decode here.
 WRITTEN_OUT = frozenset({"bloom", "codegen", "gpt_neo", "gptj", "mpt", "xglm"})
 
 MAX_DEPTH, MAX_VALUES, MAX_PARTS = 16, 100_000, 1 << 16
@@ -58,21 +58,21 @@ PARTS = ("layer", "block", "expert", "head", "label")
 SPANS = ("position", "length", "seq", "context", "window", "ctx", "vocab", "token", "max_")
 UNBOUNDED = ("theta", "base")  # of rotary positions: a frequency, not a count
 
-# Each makes transformers import a file, fetch something, or choose an implementation by name.
+# These keys make transformers import a file, fetch something, or choose an implementation by name.
 LOADING_KEYS = frozenset({
     "auto_map", "name_or_path", "_name_or_path", "custom_pipelines", "custom_generate", "trust_remote_code",
     "attn_implementation", "experts_implementation", "base_model_name_or_path", "auto_mapping", "configuration_files",
     "code_revision", "dtype", "torch_dtype", "sub_configs", "sub_configs_defaults", "attribute_map",
 })  # fmt: skip
-# Tables inside a configuration that are no models, though transformers declares them as configurations.
+# Tables inside a configuration that are no models, although transformers declares them as configurations.
 PLAIN_TABLES = {"mpt": {"attn_config"}, "dbrx": {"attn_config", "ffn_config"}}
-# These compute a table of positions in Python, value by value, whatever the device, or take several times its memory.
+# These compute a table of positions in Python, value by value, on every device, or take several times its memory.
 SLOW_TABLES = frozenset({"ctrl", "flaubert", "informer", "marian", "pegasus", "roformer", "xlm"})
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for use. `files` are what has to travel beside its weights (configuration and tokenizer)."""
+    """A model ready for use. `files` must travel with its weights (configuration and tokenizer)."""
 
     model: Any
     tokenizer: TextTokenizer
@@ -90,28 +90,27 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     tokenizer, config = TextTokenizer(files), read_model_config(files)
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"the model folder {folder} holds adapters (adapter_config.json): merge them first")
-    disable_progress_bar()  # a loader that draws on the terminal garbles whoever else draws there
+    disable_progress_bar()  # it would disturb other output on the terminal
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=_dtype(dtype), local_files_only=True, trust_remote_code=False,
             use_safetensors=True, attn_implementation=_attention(config), output_loading_info=True,
         )  # fmt: skip
-    except Exception as error:  # the loader raises many types, all of which mean: this folder does not load
+    except Exception as error:  # the loader raises many types
         raise ModelError(f"the model folder {folder} does not load: {_first_line(error)}") from error
     missing = sorted(str(key) for key in report["missing_keys"])
     mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing or mismatched:
         raise ModelError(f"the weights in {folder} do not fit its config.json: {(missing + mismatched)[:3]}")
-    # From a mapped file into memory of the allocator's alignment: on a CPU the rounding of a matrix product depends on
-    # where its operands lie. In a mapped file that follows from the length of its header, so the same weights would
-    # give other last digits after a resume than before.
+    # Copy from the mapped file into aligned memory: on a CPU the rounding of a matrix product depends on the alignment.
+    # In a mapped file it follows from the length of the header, so results could change after a resume.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return LoadedModel(_ready(model, device), tokenizer, files)
 
 
 def adapted(loaded: LoadedModel, shape: AdapterShape) -> LoadedModel:
-    """The same model, frozen, with adapters on it, and a file beside it that tells whoever computes with it."""
+    """The same model, frozen, with adapters, and with the file that describes them."""
     add_adapters(loaded.model, shape)
     return LoadedModel(loaded.model, loaded.tokenizer, {**loaded.files, ADAPTER_FILE: shape.as_file()})
 
@@ -119,24 +118,24 @@ def adapted(loaded: LoadedModel, shape: AdapterShape) -> LoadedModel:
 def model_from_files(
     files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu", filled: bool = True
 ) -> Any:
-    """The model that the files describe, with random weights, or arbitrary ones (not `filled`) if others are loaded."""
+    """The model that the files describe, with random weights, or with uninitialised ones (not `filled`)."""
     config = read_model_config(files)
     try:
-        with nullcontext() if filled else _Unfilled():
+        with nullcontext() if filled else _WithoutRandomFill():
             attention = _attention(config)
             model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), attn_implementation=attention)
-    except Exception as error:  # a configuration can be wrong in as many ways as there are architectures
+    except Exception as error:  # each architecture may raise anything for a wrong configuration
         raise ModelError(f"the model's config.json describes no usable model: {_first_line(error)}") from error
     if (adapters := adapter_shape(files)) is not None:
         add_adapters(model, adapters)
-    if not filled:  # nothing to be carried to the device but what transformers has computed
+    if not filled:  # only buffers that transformers has computed are copied to the device
         for parameter in model.parameters():
             parameter.data = torch.empty_like(parameter, device=device)
     return _ready(model, device)
 
 
 def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
-    """Build the model without memory. `ModelError` unless the entries are its weights, `ResourceError` if too large."""
+    """Build the model on no device. `ModelError` unless the entries are its weights, `ResourceError` if too large."""
     tensors = {entry.name: entry for entry in entries if entry.type == "tensor"}
     with _bounded(len(tensors)), torch.device("meta"):
         model = model_from_files(files, dtype, "meta", filled=False)
@@ -145,12 +144,12 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
     if needed > memory_bytes:
         count = sum(parameter.numel() for parameter in model.parameters())
         takes = f"{count:,} weights, which take {show_bytes(needed)} in {dtype}"
-        told = f"{show_bytes(memory_bytes)} of memory may be used: allow more (--max-memory), or use another machine"
-        raise ResourceError(f"the policy is a model of {takes}, and {told}")
+        detail = f"{show_bytes(memory_bytes)} of memory may be used: allow more (--max-memory), or use another machine"
+        raise ResourceError(f"the policy is a model of {takes}, and {detail}")
 
 
-class _Unfilled(TorchFunctionMode):
-    """Weights are not drawn at random, by this thread: for 0.6 billion that took 30 of 38 s."""
+class _WithoutRandomFill(TorchFunctionMode):
+    """In this thread weights are not drawn at random: for 0.6 billion weights that took 30 of 38 s."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in RANDOM_FILLS:
@@ -160,7 +159,7 @@ class _Unfilled(TorchFunctionMode):
 
 @contextmanager
 def _bounded(weights: int) -> Iterator[None]:
-    """In this context and thread a model that has far more parts than it has weights is given up."""
+    """In this context and thread, building a model with far more parts than weights ends with `ModelError`."""
     builder, made, most = threading.get_ident(), 0, PARTS_PER_WEIGHT * weights + MORE_PARTS
 
     def count(*_registered: object) -> None:
@@ -178,7 +177,7 @@ def _bounded(weights: int) -> Iterator[None]:
 
 
 def read_model_config(files: Mapping[str, bytes]) -> Any:
-    """The configuration object of config.json: of one of transformers' own causal language models, of text alone."""
+    """The configuration object of config.json, for a text model among transformers' own causal language models."""
     values = read_config(files)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -186,16 +185,16 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
     made = CONFIG_MAPPING[kind]
     inside = set(made.sub_configs) - PLAIN_TABLES.get(kind, set())
     if inside:  # an architecture that has others inside it
-        raise _composite(kind, ", ".join(sorted(inside)))
+        raise _composite_error(kind, ", ".join(sorted(inside)))
     check_values(values, kind)
     try:
         return made.from_dict(without_loading_keys(values, {field.name for field in fields(made)}))
-    except Exception as error:  # anything may be wrong with the values
+    except Exception as error:
         raise ModelError(f"config.json is not a valid {kind} configuration: {_first_line(error)}") from error
 
 
 def _attention(config: Any) -> str:
-    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks)."""
+    """torch's own attention, or the eager one if that lacks something (soft caps, sinks)."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     known = config.model_type in WRITTEN_OUT or kind._supports_attention_backend or kind._is_stateful
     return "eager" if known and not kind._supports_sdpa else "sdpa"
@@ -203,8 +202,8 @@ def _attention(config: Any) -> str:
 
 def _ready(model: Any, device: str) -> Any:
     Head.of(model)
-    if model.base_model is model:  # so transformers says that it does not find the layers below the head
-        raise ModelError(f"{type(model).__name__} does not tell its layers from its head: it cannot be computed with")
+    if model.base_model is model:  # transformers does not find the layers below the head
+        raise ModelError(f"{type(model).__name__} does not separate its layers from its head: it cannot be used")
     return model.to(device).eval()
 
 
@@ -215,19 +214,19 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _first_line(error: Exception) -> str:
-    """Without control characters: it may repeat words of the policy."""
+    """Without control characters: an error may quote the policy's files."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {''.join(each if each.isprintable() else '?' for each in line)}"
 
 
 def check_values(values: Mapping[str, Any], kind: str) -> None:
-    """Raise `ModelError` for what is too large, too deep, quantized, or a model inside the model."""
+    """Raise `ModelError` for values that are too large or too deep, quantized models, and models inside the model."""
     for count, (path, value) in enumerate(_walk(values, ())):
         if count >= MAX_VALUES or len(path) > MAX_DEPTH:
             raise ModelError(f"the model's config.json has more than {MAX_VALUES} values or {MAX_DEPTH} levels")
         inner = isinstance(value, dict) and path
         if inner and value.get("model_type"):
-            raise _composite(kind, ".".join(path))
+            raise _composite_error(kind, ".".join(path))
         if path and path[-1] in ("quantization_config", "compression_config") and value:
             raise ModelError(f"config.json has {path[-1]}: quantized models are not supported; use the unquantized one")
         if isinstance(value, int) and not isinstance(value, bool):
@@ -245,7 +244,7 @@ def check_values(values: Mapping[str, Any], kind: str) -> None:
 
 
 def without_loading_keys(values: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:
-    """The values without keys that load something, at every level; of private ones the `known`; no inner model."""
+    """The values without keys that load something, at every level, and without unknown private keys or inner models."""
 
     def inner(value: Any) -> Any:
         if isinstance(value, dict):
@@ -257,7 +256,7 @@ def without_loading_keys(values: Mapping[str, Any], known: Collection[str] = ())
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value with the keys that lead to it. An item of a list has its list's path, one level deeper."""
+    """Every value with the path of its keys. An item of a list has its list's path, one level deeper."""
     yield path, value
     if len(path) > MAX_DEPTH:
         return
@@ -269,7 +268,7 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
             yield from _walk(each, (*path, path[-1] if path else ""))
 
 
-def _composite(kind: str, inner: str) -> ModelError:
+def _composite_error(kind: str, inner: str) -> ModelError:
     return ModelError(
         f"a model of type {kind[:80]!r} is a composite ({inner[:200]} describes a model inside it): only models of "
         "text alone are supported; if it has a text model, use that one's own config.json (for example gemma3_text)"

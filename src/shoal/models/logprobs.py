@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens under softmax(logits / T), head and softmax in float32 whatever the model's type.
+"""Log-probabilities of tokens under softmax(logits / T), with head and softmax in float32 for all model types.
 
 The float32 head on both sides (here and in the engine) removes most of the mismatch between rollouts and training. The
-table [tokens, vocabulary] is computed in tiles, and again in the backward pass. A tile has two ways with one meaning:
-plain torch, whose numbers on a CPU engines and validators rely on, and two Triton kernels that read it once each. Both
-take and give float32; slopes may be narrower (`dtype`).
+table [tokens, vocabulary] is computed in tiles, and again in the backward pass. A tile is computed by plain torch, on
+whose results on a CPU engines and validators rely, or by two Triton kernels that read it once each. Both work in
+float32; gradients of logits may be narrower (`dtype`).
 
 N: tokens, H: hidden size, V: vocabulary, B: rows, T: positions.
 """
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 BLOCK, SLOPE_BLOCK = 4096, 2048
 LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be NaN
 TILE_ELEMENTS, GPU_TILE_ELEMENTS = 2**24, 2**28
-# What architectures call the number that they cap or multiply their logits with; a power of -1: they divide by it.
+# Names of the number that caps or multiplies the logits, by architecture; a power of -1: it divides.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 POWERS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-# Architectures that mean something else by such a name. 0: they have the setting and do not look at it.
+# Architectures with another meaning of such a name. 0: the setting has no effect.
 OTHERWISE = {("hyperclovax", "logits_scaling"): 1, ("mpt", "logit_scale"): 0, ("gemma3", "final_logit_softcapping"): 0}
 
 
@@ -50,15 +50,15 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Head:
-        """A model's own output layer, and what its configuration says is done to the logits."""
+        """A model's own output layer, with the scale and cap of its configuration."""
         layer = model.get_output_embeddings()
         if layer is None:
             raise ModelError(f"{type(model).__name__} has no output layer; it is not a causal language model")
         return cls(layer.weight, getattr(layer, "bias", None), *_rescaling(model.config))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """In float32, scaled and capped. Products of 16-bit numbers are exact in float32, so a GPU need not make a
-        float32 copy of the head where a 16-bit product with a float32 result is there: without a backward pass."""
+        """In float32, scaled and capped. Products of 16-bit numbers are exact in float32, so a GPU needs no float32
+        copy of the head if there is a 16-bit product with a float32 result: without a backward pass."""
         narrow = hidden_NH.dtype == self.weight.dtype and hidden_NH.dtype in (torch.bfloat16, torch.float16)
         if self.bias is None and narrow and hidden_NH.is_cuda and not torch.is_grad_enabled():
             logits_NV = torch.mm(hidden_NH, self.weight.T, out_dtype=torch.float32)
@@ -69,12 +69,12 @@ class Head(NamedTuple):
             logits_NV = logits_NV * self.scale
         if self.cap is not None:
             logits_NV = logits_NV / self.cap
-            logits_NV = torch.tanh(logits_NV)  # by steps: only two tables are there at a time
+            logits_NV = torch.tanh(logits_NV)  # in steps: only two tables exist at a time
             logits_NV = logits_NV * self.cap
         return logits_NV
 
     def through(self, slopes_NV: Tensor, logits_NV: Tensor) -> Tensor:
-        """Slopes of the logits → slopes of the product that they were made of. Both tables are overwritten."""
+        """Gradients of the logits → gradients of the product before scale and cap. Both tables are overwritten."""
         if self.cap is not None:
             slopes_NV *= logits_NV.div_(self.cap).square_().neg_().add_(1)
         return slopes_NV if self.scale == 1 else slopes_NV.mul_(self.scale)
@@ -85,7 +85,7 @@ class Head(NamedTuple):
 
 
 def _rescaling(config: Any) -> tuple[float, float | None]:
-    """The scale and the cap that a model's configuration asks for, or its text part's.
+    """The scale and the cap in a model's configuration, or in its text part's.
 
     >>> from transformers import GraniteConfig
     >>> _rescaling(GraniteConfig(logits_scaling=8.0))
@@ -100,8 +100,8 @@ def _rescaling(config: Any) -> tuple[float, float | None]:
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ModelError(f"{name} in config.json is {value!r}; it has to be a positive number")
         if not hasattr(type(text), name) and name not in inspect.signature(type(text).__init__).parameters:
-            told = f"which transformers does not look at in a model of type {text.model_type}: remove it"
-            raise ModelError(f"config.json has {name}, {told}")
+            detail = f"which transformers ignores in a model of type {text.model_type}: remove it"
+            raise ModelError(f"config.json has {name}, {detail}")
         if name in CAPS:
             cap = float(value)
         else:
@@ -117,7 +117,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def hidden_states(model: Any, input_ids_BT: Tensor, **arguments: Any) -> Tensor:
-    """The last hidden states [B, T, H] of a model, after the final norm: what the head sees."""
+    """The last hidden states [B, T, H] of a model, after the final norm: the input of the head."""
     states: Tensor = model.base_model(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
     return states
 
@@ -125,11 +125,11 @@ def hidden_states(model: Any, input_ids_BT: Tensor, **arguments: Any) -> Tensor:
 def token_logprobs(
     hidden_NH: Tensor, head: Head, targets_N: Tensor, temperature: float = 1.0, tile_elements: int | None = None
 ) -> TokenLogprobs:
-    """Log-probability of each target under the distribution that its hidden state predicts. Differentiable, both."""
+    """Log-probability of each target, and entropy, of the distribution of its hidden state. Both differentiable."""
     count, vocabulary = hidden_NH.shape[0], head.weight.shape[0]
     if tile_elements is not None or not hidden_NH.is_cuda:
         rows = max(1, (tile_elements or TILE_ELEMENTS) // vocabulary)
-    else:  # tiles are of one size and a multiple of what a GPU's matrix products are made of
+    else:  # tiles of one size, a multiple of 128 rows for fast matrix products
         tiles = max(1, -(-count * vocabulary // GPU_TILE_ELEMENTS))
         rows = max(1, -(-count // tiles // 128) * 128)
     others = (targets_N, temperature, rows, head.scale, head.cap)
@@ -137,9 +137,9 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Tiles of logits forward, and the same tiles again backward. The gradient of the weights is summed over the tiles
-    in float32 and rounded once. What flows back through 16-bit weights is rounded to their type per logit, as after
-    every other matrix product of such a model."""
+    """Computes tiles of logits forward, and the same tiles again backward. The gradient of the weights is summed over
+    the tiles in float32 and rounded once. The gradient through 16-bit weights is rounded to their type per logit, as
+    after every other matrix product of such a model."""
 
     @staticmethod
     def forward(
@@ -187,7 +187,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.addmm(to_weight_VH, slopes_NV.T, part.to(dtype), out_dtype=torch.float32, out=to_weight_VH)
             if to_bias_V is not None:
                 to_bias_V += slopes_NV.sum(dim=0, dtype=torch.float32)
-            del slopes_NV  # or it would be there beside the next tile's
+            del slopes_NV  # before the next tile's is computed
         to_weight = None if to_weight_VH is None else to_weight_VH.to(weight_VH.dtype)
         to_bias = None if to_bias_V is None else to_bias_V.to(bias_V.dtype)
         return to_hidden_NH, to_weight, to_bias, None, None, None, None, None
@@ -203,7 +203,7 @@ class TokenMeasures(NamedTuple):
 
 @dataclass(frozen=True)
 class Slopes:
-    """What flows back into a tile's log-probabilities, and into its entropies if anybody asked for them."""
+    """Gradients of a tile's log-probabilities, and of its entropies if these are needed."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
@@ -222,8 +222,8 @@ def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenMe
 def slopes(
     logits_NV: Tensor, targets_N: Tensor, measured: TokenMeasures, given: Slopes, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`. In plain torch, in place: three
-    tables are there at a time, four if entropies have a slope."""
+    """The gradient of the sum of (given slope × value) by each logit: [N, V] of `dtype`. Plain torch works in place:
+    three tables exist at a time, four with gradients of entropies."""
     if usable(logits_NV):
         return _slopes_fused(logits_NV, targets_N, measured, given, temperature, dtype)
     all_NV = functional.log_softmax(logits_NV / temperature, dim=-1).clamp_(min=LEAST_LOGPROB)
@@ -239,13 +239,13 @@ def slopes(
 
 
 def usable(logits_NV: Tensor) -> bool:
-    """Whether the kernels can serve this tile; if not, plain torch gives the same answers."""
+    """Whether the kernels can be used for this tile; if not, plain torch gives the same results."""
     return logits_NV.is_cuda and logits_NV.shape[0] > 0 and _compiles(logits_NV.device)
 
 
 @cache
 def _compiles(device: torch.device) -> bool:
-    """Triton comes with CUDA builds of torch, but needs a C compiler on the machine: tried once."""
+    """Tried once: Triton comes with CUDA builds of torch, but needs a C compiler."""
     if find_spec("triton") is None:
         return False
     logits, targets, one = torch.zeros(1, 2, device=device), torch.zeros(1, device=device).long(), torch.ones(1)
@@ -262,7 +262,7 @@ def _measure_fused(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> 
     from shoal.models.head_kernels import measure_rows  # there may be no Triton
 
     count, vocabulary = logits_NV.shape
-    # Three, not parts of one: Triton compiles anew where an address is aligned otherwise, as parts are at odd counts.
+    # Three tensors, not parts of one: Triton compiles again for addresses with another alignment.
     logprobs_N, entropy_N, logsum_N = (logits_NV.new_empty(count) for _ in range(3))
     measure_rows[(count,)](
         logits_NV, targets_N, logprobs_N, entropy_N, logsum_N, 1 / temperature, vocabulary, logits_NV.stride(0),

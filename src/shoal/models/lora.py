@@ -64,7 +64,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(model: nn.Module, shape: AdapterShape) -> None:
-    """Freeze a model and put adapters on each linear layer that `shape.targets` names. Its function is unchanged."""
+    """Freeze a model and add adapters to each linear layer that `shape.targets` names. Its results do not change."""
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters already")
     found = adapted_layers(model, shape.targets)
@@ -72,7 +72,7 @@ def add_adapters(model: nn.Module, shape: AdapterShape) -> None:
     for name, layer in found.items():
         down = torch.empty((shape.rank, layer.in_features), dtype=layer.weight.dtype, device=layer.weight.device)
         up = torch.zeros((layer.out_features, shape.rank), dtype=down.dtype, device=down.device)  # nothing changes yet
-        if not down.is_meta:  # A follows from the layer's name, so that every start of a run has the same
+        if not down.is_meta:  # A follows from the layer's name, so that it is the same at every start
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
             bound = (1.0 / layer.in_features) ** 0.5
             random = torch.rand(down.shape, generator=torch.Generator().manual_seed(seed))
@@ -117,13 +117,13 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
     for name in (name.removesuffix(f".{DOWN}") for name in tensors if name.endswith(f".{DOWN}")):
         down, up, weight = tensors[f"{name}.{DOWN}"], tensors[f"{name}.{UP}"], tensors[f"{name}.weight"]
         update = up.double() @ down.double() * shape.scale
-        # The base may lie in the host's memory, where adapters do not.
+        # The base may be in the host's memory, and the adapters on a device.
         plain[f"{name}.weight"] = (weight.double() + update.to(weight.device)).to(weight.dtype)
     return plain, {name: data for name, data in files.items() if name != ADAPTER_FILE}
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """By name, in the model's order; never the output layer, whose weight log-probabilities take. Or a `ModelError`."""
+    """The target layers by name, in the model's order, without the output layer; `ModelError` for unknown targets."""
     head = cast(Any, model).get_output_embeddings()
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head}
     last = {name: name.rpartition(".")[2] for name in linear}

@@ -1,10 +1,10 @@
-"""How a task becomes the model's prompt: its chat template, a system message, how its answer begins. No torch.
+"""Makes a model's prompt from a task: chat template, system message, thinking prefix. No torch.
 
     history + prompt ─► chat template ─► text ─► token ids ─► + thinking prefix
                         └─ none: the texts themselves, a line each
 
-The template's own control tokens become control tokens; the same characters inside a message are spelt out, so that
-no prompt can end its own turn or speak for another role. Nothing is encoded twice: completions stay the ids they were.
+The template's own control tokens become control tokens; the same characters inside a message are spelt out, so no
+message can end its turn or start one of another role. Completions are never encoded again: they stay the same ids.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 Message = tuple[str, str]
-FROZEN_NOW = datetime(2024, 7, 26)  # for a template that asks for the date: the same prompt on every day and machine
+FROZEN_NOW = datetime(2024, 7, 26)  # the date for templates that ask for it, so that prompts never change
 OPENING, CLOSING = "\U0010fff0", "\U0010fff1"
-"""Around the number of a control token that a message spelt; of the private use area, which text does not contain."""
+"""Around the number of a control token in a message; from the private use area, which text does not contain."""
 
 
 class PromptEncoder:
-    """The same ids for the same files, settings and task. `chat` None: by the model's template if it has one."""
+    """Deterministic. `chat` None: use the model's template if it has one."""
 
     def __init__(
         self, files: Mapping[str, bytes], chat: bool | None = None, system: str = "", thinking: str = ""
@@ -38,11 +38,11 @@ class PromptEncoder:
         self._system, self._thinking = system, thinking
         source = template_source(files) if chat is not False else None
         if chat and source is None:
-            told = "has no chat template (chat_template.jinja, or in tokenizer_config.json)"
-            raise ModelError(f"environment.prompt.chat is true, but the model {told}: leave chat out")
+            detail = "has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+            raise ModelError(f"environment.prompt.chat is true, but the model {detail}: leave chat out")
         self._template, self._words, self._controls = None, dict[str, str](), dict[str, int]()
         if source is not None:
-            self._template, self._words = _compiled(source), special_words(files)
+            self._template, self._words = _compiled(source), special_token_texts(files)
             self._controls = _control_tokens(files)
 
     @property
@@ -60,37 +60,37 @@ class PromptEncoder:
         if self._template is None:
             ids = self.tokenizer.encode("\n".join(text for _role, text in messages))
             return ids + self.tokenizer.encode(self._thinking) if self._thinking else ids
-        text, words = self._begun(self._render(self._disarmed(messages))), list(self._controls)
+        text, words = self._with_thinking(self._render(self._escaped(messages))), list(self._controls)
         ids = ()
         for index, piece in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
-            if index % 2:  # a control token that a message spelt, letter by letter
+            if index % 2:  # a control token in a message: letter by letter
                 ids += self.tokenizer.encode_plain(words[int(piece)])
             elif piece:
                 ids += self.tokenizer.encode(piece)
         return ids
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens around a tool's words after the model's turn, which ended with its own last token: those before
-        the words, and those after, up to where the model continues. Without a template each is a line break."""
+        """The tokens before a tool's text, which follows the model's turn, and those after it, up to where the model
+        continues. Without a template each is a line break."""
         if self._template is None:
             after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
             return self.tokenizer.encode("\n"), after
         turn, words = f"{OPENING}turn{CLOSING}", f"{OPENING}words{CLOSING}"
-        text = self._begun(self._render([("user", "?"), ("assistant", turn), ("user", words)]))
+        text = self._with_thinking(self._render([("user", "?"), ("assistant", turn), ("user", words)]))
         _prompt, found, rest = text.partition(turn)
         between, found_too, after_text = rest.partition(words)
         if not found or not found_too:
-            raise ModelError("the model's chat template does not show what was said before: it cannot hold a dialogue")
+            raise ModelError("the model's chat template leaves out earlier messages: it cannot be used for dialogues")
         ended = self.tokenizer.decode([self.tokenizer.eos_token_id, self.tokenizer.eos_token_id])
         return self.tokenizer.encode(between.removeprefix(ended)), self.tokenizer.encode(after_text)
 
-    def _begun(self, text: str) -> str:
-        """The rendered text with the thinking prefix, unless the template begins the answer that way by itself."""
+    def _with_thinking(self, text: str) -> str:
+        """The rendered text with the thinking prefix, unless the template adds it itself."""
         prefix = self._thinking.strip()
         return text if prefix and text.rstrip().endswith(prefix) else text + self._thinking
 
-    def _disarmed(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with each control token that they spell replaced by its number between two private marks."""
+    def _escaped(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with each control token in them replaced by its number between two private marks."""
         found = []
         for role, text in messages:
             if OPENING in text or CLOSING in text:
@@ -106,10 +106,10 @@ class PromptEncoder:
         import jinja2
 
         assert self._template is not None
-        said = [{"role": role, "content": text} for role, text in messages]
+        listed = [{"role": role, "content": text} for role, text in messages]
         try:
             options = {"add_generation_prompt": True, "tools": None, "documents": None, **self._words}
-            return self._template.render(messages=said, **options)
+            return self._template.render(messages=listed, **options)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ModelError(f"the model's chat template refuses the prompt: {why}") from error
@@ -130,8 +130,8 @@ def template_source(files: Mapping[str, bytes]) -> str | None:
     return given if isinstance(given, str) and given else None
 
 
-def special_words(files: Mapping[str, bytes]) -> dict[str, str]:
-    """`bos_token` and its like, by name, as templates write them."""
+def special_token_texts(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Special tokens by name (`bos_token`, …), as templates use them."""
     words: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in read_config(files, name).items() if name in files else ():
@@ -142,9 +142,9 @@ def special_words(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _control_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
-    """The special tokens of tokenizer.json with their ids, the longest first: one may be the beginning of another."""
+    """The special tokens of tokenizer.json with their ids, the longest first, since one may begin another."""
     listed = read_config(files, "tokenizer.json").get("added_tokens")
-    unknown = special_words(files).get("unk_token")
+    unknown = special_token_texts(files).get("unk_token")
     found = {
         str(token["content"]): int(token["id"])
         for token in (listed if isinstance(listed, list) else [])
@@ -154,7 +154,7 @@ def _control_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def _compiled(source: str) -> Template:
-    """The template, in a sandbox, with what templates of this format expect to find."""
+    """The template in jinja's sandbox, with the functions that such templates expect."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -162,7 +162,7 @@ def _compiled(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}…{% endgeneration %}` marks what an assistant said; here it is just its content."""
+        """`{% generation %}…{% endgeneration %}` marks assistant messages; here only its content is used."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -1,6 +1,5 @@
-"""Weights rounded to few bits and back: what a machine that runs a cheaper model than it says would compute with. Used
-to attack, and to measure what a threshold profile catches. As is usual, only the matrices of linear layers are rounded;
-embeddings, the output layer, norms and biases stay as they are."""
+"""Weights rounded to few bits and back, as a cheating worker would use: for attacks, and to measure what a profile's
+limits catch. Only matrices of linear layers are rounded, not embeddings, the output layer, norms or biases."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class Quantization:
     group: int = 0
 
     def round(self, matrix: Any) -> Any:
-        """The nearest matrix that such weights can hold; of float32, a numpy array or a tensor of any device."""
+        """The nearest matrix with such weights, for float32 numpy arrays and tensors on any device."""
         rows, columns = matrix.shape
         group = self.group if self.group and columns % self.group == 0 else columns
         grouped, most = matrix.reshape(rows, columns // group, group), 2 ** (self.bits - 1) - 1
@@ -44,7 +43,7 @@ def is_rounded(name: str, shape: Sequence[int]) -> bool:
 
 
 def quantized(tensors: Mapping[str, TensorView], how: Quantization) -> dict[str, TensorView]:
-    """All tensors of a policy, the matrices of its linear layers rounded; names, shapes and types are unchanged."""
+    """The tensors of a policy with the matrices of linear layers rounded; names, shapes and types are unchanged."""
     found = dict(tensors)
     for name, view in tensors.items():
         if is_rounded(view.name, view.shape) and view.dtype == "F32":

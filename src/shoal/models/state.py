@@ -1,6 +1,5 @@
-"""A model's weights, as they are published and as they are put in place: parameters and persistent buffers by name, in
-the model's own order. Weights that share storage (tied embeddings) appear once, under the first name, so that nothing
-travels twice and nothing can disagree."""
+"""A model's weights for publishing and loading: parameters and persistent buffers by name, in the model's own order.
+Weights that share storage (tied embeddings) appear once, under the first name."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32}
 TYPE_NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 NARROWER = (
-    ": weights are never rounded on the way, so what computes in bfloat16 needs a run that publishes in bfloat16 "
+    ": weights are never rounded when they are loaded, so bfloat16 needs a run that publishes in bfloat16 "
     "(trainer.publish_dtype)"
 )
 
@@ -36,18 +35,17 @@ def policy_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def policy_views(model: nn.Module) -> dict[str, TensorView]:
-    """The same as raw tensors, each copied to the CPU: a snapshot that later training cannot change."""
     return {name: to_view(name, tensor) for name, tensor in policy_state(model).items()}
 
 
 def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
-    """Overwrite all weights in place. Nothing is written unless every name, shape and type is right. A type is right if
-    it is the model's own, or a narrower one whose every value the model's own can hold."""
+    """Overwrite all weights in place, unless some name, shape or type is wrong. A type is right if it is the model's
+    own, or a narrower one whose values the model's own can represent."""
     overwrite(policy_state(model), tensors)
 
 
 def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
-    """As `apply_state`, for a state that is not a model's own, such as the float32 weights beside it of a trainer."""
+    """`apply_state` for another state, such as a trainer's float32 weights."""
     check_fit(state, tensors)
     with torch.no_grad():
         for name, target in state.items():
@@ -72,24 +70,24 @@ def check_fit(state: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
 
 
 def _holds(target: torch.dtype, source: torch.dtype) -> bool:
-    """Whether every value of `source` is one of `target` too: policies travel in bf16 and are computed in fp32."""
+    """Whether `target` can represent all values of `source`: bfloat16 policies may be computed in float32."""
     return target == source or (target == torch.float32 and source in (torch.bfloat16, torch.float16))
 
 
 def change_state(model: nn.Module, changes: Iterable[Any]) -> None:
-    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved. `changes`
-    (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there."""
+    """Overwrite only the values that differ, in place. `changes` (`shardcast.ChangedValues`) have positions in units of
+    `width` bytes, and the new bits."""
     change_values(policy_state(model), changes)
 
 
 def change_values(state: Mapping[str, Tensor], changes: Iterable[Any]) -> None:
-    """The same for a state that is not a model's own."""
+    """`change_state` for another state."""
     with torch.no_grad():
         for change in changes:
             if change.name not in state:
                 raise ModelError(f"these changes are for another model: it has no weight {change.name}")
             whole = state[change.name]
-            target = whole.contiguous().view(-1)  # the same memory, unless somebody has transposed it
+            target = whole.contiguous().view(-1)  # the same memory, unless it is transposed
             values = torch.from_numpy(change.values.view(SIGNED[change.width]))
             where = torch.from_numpy(change.where).to(target.device)
             source = TORCH_TYPES[change.dtype]
@@ -104,7 +102,7 @@ def change_values(state: Mapping[str, Tensor], changes: Iterable[Any]) -> None:
 
 
 def to_torch(view: TensorView) -> Tensor:
-    """A copy: the bytes may be read-only or go away."""
+    """A copy: the bytes may be read-only or be released."""
     if view.data.nbytes == 0:
         return torch.empty(view.shape, dtype=TORCH_TYPES[view.dtype])
     return torch.frombuffer(bytearray(view.data), dtype=TORCH_TYPES[view.dtype]).reshape(view.shape)
@@ -115,7 +113,7 @@ def to_view(name: str, tensor: Tensor) -> TensorView:
 
 
 def lent_view(name: str, tensor: Tensor) -> TensorView:
-    """The same without a copy, if the tensor is a contiguous one on the CPU: it changes when the tensor does."""
+    """A view without a copy, if the tensor is contiguous and on the CPU: it changes with the tensor."""
     if tensor.dtype not in TYPE_NAMES:
         raise ModelError(f"weight {name}: type {tensor.dtype} does not travel")
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,5 +1,5 @@
-"""Text to token ids and back, from tokenizer.json alone: the hub and the validator need no more, and no torch. What a
-policy's tokenizer.json may say (`check_tokenizer`): nothing in it multiplies a text, or searches it for too long."""
+"""Text to token ids and back, from tokenizer.json alone, without torch. `check_tokenizer` refuses a policy's file that
+could multiply a text or search it for too long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.models.folder import eos_token_id
 
 
 class TextTokenizer:
-    """`decode` takes away one final end-of-sequence token only: with special tokens all over, no answer is right."""
+    """`decode` removes one final end-of-sequence token only: a completion full of special tokens must not be right."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:
@@ -40,7 +40,7 @@ class TextTokenizer:
 
     @property
     def unknown_token_id(self) -> int | None:
-        """What a character that the tokenizer does not know becomes; None if there is no such thing."""
+        """The token of unknown characters, if the tokenizer has one."""
         name = getattr(self._tokenizer.model, "unk_token", None)
         return None if name is None else self._tokenizer.token_to_id(name)
 
@@ -49,7 +49,7 @@ class TextTokenizer:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """What looks like a special token is spelt out."""
+        """Special tokens in the text are spelt out."""
         if self._plain is None:
             self._plain = Tokenizer.from_str(self._tokenizer.to_str())
             self._plain.encode_special_tokens = True
@@ -65,7 +65,7 @@ class TextTokenizer:
         return text
 
     def decode_many(self, completions: Sequence[list[int]]) -> list[str]:
-        """The texts of many completions at once, which must not have an end-of-sequence token at their end."""
+        """The texts of many completions, which must not end with an end-of-sequence token."""
         with _in_words("decode tokens"):
             texts: list[str] = self._tokenizer.decode_batch(list(completions), skip_special_tokens=False)
         return texts
@@ -73,7 +73,7 @@ class TextTokenizer:
 
 @contextmanager
 def _in_words(action: str) -> Iterator[None]:
-    """The library raises plain `Exception` for what it refuses, and a `BaseException` of its own where it breaks."""
+    """The library raises plain `Exception` for bad input, and its own `BaseException` for internal errors."""
     try:
         yield
     except BaseException as error:
@@ -82,13 +82,13 @@ def _in_words(action: str) -> Iterator[None]:
         raise
 
 
-MAX_TOKEN = 1024  # characters; the longest of well-known tokenizers are a few hundred spaces
+MAX_TOKEN = 1024  # characters; the longest tokens of well-known tokenizers are a few hundred spaces
 MAX_STEPS, MAX_PATTERN = 64, 2000
-MAX_CHARACTER = 64  # bytes that one character becomes when a text is normalized; Unicode's longest has 33
+MAX_CHARACTER = 64  # bytes of one normalized character; Unicode's longest has 33
 ONCE_OR_TWICE = frozenset({"Prepend", "Precompiled", "BPEDecoder", "CTC", "WordPiece", "Metaspace"})
-"""Steps that make a text longer: two of them by a little, many without bound."""
+"""Steps that make a text longer: twice at most."""
 REFERENCE = re.compile(r"\\[1-9]|\\[kg][<'{]")
-# Of a pattern whose characters and classes are all written as "a":
+# For patterns in which all characters and classes are written as "a":
 UNUSUAL = re.compile(r"\(\?|[\[\]]|\)[+*{]|[+*?}][*{]|\}\+")  # a repeated group, a repeated repetition, other syntax
 OPTIONAL_END = re.compile(r"(?:\([^()]*\)\?|[^()][?*])+$")
 LAST_REPETITION = re.compile(r"(?:\+|\{[^{}]*\})[?+]?$")
@@ -97,7 +97,7 @@ MAX_REPETITIONS, MAX_BRANCHES = 6, 8  # in one alternative
 
 
 def check_tokenizer(data: bytes) -> None:
-    """Raise `ModelError` for a tokenizer.json that could take memory or time out of proportion."""
+    """Raise `ModelError` for a tokenizer.json that could take too much memory or time."""
     try:
         described = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -121,7 +121,7 @@ def _problems(described: dict[str, Any]) -> Iterator[str]:
             pattern, kind = step.get("pattern"), step.get("type")
             given = next(iter(pattern.values()), None) if isinstance(pattern, dict) else pattern
             is_regex = isinstance(pattern, dict) and "Regex" in pattern
-            if is_regex and part == "decoder":  # which sees a whole completion at once
+            if is_regex and part == "decoder":  # the decoder gets whole completions
                 yield "the decoder has a pattern, and known ones have none"
             if is_regex and (not isinstance(given, str) or len(given) > MAX_PATTERN or _is_slow(given)):
                 yield (
@@ -138,8 +138,8 @@ def _problems(described: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_slow(pattern: str) -> bool:
-    """Whether to find nothing with it may take longer than the square of the text's length. Allowed is what known
-    tokenizers have: in each alternative one long repetition that may have to be tried again, then a last one."""
+    """Whether a failed search may take longer than the square of the text's length. Patterns of known tokenizers are
+    allowed: in each alternative one long repetition with backtracking, then a last one."""
     plain = re.sub(r"\\[pP]\{[^{}]*\}|\\.", "a", pattern, flags=re.DOTALL)
     while (shorter := re.sub(r"\[[^\[\]]*\]", "a", plain)) != plain:
         plain = shorter
@@ -161,7 +161,7 @@ def _is_slow(pattern: str) -> bool:
 
 
 def _longest_mapped(charsmap: Any) -> int:
-    """Of sentencepiece's map: the length of a table of four bytes, the table, texts that each end with a zero."""
+    """The longest text in sentencepiece's map: four bytes of a table's length, the table, zero-terminated texts."""
     try:
         data = base64.b64decode(charsmap or "")
     except (TypeError, ValueError, binascii.Error):
@@ -171,7 +171,6 @@ def _longest_mapped(charsmap: Any) -> int:
 
 
 def _steps(described: Any) -> Iterator[dict[str, Any]]:
-    """All steps, those inside a sequence, too, however deep."""
     waiting = deque([described])
     while waiting:
         step = waiting.popleft()
@@ -182,7 +181,7 @@ def _steps(described: Any) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(described: dict[str, Any]) -> Iterator[str]:
-    """Each text of the file that becomes a token, or a part of one."""
+    """Each text of the file that is a token, or a part of one."""
     model, added = described.get("model"), described.get("added_tokens")
     for token in added if isinstance(added, list) else ():
         yield str(token.get("content", "")) if isinstance(token, dict) else ""

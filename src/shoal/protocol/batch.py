@@ -28,9 +28,9 @@ class BatchGroup(Message):
 
 
 class Batch(Message):
-    """The groups of step `step`, in order of unit. Once written it never changes. `groups` are those whose rewards
-    differ; `dropped_groups` were lost to equal ones since the batch before. `sampled_reward` is the mean over the
-    rollouts of both: what the policies really earn. None if there are none."""
+    """The groups of step `step` in order of unit; it never changes. `groups`: those whose rewards differ;
+    `dropped_groups`: how many were dropped for equal rewards since the previous batch. `sampled_reward`: the mean over
+    the rollouts of both, None without rollouts."""
 
     step: int
     groups: tuple[BatchGroup, ...]

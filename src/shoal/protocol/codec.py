@@ -1,8 +1,8 @@
-"""Bulk bodies: msgpack inside zstd, with every cap checked before anything is allocated for it.
+"""Bulk bodies: msgpack inside zstd; every limit is checked before memory is allocated.
 
-    bytes ─► compressed cap ─► zstd frame header: declared size cap ─► bounded inflate ─► typed, strict msgpack
+    bytes ─► compressed limit ─► zstd header: limit of the declared size ─► bounded inflate ─► typed, strict msgpack
 
-A frame without a declared size, with a size over the cap, or with trailing bytes is refused unread.
+A frame without a declared size, with a size over the limit, or with trailing bytes is refused unread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pack(value: msgspec.Struct, level: int = 3) -> bytes:
 
 
 def unpack(data: bytes, kind: type[T], limits: BodyLimits) -> T:
-    """Decode `data` as `kind`, or raise `CodecError` with what is wrong; never uses more than the limits."""
+    """Decode `data` as `kind`, or raise `CodecError`; never uses more memory than the limits."""
     raw = _inflate(data, limits)
     try:
         return msgspec.msgpack.decode(raw, type=kind, strict=True)

@@ -1,10 +1,11 @@
-"""Keys: who signs. A node is its Ed25519 key; its id is derived from the public half.
+"""Keys. A node is an Ed25519 key; its id is derived from the public half.
 
     root ──signs──► role certificates (hub, trainer, validator)      one root per run, pinned in the join URL
     node ──signs──► its own requests                                  no certificate: anyone may join
-    owner ─signs──► vouches for nodes                                 so that what several machines earn adds up
+    owner ─signs──► vouches for nodes                                 so credit of several machines adds up
 
-A key file is PEM (PKCS 8), mode 0600, made on first use. `sealing` is the form in which a key is carried elsewhere.
+A key file is PEM (PKCS 8), mode 0600, made on first use. `sealing` is the form in which a key is moved to another
+machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SMALL_ORDER = frozenset({0, 1, _FIELD - 1, _ORDER_8, _FIELD - _ORDER_8})
 
 
 def check_public_key(public_key: str) -> str:
-    """The key (hex); `ValueError` if it is no key, has another spelling, or is a point of small order."""
+    """The key (hex); `ValueError` if it is no key, not in its canonical form, or of small order."""
     if len(public_key) != PUBLIC_KEY_HEX or set(public_key) - set("0123456789abcdef"):
         raise ValueError(f"{public_key[:80]!r} is no public key: it has {PUBLIC_KEY_HEX} hex digits in lower case")
     y = int.from_bytes(bytes.fromhex(public_key), "little") & (2**255 - 1)
@@ -124,13 +125,13 @@ def load_or_create_key(path: Path) -> SigningKey:
 
 
 def store_key(path: Path, key: SigningKey) -> None:
-    """Write a key where there is none yet: a key that is overwritten is lost, and all that it has earned with it."""
+    """Write a key if there is no key yet: an overwritten key would be lost with its credit."""
     if path.exists() or not _write_key(path, key):
         raise KeyFileError(f"there is a key at {path} already: move it away, or choose another file")
 
 
 def _write_key(path: Path, key: SigningKey) -> bool:
-    """Whole or not at all; False if somebody else was first."""
+    """Atomically; False if another process was first."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # a pid repeats: threads, containers
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

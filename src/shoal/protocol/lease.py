@@ -1,6 +1,6 @@
-"""Leases: what a worker is asked to generate. It chooses nothing: prompt, seeds, policy and sampling are given.
+"""Leases: what a worker is asked to generate. Prompt, seeds, policy and sampling are given; it chooses nothing.
 
-Calibrations: how far honest work of each kind may be off, as trusted machines measured it for one policy.
+Calibrations: how far honest work of each kind may deviate, measured by trusted machines for one policy.
 
     validator ── measures ──► Calibration, signed ──► hub: the newest is in force ──► Lease ──► Verdict: name it
     owner     ── signs ─────► a calibration of kinds that no validator's machine has
@@ -44,9 +44,9 @@ class ProofParameters(Message):
 
 
 class DialogueTerms(Message):
-    """The environment answers the model's turns: which tool, how often at most, and what frames its text. A turn ends
-    with the end-of-sequence token. `before`, the tool's text by the policy's own tokenizer, and `after` follow it;
-    these are tool tokens, not drawn. The last turn is the one that the tool has no answer to."""
+    """The environment answers the model's turns: the tool, the most turns, and the tokens around its text. A turn ends
+    with the end-of-sequence token. `before`, the tool's text in the policy's own tokens, and `after` follow; these are
+    tool tokens, not drawn. The last turn is the one without an answer of the tool."""
 
     tool: str = Field(max_length=64)
     max_turns: int = Field(ge=1, le=64)
@@ -55,9 +55,9 @@ class DialogueTerms(Message):
 
 
 class Lease(Document):
-    """One unit of work for one node. A unit keeps its prompt and seeds when it is issued again, to whomever.
-    `deadline_ms` moves with every heartbeat that shows progress, up to `hard_deadline_ms`. `calibration` is the one
-    that the work is judged by, whatever is measured later; empty: by built-in limits."""
+    """One unit of work for one node. A unit keeps its prompt and seeds when it is issued again. `deadline_ms` moves
+    with every heartbeat that shows progress, up to `hard_deadline_ms`. `calibration` is the one that the work is judged
+    by; empty: built-in limits."""
 
     kind: ClassVar[str] = "lease"
     run: str
@@ -90,10 +90,10 @@ class Lease(Document):
 
 
 class LeaseRequest(Message):
-    """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer. `held`
-    are the leases that the worker still knows: its other ones end at once (None: nothing ends). `profile` is
-    engine/device/number format. Leases are for `policy`, which it has loaded (None: for the newest). If a newer one is
-    out, there are none, and the reply names it; a worker that cannot have it soon says `behind`."""
+    """Ask for up to `max_units` leases, waiting up to `wait_s`. The same `request` gets the same answer. `held`: the
+    leases that the worker still knows; its others end at once (None: nothing ends). `profile`: engine/device/number
+    format. `policy`: what it has loaded (None: the newest). If a newer policy is out, there are no leases, and the
+    reply names it; a worker that cannot fetch it soon says `behind`."""
 
     request: str = Field(min_length=8, max_length=64, pattern=PRINTABLE)
     max_units: int = Field(default=1, ge=1, le=MAX_LEASES_PER_REQUEST)
@@ -105,8 +105,8 @@ class LeaseRequest(Message):
 
 
 class LeaseReply(Message):
-    """The leases granted, or none and the reason in words (`waiting`). `held_back`: rules about this very node (its
-    window, newcomers' share, a suspension) are the reason. `policy` is the newest one."""
+    """The leases, or none with the reason (`waiting`). `held_back`: the reason is about this node (its window, the
+    share of newcomers, a suspension). `policy` is the newest one."""
 
     leases: tuple[SignedDocument, ...] = Field(default=(), max_length=MAX_LEASES_PER_REQUEST)
     waiting: str = Field(default="", max_length=2000)

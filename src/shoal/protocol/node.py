@@ -7,7 +7,7 @@ Both sides must speak the same `PROTOCOL_VERSION`: a hub learns a node's from it
     root key ─────────────────────────signs──► AdminAction        these, and whom the run trusts
 
 Every order is in the ledger and made once: its `id` is random, the hub remembers those of the last minutes, and refuses
-older ones by their date. So whoever sees one on its way can only deliver it.
+older ones by their date. So an intercepted one can only be delivered.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RoleCertificate(Document):
 
 
 class Vouch(Document):
-    """An owner's key says: this machine is mine. What it earns counts as the owner's, whatever becomes of it."""
+    """An owner's key says: this machine is mine. What it earns counts as the owner's."""
 
     kind: ClassVar[str] = "vouch"
     owner: PublicKey
@@ -71,7 +71,7 @@ class Vouch(Document):
 
 
 class ModelSize(Message):
-    """0 is unknown. No version takes more than `payload_bytes`, adapters and files included."""
+    """0 is unknown. No version is larger than `payload_bytes`, adapters and files included."""
 
     parameters: int = Field(default=0, ge=0)
     payload_bytes: int = Field(default=0, ge=0)
@@ -116,7 +116,7 @@ class Registration(Message):
 
 
 class HubClock(Document):
-    """What time it is at the hub, told to who dated a request wrongly. It names the request, so it answers no other."""
+    """The time at the hub, in answer to a request with a wrong date. It names the request, so it answers no other."""
 
     kind: ClassVar[str] = "hub-clock"
     run: str
@@ -126,9 +126,8 @@ class HubClock(Document):
 
 
 class NodeView(Message):
-    """A node as the hub sees it; also what a worker is told about itself. Three independent axes: trust
-    (`on_probation`, strikes), `liveness`, and sanction (`state`, until when). `window` is how many leases it may hold
-    now."""
+    """A node as the hub sees it. Three independent axes: trust (`on_probation`, strikes), `liveness`, and sanction
+    (`state`, until when). `window`: how many leases it may hold now."""
 
     node: str
     name: str
@@ -152,9 +151,8 @@ class NodeView(Message):
 
 
 class Heartbeat(Message):
-    """What a node is doing, and how fast (`counters`: e.g. tokens, busy_s, idle_s). `waiting_s` is how long the wait
-    has lasted. `progress` says how many tokens of each lease are generated so far: a lease on which something happens
-    is renewed."""
+    """What a node does, and its `counters` (e.g. tokens, busy_s, idle_s). `waiting_s`: how long it has waited.
+    `progress`: tokens generated of each lease; a lease that makes progress is renewed."""
 
     doing: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)
@@ -164,7 +162,7 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    """`deadlines` are those of the leases in the heartbeat's `progress`, renewed or not; ended leases are left out."""
+    """`deadlines`: of the leases in the heartbeat's `progress`; ended leases are left out."""
 
     node: NodeView
     policy: PolicyRef | None = None
@@ -210,7 +208,7 @@ class AdminRequest(Message):
 
 
 class AdminReply(Message):
-    """What came of it. `changed` is false if it was so already, or if this very action came before."""
+    """The result. `changed` is false if nothing changed, or if this very action came before."""
 
     changed: bool
     message: str

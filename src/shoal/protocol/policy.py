@@ -1,7 +1,7 @@
 """Policies: which weights. A policy is (incarnation, version, digest), signed.
 
-The digest covers the content (entries and chunk hashes), not the version, so equal weights have equal digests. An
-incarnation begins whenever a resume cannot reproduce a published digest; versions of different ones never mix.
+The digest covers the content (entries and chunk hashes), not the version, so equal weights have equal digests. A new
+incarnation begins when a resume cannot reproduce a published digest; versions of different incarnations never mix.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_name(name: str) -> str:
 
 
 def name_problem(name: str) -> str:
-    """What is wrong with a name, or nothing. No part between slashes may be empty, dots alone, or unprintable."""
+    """What is wrong with a name, or nothing. No part between slashes may be empty, only dots, or unprintable."""
     if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
         return f"it is longer than {MAX_NAME_BYTES} bytes"
     if not name.isprintable() or "\\" in name:
@@ -83,7 +83,7 @@ class Delta(Message):
 
 
 class LedgerHead(Document):
-    """The newest entry of the ledger: whoever holds an old one can detect a rollback."""
+    """The newest entry of the ledger; an old head can prove a rollback."""
 
     kind: ClassVar[str] = "ledger-head"
     run: str
@@ -92,8 +92,8 @@ class LedgerHead(Document):
 
 
 class PolicyManifest(Document):
-    """What one version consists of, signed by the trainer. `chunks` are those of the whole payload; only an `anchor`
-    offers them for download. A version that is none is reached from another one by its `deltas`."""
+    """The content of one version, signed by the trainer. `chunks` are those of the whole payload, which only an
+    `anchor` offers for download; other versions are made from another one with `deltas`."""
 
     kind: ClassVar[str] = "policy-manifest"
     run: str
@@ -110,7 +110,7 @@ class PolicyManifest(Document):
 
 
 class BroadcastHead(Document):
-    """The newest version that an origin offers, and the hash of its manifest's bytes. Monotone: never goes back."""
+    """The newest version of an origin, and the hash of its manifest's bytes. Never goes back."""
 
     kind: ClassVar[str] = "broadcast-head"
     run: str

@@ -1,8 +1,8 @@
-"""A private key that can be carried away: sealed with a passphrase, as one line of text.
+"""A private key sealed with a passphrase, as one line of text, to move it to another machine.
 
     passphrase ─ scrypt (128 MiB) ─► AES-256-GCM ─► {"shoal_key": 1, "public_key": …, "salt": …, "sealed": …}
 
-Who the key is stays readable; the seal covers that and the costs, so none of it can be exchanged.
+The owner of the key stays readable; the seal covers it and the costs, so neither can be changed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def seal(key: SigningKey, passphrase: str, cost: int = COST) -> str:
 
 
 def unseal(text: str, passphrase: str) -> SigningKey:
-    """The key inside, or `KeyFileError`: not a sealed key, another passphrase, or changed by somebody."""
+    """The key, or `KeyFileError`: not a sealed key, another passphrase, or changed."""
     frame = read_sealed(text)
     try:
         nonce, sealed = bytes.fromhex(frame.nonce), bytes.fromhex(frame.sealed)
@@ -68,7 +68,7 @@ def unseal(text: str, passphrase: str) -> SigningKey:
 
 
 def read_sealed(text: str) -> SealedKey:
-    """Whose a sealed key is can be read without the passphrase."""
+    """Whose key it is can be read without the passphrase."""
     try:
         return SealedKey.model_validate_json(text[:MAX_TEXT])
     except ValidationError as error:

@@ -2,12 +2,12 @@
 
     {"kind": "lease", "document": {...}, "signed_by": "<public key>", "signature": "<hex>"}
 
-The signature covers `shoal/<kind>/v1` and the canonical JSON of `document` *as it arrived*, so that readers with an
-older or newer message type verify it, too. The kind is inside, so that no document can stand in for another.
+The signature covers `shoal/<kind>/v1` and the canonical JSON of `document` *as it arrived*, so readers with an older or
+newer message type can verify it. The kind is included, so no document can replace one of another kind.
 
-A signed request carries five headers. The signature covers the method, the run, the path with its query, the node, the
-time, the nonce and the hash of the body: nothing in a request can be changed, replayed or sent to another run. The hash
-of the body is a header, so that a server can tell who is asking before it reads a byte of it.
+A signed request has five headers. The signature covers the method, the run, the path with its query, the node, the
+time, the nonce and the hash of the body, so nothing can be changed, replayed or sent to another run. The hash is a
+header, so a server knows who is asking before it reads the body.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Message(BaseModel):
 
 
 class Document(Message):
-    """A message that is signed; `kind` separates the domains of signatures."""
+    """A message that is signed; `kind` separates signatures of different kinds."""
 
     kind: ClassVar[str]
 
@@ -102,7 +102,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def document_hash(signed: SignedDocument | str) -> str:
-    """Names a signed document, signature included: what a ledger row points to. `str`: the document as JSON."""
+    """Names a signed document with its signature; ledger rows refer to it. `str`: the document as JSON."""
     values = json.loads(signed) if isinstance(signed, str) else signed.model_dump(mode="json")
     return hashlib.sha256(b"shoal/evidence/v1\n" + canonical_json(values)).hexdigest()
 

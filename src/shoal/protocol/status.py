@@ -1,7 +1,7 @@
 """The run as a person sees it: ledger entries, who waits for whom, recent verdicts; and why something happened.
 
-The seeds of a unit, and leases, which hold them, are told only once the unit is decided: until then somebody may still
-get it.
+Seeds of a unit, and leases (which contain them), are shown only when the unit is decided: until then it may be issued
+again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RecentVerdict(Message):
 
 
 class OwnerOrders(Message):
-    """What the run's owner has ordered, since when and why. `drained`: it drains, and nothing is out any more."""
+    """The owner's orders, since when and why. `drained`: draining is complete."""
 
     conduct: Conduct = "running"
     since_ms: Milliseconds = 0
@@ -60,9 +60,9 @@ class OwnerOrders(Message):
 
 
 class RunStatus(Message):
-    """Everything `shoal status` and the dashboard show. `nodes` are those that matter most of very many; `node_counts`
-    counts all, by `role.state`. `outbox`: entries that wait to be appended to the ledger. `pools`: tasks by difficulty,
-    if they are drawn by it. `no_sample`: groups that the validators could not score since they were started.
+    """Everything `shoal status` and the dashboard show. `nodes`: the most important ones if there are very many;
+    `node_counts`: all, by `role.state`. `outbox`: entries that wait to be appended to the ledger. `pools`: tasks by
+    difficulty, if they are drawn by it. `unscored`: groups that the validators could not score since they were started.
     `standstill`: who is missing to train, check or work, why, and what to do."""
 
     run: str
@@ -87,13 +87,12 @@ class RunStatus(Message):
     outbox_since_ms: Milliseconds | None = Field(default=None)
     pools: dict[str, int] = Field(default={})
     evaluations: tuple[Evaluation, ...] = Field(default=())
-    no_sample: int = Field(default=0, ge=0)
+    unscored: int = Field(default=0, ge=0)
     standstill: tuple[str, ...] = Field(default=())
 
 
 class Problem(Message):
-    """The body of every error answer: a stable code for programs, a sentence for people. `clock`: a signed `HubClock`,
-    when a request was refused for its date (`auth.skew`)."""
+    """The body of every error answer: a code for programs, a message for people. `clock`: with `auth.skew`."""
 
     code: str
     message: str
@@ -116,7 +115,7 @@ class EvidencePage(Message):
 
 
 class WitnessedHead(Document):
-    """A witness says: at this time the ledger ended with this row, and everything that I had seen before led to it."""
+    """A witness says: at this time the ledger ended with this row, and all rows that I saw before lead to it."""
 
     kind: ClassVar[str] = "ledger-witness"
     run: str
@@ -131,7 +130,7 @@ CreditState = Literal["none", "pending", "final", "void"]
 
 
 class LeaseStory(Message):
-    """A lease and how it ended, in a sentence. `document` is the signed lease, once its unit is decided."""
+    """A lease and how it ended. `document` is the signed lease, once its unit is decided."""
 
     lease: str
     unit: int
@@ -149,8 +148,8 @@ class LeaseStory(Message):
 
 
 class SubmissionStory(Message):
-    """A submission, what was found, by which rule it was decided, and what that brought or cost. `verdict` is the
-    validator's signed one; `receipt` the hub's signed promise."""
+    """A submission, what was found, the rule that decided, and its credit. `verdict` is the validator's signed one;
+    `receipt` the hub's."""
 
     submission: str
     lease: str
@@ -193,8 +192,8 @@ class UnitStory(Message):
 
 
 class NodeStory(Message):
-    """What the hub holds of a node, and what it can be appealed with. `refused` and `recent` are newest first.
-    `ledger`: what made or unmade its standing, oldest first. `record` sums what audits saw of it recently."""
+    """What the hub holds of a node, for an appeal. `refused` and `recent`: newest first. `ledger`: what changed its
+    standing, oldest first. `record`: sums of recent audits."""
 
     run: str
     node: NodeView
@@ -222,5 +221,5 @@ class NodePage(Message):
 
 
 def behind(sanction: LedgerEntry, ledger: tuple[LedgerEntry, ...]) -> list[dict[str, Any]]:
-    """The bodies of the rejections that a sanction followed from: those written down in the same moment."""
+    """The bodies of the rejections behind a sanction: those of the same moment."""
     return [entry.body for entry in ledger if entry.kind == "rejected" and entry.at_ms == sanction.at_ms]

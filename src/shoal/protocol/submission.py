@@ -1,12 +1,13 @@
-"""Submissions: what a worker submits (bulk: msgpack + zstd), and the receipt that the hub promises with.
+"""Submissions: what a worker submits (bulk: msgpack + zstd), and the hub's receipt.
 
-Token ids travel as little-endian uint32, log-probabilities as float32: no list of a million Python integers is built.
+Token ids travel as little-endian uint32, log-probabilities as float32, so no list of a million Python integers is
+built.
 
-Spans (`pack_spans`) of tool tokens are (start, length) pairs as little-endian uint32, in order, apart from each other.
-A span never begins a completion, for the model speaks first, and never ends one.
+Spans (`pack_spans`) of tool tokens are (start, length) pairs as little-endian uint32, in order, not touching. A span
+never begins a completion (the model speaks first) and never ends one.
 
-Progress that is shown (`ShownProgress`): finished chunks of a lease that a node on probation is still generating. They
-can be checked before the group is finished, and must begin what is submitted later.
+Shown progress (`ShownProgress`): finished chunks of a lease that a node on probation is still generating. They can be
+checked before the group is finished, and the submission must begin with them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Rollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
 
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A finished group. It names its lease and the policy that produced it; the validator believes neither."""
+    """A finished group. It names its lease and policy; the validator believes neither."""
 
     format: int
     run: ShortText
@@ -83,7 +84,7 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pack_tokens(token_ids: npt.ArrayLike) -> bytes:
-    import numpy as np  # here, for whoever only moves messages and weights does without it
+    import numpy as np  # here, because relays do not need numpy
 
     return np.asarray(token_ids).astype("<u4").tobytes()
 
@@ -106,8 +107,8 @@ def submission_digest(body: bytes) -> str:
 
 
 class Receipt(Document):
-    """The hub's promise: these bytes are on its disk, and will be judged. `ledger` is the ledger's head at that time:
-    whoever keeps receipts can show that the ledger was rewritten later."""
+    """The hub's promise: these bytes are on its disk and will be judged. `ledger` is the head at that time; a kept
+    receipt can prove that the ledger was rewritten later."""
 
     kind: ClassVar[str] = "receipt"
     run: str
@@ -130,7 +131,7 @@ def pack_spans(spans: Iterable[tuple[int, int]]) -> bytes:
 
 
 def unpack_spans(data: bytes, tokens: int) -> Spans:
-    """The spans of a completion of so many tokens, or a `ProtocolError` that says why they are none."""
+    """The spans of a completion of so many tokens, or a `ProtocolError` with the reason."""
     if not data:
         return ()
     if len(data) % PAIR_BYTES:
@@ -140,7 +141,7 @@ def unpack_spans(data: bytes, tokens: int) -> Spans:
     for start, length in spans:
         if length == 0 or start <= end or start + length >= tokens:
             raise ProtocolError(
-                f"{length} tokens from token {start} on cannot have been given: they are none, touch what was given "
+                f"{length} tokens from token {start} on cannot be tool tokens: they are empty, touch those "
                 f"before, or begin or end the {tokens} tokens"
             )
         end = start + length
@@ -162,8 +163,8 @@ SHOWN_BYTES = 1024 * 1024
 
 
 class ShownChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Finished chunks of one rollout from token `start` on, with their proofs. A chunk has `proof.rows` tokens; only
-    the last one of a finished rollout may have fewer."""
+    """Finished chunks of one rollout from token `start` on, with proofs. A chunk has `proof.rows` tokens; only a
+    finished rollout's last one may have fewer."""
 
     rollout: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUP)]
     start: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEW_TOKENS)]
@@ -172,13 +173,13 @@ class ShownChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShownProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is new of a lease since the last message, a rollout at most once. The same again is harmless."""
+    """The new chunks of a lease since the last message, each rollout at most once. Repeating it is harmless."""
 
     chunks: Annotated[list[ShownChunks], msgspec.Meta(min_length=1, max_length=MAX_GROUP)]
 
 
 class ProgressReply(Message):
-    """How many tokens of each rollout the hub has; the next chunks begin there. `deadline_ms` is the lease's now."""
+    """The tokens of each rollout that the hub has; the next chunks begin there. `deadline_ms`: of the lease now."""
 
     tokens: tuple[int, ...] = Field(max_length=MAX_GROUP)
     deadline_ms: Milliseconds

@@ -1,14 +1,14 @@
 """Verdicts: what a validator found. The reward is computed here and nowhere else.
 
 Branches: does tolerance buy reward? Where a token passes only by the tolerance, the validator decodes what the seed
-gives instead, and scores both. Honest rounding does not know the reward: the difference is as often negative as
-positive. Whoever chose the branch that pays has more positive ones.
+gives instead, and scores both. Honest rounding does not know the reward, so the difference is as often negative as
+positive. A worker that chose the branch that pays has more positive differences.
 
 The evidence is the wealth of a gambler who bets on positive differences and begins with 1. If they are no likelier than
-negative ones (but for `MARGIN`), the wealth exceeds 10⁶ once in 10⁶ gamblers at most, however long one plays and
-whenever one looks (Ville's inequality). One part of the wealth is staked at each difference, so that a node that was
-honest for long is found out as well: 1/2 at the first, 1/6 at the second, 1/(n(n+1)) at the nth; each part is spread
-evenly over five sizes of bets.
+negative ones (up to `MARGIN`), the wealth exceeds 10⁶ at most once in 10⁶ gamblers, however long one plays and whenever
+one looks (Ville's inequality). A part of the wealth is staked at each difference, so that a node that was honest for
+long is found out as well: 1/2 at the first, 1/6 at the second, 1/(n(n+1)) at the nth; each part is spread evenly over
+five sizes of bets.
 
 Evaluation while training: held-out tasks that validators answer with a published policy, slice by slice.
 
@@ -31,24 +31,23 @@ from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocume
 from shoal.protocol.submission import ShownPrefix
 
 BETS = (0.1, 0.2, 0.4, 0.6, 0.8)
-MARGIN = 0.04  # among unequal pairs, 52 % in the submission's favour are nobody's fault
+MARGIN = 0.04  # 52 % of unequal pairs in favour of the submission are allowed
 ENOUGH = 1e6  # the evidence that a strike needs
-FORGOTTEN = 1e3  # what the evidence must fall to until owners or newcomers are trusted again
+FORGOTTEN = 1e3  # below this evidence owners and newcomers are trusted again
 LEAST_LOG = -700.0
 LOOK_SHARE, FIRST_SHARE, FIRST_AUDITS = 0.02, 0.08, 50  # of the tokens of a node; of its first groups
 
 
 def look_share(audits: int, evidence: float) -> float:
-    """Of which share of a node's tokens branches are decoded: a fiftieth in the long run, more while nothing is known
-    of a node, all of one that is nearly found out. It depends on what was seen before alone, so that the evidence keeps
-    its meaning."""
+    """The share of a node's tokens of which branches are decoded: a fiftieth in the long run, more for new nodes, all
+    of a node that is nearly found out. It depends only on what was seen before, so the evidence keeps its meaning."""
     base = FIRST_SHARE if audits < FIRST_AUDITS else LOOK_SHARE
     return float(min(1.0, base * min(100.0, max(1.0, evidence)) ** 3))
 
 
 class Branches(Message):
-    """Of `looked` branches, with `tokens` decoded tokens, those whose reward was another one. A difference is
-    reward(submitted) - reward(seed's branch), as a share of the range of its group's rewards, from -1 to 1."""
+    """Of `looked` branches, with `tokens` decoded tokens, those with another reward. A difference is reward(submitted)
+    - reward(seed's branch) as a share of the range of the group's rewards, from -1 to 1."""
 
     looked: int = Field(default=0, ge=0, le=MAX_GROUP)
     tokens: int = Field(default=0, ge=0)
@@ -56,8 +55,8 @@ class Branches(Message):
 
 
 class GainEvidence(Message):
-    """The evidence that tolerance was used to gain reward: of a node, an owner, or all newcomers. `stakes` are the
-    logarithms of the stakes on each size of bet by now; what was not staked yet is 1/(differing + 1).
+    """The evidence that tolerance was used to gain reward: of a node, an owner, or all newcomers. `stakes`: logarithms
+    of the stakes on each size of bet; 1/(differing + 1) is not staked yet.
 
     >>> round(GainEvidence().after([1.0]).value, 4)  # 1/2 is not staked, 1/2 has grown by 0.96 × 0.42 on average
     1.2016
@@ -68,7 +67,7 @@ class GainEvidence(Message):
     stakes: tuple[float, ...] = Field(default=(LEAST_LOG,) * len(BETS), min_length=len(BETS), max_length=len(BETS))
 
     def after(self, differences: Iterable[float]) -> GainEvidence:
-        """With further differences; those of equal rewards say nothing."""
+        """With further differences; equal rewards do not count."""
         count, gained, stakes = self.differing, self.gained, list(self.stakes)
         for difference in differences:
             bounded = max(-1.0, min(1.0, difference))
@@ -82,7 +81,7 @@ class GainEvidence(Message):
         return GainEvidence(differing=count, gained=gained, stakes=tuple(stakes))
 
     def without(self, part: float) -> GainEvidence:
-        """Less by a factor: what a node was struck for is not held against others."""
+        """Reduced by a factor: what a node was struck for does not count against others."""
         lower = tuple(max(LEAST_LOG, log - math.log(part)) for log in self.stakes)
         return self.model_copy(update={"stakes": lower})
 
@@ -113,7 +112,7 @@ class Severity(StrEnum):
 
 
 class CheckResult(Message):
-    """Whether it held, the numbers it saw, and a sentence for the contributor if it did not."""
+    """Whether the check passed, its numbers, and a message for the contributor if it did not."""
 
     check: str = Field(max_length=64)
     passed: bool
@@ -121,7 +120,7 @@ class CheckResult(Message):
     message: str = Field(default="", max_length=500)
 
 
-# Bounded so that no reward, however it came about, turns into an infinite advantage in float32.
+# Bounded, so that no reward becomes an infinite advantage in float32.
 Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 
 
@@ -132,7 +131,7 @@ class RolloutReward(Message):
 
 class Sums(Message):
     """One channel of the evidence, in units of its noise: what was `seen`, what is `expected` of honest work at most,
-    and the variance of what a submission shares (`shoal.validator.evidence`)."""
+    and the variance that a submission shares (`shoal.validator.evidence`)."""
 
     seen: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     expected: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -147,8 +146,8 @@ NOTHING = Sums()
 
 
 class Tally(Message):
-    """What audits saw of rounding, in sums: of one submission, or of what a node submitted recently. `accidents` of the
-    `proofs` were quite wrong, as happens in coarse arithmetic; they count in the channel of that name alone."""
+    """Sums of rounding errors that audits saw: of one submission, or of a node's recent submissions. `accidents` of the
+    `proofs` were far off, as happens in coarse arithmetic; they count only in the channel of that name."""
 
     tokens: int = Field(default=0, ge=0)
     proofs: int = Field(default=0, ge=0)
@@ -166,14 +165,14 @@ class Tally(Message):
 
 
 Depth = Literal["full", "light", "progress"]
-"""A light audit makes every check that needs no prefill, and computes the reward; for nodes with a long record. An
-audit of progress is of a rollout that is not finished: what a node on probation showed of it."""
+"""A light audit, for nodes with a long record, makes the checks that need no prefill, and computes the reward. An audit
+of progress is of an unfinished rollout, as far as a node on probation has shown it."""
 
 
 class Verdict(Document):
-    """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`.
-    `unreproducible`: parts of the rewards that nobody else can compute again. `unsure_rate`: how likely honest work of
-    this kind and length is to be unsure. `measured`: the limits are of the worker's very kind."""
+    """The result of an audit, signed by the validator. `reason` is a code such as `sampling.seed`. `unreproducible`:
+    parts of the rewards that nobody else can compute. `unsure_rate`: how likely honest work of this kind and length is
+    to be unsure. `measured`: the limits are of the worker's own kind."""
 
     kind: ClassVar[str] = "verdict"
     run: str
@@ -206,13 +205,13 @@ MAX_BODIES_PER_REQUEST = 64
 
 
 class VerdictReport(Message):
-    """Signed `Verdict`s, taken one by one in one transaction: a refused one does not hold up the others."""
+    """Signed `Verdict`s, handled one by one in one transaction: a refused one does not stop the others."""
 
     verdicts: tuple[SignedDocument, ...] = Field(min_length=1, max_length=MAX_VERDICTS_PER_REPORT)
 
 
 class RefusedVerdict(Message):
-    """A verdict that was not taken: the status and code that it would have got alone, and a sentence."""
+    """A verdict that was not taken: its status, code and message."""
 
     submission: str
     status: int
@@ -231,14 +230,13 @@ class SubmissionBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Readiness = Literal["no", "idle", "now", "only"]
-"""Whether a validator evaluates: never, when nothing waits to be checked, even if something does, or that alone now."""
+"""Whether a validator evaluates: not now, if nothing waits for an audit, in any case, or nothing else."""
 
 
 class AuditRequest(Message):
-    """A validator asks for submissions to check, waiting up to `wait_s` for one. What it claimed before and neither
-    judged nor names in `left` is given out again at once. `left` are those to try later, and leases of its own that it
-    could not generate. `generates` is the kind of its engine, if it is ready to generate units that nobody could
-    judge."""
+    """A validator asks for submissions to check, waiting up to `wait_s`. What it claimed before and neither judged nor
+    names in `left` is given out again at once. `left`: audits to try later, and leases of its own that failed.
+    `generates`: the kind of its engine, if it is ready to generate units that nobody could judge."""
 
     max_audits: int = Field(default=8, ge=1, le=256)
     wait_s: float = Field(default=0, ge=0, le=60)
@@ -248,11 +246,11 @@ class AuditRequest(Message):
 
 
 class Audit(Message):
-    """One submission to check: its bytes are at `GET /submissions?name=…`. Each rollout must begin with what was
+    """One submission to check; its bytes are at `GET /submissions?name=…`. Each rollout must begin with what was
     `shown` of it. With the depth `progress` it is a lease at work: the shown tokens and proofs of one rollout. Of a
-    `newcomer` one rollout is checked first, and the others only if that one does not fail for certain. A `trusted` one
-    was generated by a validator. `record` and `gains` are its node's evidence so far, `look_share` the share of its
-    tokens of which branches are decoded; `distrusted`: the evidence of its owner, or of newcomers, suffices."""
+    `newcomer` one rollout is checked first. A `trusted` one was generated by a validator. `record` and `gains` are the
+    evidence of its node so far, `look_share` the share of its tokens of which branches are decoded; `distrusted`: the
+    evidence of its owner, or of newcomers, suffices."""
 
     submission: str
     size_bytes: int

@@ -1,17 +1,16 @@
-"""What completions are worth, computed: scoring in processes with limits, length budgets, judges, and their sum.
+"""Scores completions: in child processes with limits, and with judges.
 
-    protocol    Job, Scorer, NotBegun: completions in, scores or failures out; ScoringPatience
-    pool        ScoringPool: in processes of their own, with limits; who is to blame for a job that ends its process
-    child       what runs in it
-    frames      what the two say to each other
-    panel       Panel: judges beside the task's own reward, and how their words count
-    classifier  Classifier: a Hugging Face sequence classifier, run here
-    chat        ChatJudge: a model behind an OpenAI-compatible address
+    pool        Job, Scorer, NotStarted: completions in, scores or failures out; ScoringPool: scoring in child
+                processes, with limits (ScoringPatience); decides who is to blame if a job ends its process
+    child       the child process
+    frames      the messages between parent and child
+    panel       Panel: judges that add to the task's own reward
+    classifier  Classifier: a Hugging Face sequence classifier as a judge
+    chat        ChatJudge: a model behind an OpenAI-compatible address as a judge
 
-Needs no tensor library unless a classifier is asked for.
+Only the classifier needs a tensor library.
 """
 
-from shoal.rewards.pool import ScoringPool
-from shoal.rewards.protocol import DirectScorer, Job, NotBegun, Scorer, ScoringPatience
+from shoal.rewards.pool import DirectScorer, Job, NotStarted, Scorer, ScoringPatience, ScoringPool
 
-__all__ = ["DirectScorer", "Job", "NotBegun", "Scorer", "ScoringPatience", "ScoringPool"]
+__all__ = ["DirectScorer", "Job", "NotStarted", "Scorer", "ScoringPatience", "ScoringPool"]

@@ -1,13 +1,13 @@
-"""A judge behind an OpenAI-compatible address: asked for a number from 0 to 10, which becomes 0 to 1.
+"""A judge behind an OpenAI-compatible address. It gives a number from 0 to 10, which becomes 0 to 1.
 
-    piece ─► one message ─► POST {url}/chat/completions ─┬─ the last line has a number: that is it
-                                 ▲                       ├─ no number ─► asked once more ─► unscored
-                                 └── back-off ───────────┼─ 429, 5xx, no answer in time, a broken connection
-                                                         └─ another refusal ─► unscored
+    text ─► one message ─► POST {url}/chat/completions ─┬─ a number in the last line ─► the score
+                                ▲                       ├─ no number ─► asked once more ─► unscored
+                                └── back-off ───────────┼─ 429, 5xx, no answer in time, a broken connection
+                                                        └─ another refusal ─► unscored
 
-The key is in the environment variable SHOAL_JUDGE_KEY, never in a recipe. A completion may try to talk to the judge: it
-stands between two lines that it cannot know, the judge is told that it is data, and only the last line of the judge's
-own answer counts. That makes it harder, not impossible: a judge's word is not proof, and verdicts mark it so.
+The key is in the environment variable SHOAL_JUDGE_KEY, never in a recipe. A completion may try to instruct the judge.
+So it stands between two lines that it cannot predict, the judge is told that it is data, and only the last line of the
+judge's answer counts. This makes such attacks harder, not impossible; verdicts mark the judge's part as not provable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import httpx
 
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
-from shoal.rewards.panel import Piece
+from shoal.rewards.panel import JudgedText
 from shoal.runtime.clock import Backoff
 from shoal.runtime.exchange import check_plain
 from shoal.runtime.stop import StopToken
@@ -56,18 +56,18 @@ it, a number from 0 (useless) to 10 (could not be better)."""
 HOLES = re.compile(r"\{(prompt|completion|answer)\}")
 NUMBER = re.compile(r"(?<![\w.])(-?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*10)?(?![\w.]*\d)")
 
-TRIAL = Piece("What is 2 + 2?", "4", "4")
+TRIAL = JudgedText("What is 2 + 2?", "4", "4")
 BUSY = frozenset({408, 425, 429})
 ADVICE = dict.fromkeys((401, 403), f"put its key into {KEY}, in the environment of the validator")
 ADVICE[404] = "its url must end where /chat/completions follows, usually in /v1, and it must have the judge's model"
 
 
 class UnreadableAnswer(Exception):
-    """The judge answered, and there is no number in it."""
+    """The judge answered, without a number."""
 
 
 class ChatJudge:
-    """Implements `PartJudge`. At most `AT_ONCE` questions are under way; each has a deadline, and all together."""
+    """Implements `PartJudge`. At most `AT_ONCE` requests run; each has a deadline, and so have all together."""
 
     def __init__(
         self, settings: JudgeSettings, stop: StopToken, backoff: Backoff = Backoff(first_s=0.5, most_s=LONGEST_PAUSE_S)
@@ -76,7 +76,7 @@ class ChatJudge:
         self._where = f"the judge {settings.label} at {settings.url}"
 
     def prepare(self) -> None:
-        """Ask once. What no waiting would mend (a bad address or key) is an `EnvironmentSetupError`."""
+        """Ask once. A permanent problem (a wrong address or key) is an `EnvironmentSetupError`."""
         check_address(self._settings)
         name = self._where
 
@@ -89,15 +89,15 @@ class ChatJudge:
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
             if 400 <= status < 500 and status not in BUSY:
-                told = ADVICE.get(status, "look at its url, model and prompt (environment.judges)")
-                raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {status}: {told}") from None
+                detail = ADVICE.get(status, "look at its url, model and prompt (environment.judges)")
+                raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {status}: {detail}") from None
             log.warning("%s answers with HTTP %d; until that changes, no group gets a reward", name, status)
         except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
             log.warning("%s does not answer (%s); until it does, no group gets a reward", name, type(error).__name__)
         except UnreadableAnswer as error:
-            log.warning("%s gave no number from 0 to 10 in its last line when it was tried: %s", name, error)
+            log.warning("%s has no number from 0 to 10 in its last line when it was tried: %s", name, error)
 
-    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+    def values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]:
         try:
             check_address(self._settings)
         except EnvironmentSetupError as error:
@@ -107,7 +107,7 @@ class ChatJudge:
     def close(self) -> None:
         """Nothing stays open between questions."""
 
-    async def _values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+    async def _values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]:
         free, rounds = asyncio.Semaphore(AT_ONCE), -(-len(pieces) // AT_ONCE)
         async with self._client() as client:
             asked = [asyncio.create_task(self._value(client, free, piece)) for piece in pieces]
@@ -123,33 +123,35 @@ class ChatJudge:
         late = ScoringFailure(f"{self._where} took too long in all")
         return [late if each.cancelled() else each.result() for each in asked]
 
-    async def _value(self, client: httpx.AsyncClient, free: asyncio.Semaphore, piece: Piece) -> float | ScoringFailure:
-        said, unreadable = "", 0
+    async def _value(
+        self, client: httpx.AsyncClient, free: asyncio.Semaphore, piece: JudgedText
+    ) -> float | ScoringFailure:
+        problem, unreadable = "", 0
         async with free:
             for attempt in range(TRIES):
                 pause_s = self._backoff.wait_s(attempt)
                 try:
                     return grade(await self._ask(client, piece))
                 except UnreadableAnswer as error:
-                    said, unreadable = f"gave no number from 0 to 10 in its last line ({error})", unreadable + 1
+                    problem, unreadable = f"has no number from 0 to 10 in its last line ({error})", unreadable + 1
                     if unreadable > 1:
                         break
                 except httpx.HTTPStatusError as error:
                     status = error.response.status_code
-                    said = f"answered with HTTP {status}"
+                    problem = f"answered with HTTP {status}"
                     if status != 429 and status < 500:
                         break
                     with suppress(ValueError):
                         asked_s = float(error.response.headers.get("retry-after", "0"))
                         pause_s = max(pause_s, min(LONGEST_PAUSE_S, asked_s))
                 except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
-                    said = f"did not answer ({type(error).__name__})"
-                except (httpx.InvalidURL, ValueError) as error:  # of what was to be sent: no waiting mends it
-                    said = f"could not be asked ({type(error).__name__})"
+                    problem = f"did not answer ({type(error).__name__})"
+                except (httpx.InvalidURL, ValueError) as error:  # of the request: another attempt fails, too
+                    problem = f"could not be asked ({type(error).__name__})"
                     break
                 await asyncio.sleep(pause_s)
-        log.warning("%s %s", self._where, said)
-        return ScoringFailure(f"{self._where} {said}")
+        log.warning("%s %s", self._where, problem)
+        return ScoringFailure(f"{self._where} {problem}")
 
     def _client(self) -> httpx.AsyncClient:
         key = os.environ.get(KEY, "")
@@ -157,13 +159,13 @@ class ChatJudge:
         own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
         return httpx.AsyncClient(headers=headers, timeout=None, trust_env=not own)
 
-    async def _ask(self, client: httpx.AsyncClient, piece: Piece) -> str:
+    async def _ask(self, client: httpx.AsyncClient, piece: JudgedText) -> str:
         body = {
             "model": self._settings.model, "temperature": 0, "max_tokens": MAX_TOKENS,
             "messages": [{"role": "user", "content": question(self._settings.prompt or DEFAULT_PROMPT, piece)}],
         }  # fmt: skip
         address, answer = self._settings.url.rstrip("/") + "/chat/completions", bytearray()
-        # httpx limits single receives only: a head that comes drop by drop would hold its caller for ever
+        # httpx limits single receives only: a slow stream of small pieces would never end
         async with asyncio.timeout(self._settings.timeout_s), client.stream("POST", address, json=body) as response:
             response.raise_for_status()
             check_plain(response)
@@ -194,8 +196,8 @@ def check_address(settings: JudgeSettings) -> None:
         raise EnvironmentSetupError(f"the key in {KEY} has a space, line break or letter beyond ASCII: copy it again")
 
 
-def question(template: str, piece: Piece) -> str:
-    """The template with its holes filled in one go: what is filled in may look like a hole, and is none."""
+def question(template: str, piece: JudgedText) -> str:
+    """The template, filled in one pass: a placeholder inside a completion stays text."""
     fence = f"=== {hashlib.sha256(piece.completion.encode(errors='replace')).hexdigest()[:24]} ==="
     fill = {"prompt": piece.prompt, "completion": f"{fence}\n{piece.completion}\n{fence}", "answer": piece.answer}
     text = HOLES.sub(lambda hole: fill[hole[1]], template)

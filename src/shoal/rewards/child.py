@@ -1,11 +1,11 @@
-"""A scoring process: builds the environment, then scores what it is sent until its parent is gone.
+"""A scoring process: builds the environment, then scores jobs until its parent ends.
 
-    stdin, stdout ─► descriptors of its own; what the environment's code prints goes to stderr and corrupts nothing
-    processor time of a job ─► a timer of the kernel: the process dies of SIGPROF, whatever it is doing
-    memory of a job ─────────► a limit of the kernel on what is written to: MemoryError
-    the parent is gone ──────► a thread sees the pipe close and ends the process and all that it started
+    stdin, stdout ─► moved to other descriptors; prints of the environment's code go to stderr
+    processor time of a job ─► a timer of the kernel kills the process by SIGPROF
+    memory of a job ─────────► a limit of the kernel on data: MemoryError
+    end of the parent ───────► a thread sees the pipe close and kills the process and its children
 
-Run by `ScoringPool` as `python -m shoal.rewards.child`; not for people.
+`ScoringPool` starts it as `python -m shoal.rewards.child`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 def _follow_parent(source: int) -> None:
     waiter = select.poll()
-    waiter.register(source, 0)  # only the end of it
+    waiter.register(source, 0)  # only hang-ups
     waiter.poll()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -56,7 +56,7 @@ def _serve(source: int, sink: int) -> None:
         return
     try:
         environment = build(EnvironmentSettings.model_validate_json(setup.settings))
-    except Exception as error:  # noqa: BLE001 - data and files of the owner's: whatever it is, the parent must hear it
+    except Exception as error:  # noqa: BLE001 - the owner's data and files may raise anything
         write_message(sink, frames.Ready(problem=f"{type(error).__name__}: {error}"[:1000]))
         return
     _warm_up(environment)
@@ -66,21 +66,21 @@ def _serve(source: int, sink: int) -> None:
         for task, completion in work.jobs:
             answer = _answer(environment, task, frames.as_text(completion), setup.seconds, sink)
             if os.getpid() != pid:
-                os._exit(0)  # the reward function has forked, and this is the copy
+                os._exit(0)  # a child that the reward function has forked
             write_message(sink, answer)
 
 
 def _answer(environment: Environment, task_id: str, completion: str, seconds: float, sink: int) -> JobAnswer:
     try:
         task = environment.task(task_id)
-        # What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count
+        # A program in a sandbox has its own limits; the parent must wait at least so long.
         known = TASK_TYPES.get(task.kind, task.kind) in GRADERS
         chosen = grader_of(task.kind) if known else None
         allowed_s = chosen.clock_s(task.answer) if isinstance(chosen, PatientGrader) else 0.0
         if allowed_s > 0:
             write_message(sink, frames.Allows(allowed_s))
-        # Processor time of all threads; the signal's default action ends the process, C code or not
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler of the owner's may have taken it
+        # Processor time of all threads. The signal's default action ends the process, in C code, too.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the owner's code may have changed it
         signal.setitimer(signal.ITIMER_PROF, seconds)
         score = environment.score(task, completion)
         parts = {str(name): float(value) for name, value in score.parts.items()}
@@ -93,14 +93,14 @@ def _answer(environment: Environment, task_id: str, completion: str, seconds: fl
             cause = cause.__cause__ or cause.__context__
         if cause is not None:
             return JobAnswer(needs_memory=True)
-        told = str(error) if isinstance(error, ScoringFailure) else f"scoring raised {type(error).__name__}: {error}"
-        return JobAnswer(failure=told[:1000].encode(errors="replace").decode())
+        detail = str(error) if isinstance(error, ScoringFailure) else f"scoring raised {type(error).__name__}: {error}"
+        return JobAnswer(failure=detail[:1000].encode(errors="replace").decode())
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _warm_up(environment: Environment) -> None:
-    """Score a few tasks, one of each kind, before anything is limited: what is imported then counts against no job."""
+    """Score one task of each kind before the limits begin, so that imports count against no job."""
     tasks, kinds = environment.tasks("train"), set()
     for index in range(min(TASKS_TRIED, len(tasks))):
         try:
@@ -109,13 +109,13 @@ def _warm_up(environment: Environment) -> None:
                 kinds.add(task.kind)
                 for completion in ("", task.answer):
                     environment.score(task, completion)
-        except Exception as error:  # noqa: BLE001 - if it matters, it will happen again when it counts
+        except Exception as error:  # noqa: BLE001 - a real problem will occur again in a job
             print(f"while warming up: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
 
 
 def _limit_memory(size_bytes: int) -> str:
-    """Bound what this process writes to beyond what it has now; what cannot be bounded is returned. Not the address
-    space: mappings of data sets are no use of memory. Only the soft limit: what a sandbox starts has its own."""
+    """Limit the data that this process may add from now on; returns why it cannot be limited. The address space is not
+    limited: mapped data sets take none. Only the soft limit is set: a sandbox sets its own."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
@@ -127,7 +127,7 @@ def _limit_memory(size_bytes: int) -> str:
 
 
 def _own_pipes() -> tuple[int, int]:
-    """Standard input and output under other numbers. What is printed goes to stderr, and nothing can be read."""
+    """Standard input and output under other numbers; prints go to stderr, and reads give nothing."""
     source, sink = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,12 +1,12 @@
 """A Hugging Face sequence classifier as a judge: run by the validator itself, in batches, on a CPU or a GPU.
 
-    one label          its logit, as it is: a reward model's number
-    several labels     the probability of the one called "positive" (or "LABEL_…", …: of the last one)
+    one label          its logit: a reward model's number
+    several labels     the probability of the label "positive", or else of the last one
 
-The text is the model's own chat template over the conversation, or without one the prompt, an empty line, and the
-completion; what is too long loses its beginning. Control tokens that a text spells are spelt out letter by letter: no
-completion can end its turn or speak as somebody else. Numbers are rounded to 4 digits, for they depend a little on the
-size of the batch. Weights are read from safetensors only, and no code of the folder is run.
+The text is the conversation in the model's chat template; without a template the prompt, an empty line and the
+completion. A text that is too long loses its beginning. A control token inside a message is encoded letter by letter,
+so no completion can end its turn or start another. Numbers are rounded to 4 digits: they depend slightly on the batch
+size. Weights are read from safetensors only, and no code of the folder is run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models.prompts import CLOSING, OPENING
-from shoal.rewards.panel import Piece
+from shoal.rewards.panel import JudgedText
 
 log = logging.getLogger(__name__)
 
 BATCH, DIGITS, POSITIVE = 16, 4, "positive"
-NO_BOUND = 10**9  # what tokenizers say that know none
+NO_BOUND = 10**9  # when neither tokenizer nor model has a limit
 NO_CHARACTER = "\ufffd"
 
 
@@ -36,7 +36,7 @@ class Classifier:
         self._model: Any = None
         self._tokenizer: Any = None
 
-    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+    def values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]:
         try:
             self.prepare()
             texts = [self._ids(piece) for piece in pieces]
@@ -46,18 +46,18 @@ class Classifier:
             return [ScoringFailure(str(error))] * len(pieces)
         except Exception as error:
             log.debug("the classifier failed", exc_info=True)
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
-            return [ScoringFailure(f"the classifier in {self._folder} failed: {told}")] * len(pieces)
+            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+            return [ScoringFailure(f"the classifier in {self._folder} failed: {detail}")] * len(pieces)
 
     def close(self) -> None:
         self._model = self._tokenizer = None
 
-    def _ids(self, piece: Piece) -> list[int]:
+    def _ids(self, piece: JudgedText) -> list[int]:
         tokenizer = self._tokenizer
         if tokenizer.chat_template:
-            said = [*piece.history, ("user", piece.prompt), ("assistant", piece.completion)]
+            conversation = [*piece.history, ("user", piece.prompt), ("assistant", piece.completion)]
             spelt: list[str] = []
-            messages = [{"role": role, "content": self._disarmed(text, spelt)} for role, text in said]
+            messages = [{"role": role, "content": self._escaped(text, spelt)} for role, text in conversation]
             ids = self._rendered(tokenizer.apply_chat_template(messages, tokenize=False), spelt)
         else:
             ids = tokenizer(f"{piece.prompt}\n\n{piece.completion}", split_special_tokens=True)["input_ids"]
@@ -72,8 +72,8 @@ class Classifier:
         found = {str(token): number for number, token in added.items() if token.special and str(token) != unknown}
         return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
-    def _disarmed(self, text: str, spelt: list[str]) -> str:
-        """The text with what must be spelt out put into `spelt`, and in its place a number between private marks."""
+    def _escaped(self, text: str, spelt: list[str]) -> str:
+        """The text with each control token replaced by its index in `spelt`, between private marks."""
 
         def mark(word: str) -> str:
             spelt.append(word)
@@ -87,11 +87,11 @@ class Classifier:
         changed = re.sub(words, lambda found: mark(found[0]), text)
         around = "".join(re.split(f"{OPENING}[0-9]+{CLOSING}", changed))
         if set(self._tokenizer(around, add_special_tokens=False)["input_ids"]) & set(controls.values()):
-            return mark(text)  # in other letters, or put together of what stood around: none of it is read as control
+            return mark(text)  # control tokens in other letters, or made of the parts around one: escape everything
         return changed
 
     def _rendered(self, text: str, spelt: Sequence[str]) -> list[int]:
-        """The ids of a rendered text: control tokens of the template as such, those of messages letter by letter."""
+        """The ids of a rendered text: control tokens of the template are kept, those of messages are spelt out."""
         controls, ids = set(self._controls.values()), list[int]()
         for index, part in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
             if index % 2:
@@ -134,8 +134,8 @@ class Classifier:
             load = AutoModelForSequenceClassification.from_pretrained
             model = load(self._folder, local_files_only=True, use_safetensors=True)
         except Exception as error:  # a damaged file raises whatever the library that reads it does
-            told = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise EnvironmentSetupError(f"the classifier in {self._folder} does not load: {told}") from error
+            detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise EnvironmentSetupError(f"the classifier in {self._folder} does not load: {detail}") from error
         if model.config.pad_token_id is None:
             known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
             model.config.pad_token_id = next(each for each in known if each is not None)

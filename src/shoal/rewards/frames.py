@@ -1,11 +1,11 @@
-"""What a scoring process and the one that started it say to each other: length-prefixed msgpack over two pipes.
+"""Messages between a scoring process and its parent: length-prefixed msgpack over two pipes.
 
     parent ── Setup ──► child              once
     parent ◄─ Ready ──                     once the environment is built, or cannot be
     parent ── Work ──► child               completions
     parent ◄─ Allows, JobAnswer ───        the answer of each, in order
 
-Text travels as bytes: a completion may hold characters that are no proper text.
+Text travels as bytes: a completion may contain surrogates.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shoal.runtime.stop import StopToken
 
 HEAD = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-LOOK_S = 0.25  # how often a wait looks at the stop token
+LOOK_S = 0.25  # between two looks at the stop token
 READ_BYTES = 1 << 20
-EXIT_MEMORY = 77  # of a child that has not even the memory to say so
+EXIT_MEMORY = 77  # of a child without memory for a message
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -37,7 +37,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The environment is built, unless there is a `problem`. `unlimited` is what cannot be limited here."""
+    """The environment is built, unless there is a `problem`. `unlimited`: limits that do not work here."""
 
     digest: str = ""
     unlimited: str = ""
@@ -49,14 +49,12 @@ class Work(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allows(msgspec.Struct, frozen=True, tag=True):
-    """Before an answer: the task itself allows its grader so many seconds by the clock, beside the usual ones."""
+    """Sent before an answer: the task's grader may take so many more seconds of clock time."""
 
     seconds: float
 
 
 class JobAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A score, a `failure` of the machinery, or that the job needed too much memory."""
-
     value: float = 0.0
     parts: dict[str, float] = {}
     notes: bytes = b""
@@ -87,13 +85,13 @@ def frame_of(message: ToChild | FromChild) -> bytes:
 
 
 class ChannelClosed(Exception):
-    """The other end is gone, or says what it should not."""
+    """The other end has closed the pipe, or sent an invalid message."""
 
 
 @dataclass
 class Channel:
-    """The parent's end. Every wait has a limit (`within_s`), and ends when `stop` is set. One look counts `LOOK_S` at
-    most: while the process is stopped, or the machine sleeps, nobody's time is used up."""
+    """The parent's end. Every wait has a limit (`within_s`) and ends when `stop` is set. One look counts at most
+    `LOOK_S`, so time in which this process or the machine sleeps does not count."""
 
     source: int
     sink: int
@@ -131,7 +129,7 @@ class Channel:
         return message
 
     def _fill(self, size: int, left_s: float) -> float:
-        """Receive so many bytes; the time that is left then."""
+        """Receive until there are so many bytes; the time that is left."""
         while len(self._received) < size:
             left_s = self._await(self.source, select.POLLIN, left_s)
             try:
@@ -144,7 +142,7 @@ class Channel:
         return left_s
 
     def _await(self, descriptor: int, event: int, left_s: float) -> float:
-        """Wait until it can be read, or written to; the time that is left then."""
+        """Wait until the pipe is ready; the time that is left."""
         waiter = select.poll()
         waiter.register(descriptor, event)
         while True:

@@ -1,10 +1,9 @@
-"""Judges beside the task's own reward: each says a number about every completion, and it is added with its weight.
+"""Judges add to the task's own reward: each gives every completion a number, which is added with the judge's weight.
 
-    reward = task's (or what its length made of it) + Σ weight · part         parts: task, judge.LABEL, …
+    reward = task's reward (after its length budget) + Σ weight · part         parts: task, judge.LABEL, …
 
-A part is what the judge said, or with `use = "rank"` its rank within the group. A judge that fails leaves the group
-unscored: 0 is something that it may say. Judges are asked about one group at a time; those for which there is no time
-are left for later (`NotBegun`).
+A part is the judge's number, or with `use = "rank"` its rank within the group. If a judge fails, the group is unscored.
+Judges see one group at a time; groups for which no time is left are `NotStarted`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shoal.environments import Score, Task
 from shoal.environments.graders import after_thinking
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import ScoringFailure
-from shoal.rewards.protocol import NotBegun
+from shoal.rewards.pool import NotStarted
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -25,8 +24,8 @@ PART, ALL_S = "judge.", 600.0
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a judge sees: what was asked, and what was answered. The thinking part is not shown."""
+class JudgedText:
+    """The question and the answer that a judge sees, without the thinking part."""
 
     prompt: str
     completion: str
@@ -34,22 +33,22 @@ class Piece:
     history: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, task: Task, completion: str) -> Piece:
+    def of(cls, task: Task, completion: str) -> JudgedText:
         return cls(task.prompt, after_thinking(completion), task.answer, task.history)
 
 
 class PartJudge(Protocol):
-    """`prepare` does what takes long, and finds what is wrong before anything is judged (`EnvironmentSetupError`)."""
+    """`prepare` loads what is needed; `EnvironmentSetupError` says what is wrong."""
 
     def prepare(self) -> None: ...
 
-    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]: ...  # what it says of each, in order
+    def values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]: ...  # in order
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Seated:
+class JudgeSeat:
     settings: JudgeSettings
     judge: PartJudge
 
@@ -59,35 +58,35 @@ class Seated:
 
 
 @dataclass(frozen=True)
-class ScoredPiece:
-    piece: Piece
+class ScoredText:
+    piece: JudgedText
     score: Score
 
 
 @dataclass(frozen=True)
 class Panel:
-    """All judges of an environment; without any, nothing is added. After `all_s` no further groups are begun."""
+    """All judges of an environment, perhaps none. After `all_s` no further group is started."""
 
-    seats: tuple[Seated, ...] = ()
+    seats: tuple[JudgeSeat, ...] = ()
     all_s: float = ALL_S
     clock: Clock = field(default_factory=SystemClock)
 
     @property
     def unreproducible(self) -> tuple[str, ...]:
-        """The parts that nobody else can compute again. A classifier's folder is in the environment's digest."""
+        """The parts that cannot be computed again. A classifier can: its folder is in the environment's digest."""
         return tuple(seat.part for seat in self.seats if seat.settings.kind == "openai")
 
-    def add(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
-        """A group that a judge fails on has no scores. The first group is judged, however long it takes."""
+    def add(self, groups: Sequence[Sequence[ScoredText]]) -> list[list[Score] | ScoringFailure]:
+        """The scores of each group, or why it has none. The first group is always judged."""
         ends_s = self.clock.monotonic_s() + self.all_s
         results: list[list[Score] | ScoringFailure] = []
         for group in groups:
             is_late = bool(self.seats and results) and self.clock.monotonic_s() >= ends_s
             late = f"judging took longer than {self.all_s:g} s in all"
-            results.append(NotBegun(late) if is_late else self._judged(group))
+            results.append(NotStarted(late) if is_late else self._judged(group))
         return results
 
-    def _judged(self, group: Sequence[ScoredPiece]) -> list[Score] | ScoringFailure:
+    def _judged(self, group: Sequence[ScoredText]) -> list[Score] | ScoringFailure:
         scores = [entry.score for entry in group]
         for seat in self.seats if group else ():
             pieces = list(dict.fromkeys(entry.piece for entry in group))
@@ -102,8 +101,8 @@ class Panel:
                 numbers = ranks(numbers)
             weight, part = seat.settings.weight, seat.part
             scores = [
-                replace(each, value=each.value + weight * said, parts={"task": each.value, **each.parts, part: said})
-                for each, said in zip(scores, numbers, strict=True)
+                replace(each, value=each.value + weight * value, parts={"task": each.value, **each.parts, part: value})
+                for each, value in zip(scores, numbers, strict=True)
             ]
         return scores
 
@@ -117,7 +116,7 @@ class Panel:
 
 
 def ranks(numbers: Sequence[float]) -> list[float]:
-    """The place of each among all, from 0 (the least) to 1; equal ones share theirs. One alone is in the middle."""
+    """The rank of each number, from 0 (smallest) to 1; equal numbers share the mean rank. A single number: 0.5."""
     others = len(numbers) - 1
     if others == 0:
         return [0.5]
@@ -127,16 +126,16 @@ def ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def panel_of(judges: Sequence[JudgeSettings], stop: StopToken, device: str = "auto") -> Panel:
-    """Nothing is loaded or asked yet."""
+    """The judges of these settings; nothing is loaded or asked yet."""
     seats = []
     for settings in judges:
         if settings.kind == "classifier":
             from shoal.rewards.classifier import Classifier
 
             assert settings.path is not None, "the settings see to it"
-            seats.append(Seated(settings, Classifier(settings.path, device)))
+            seats.append(JudgeSeat(settings, Classifier(settings.path, device)))
         else:
             from shoal.rewards.chat import ChatJudge
 
-            seats.append(Seated(settings, ChatJudge(settings, stop)))
+            seats.append(JudgeSeat(settings, ChatJudge(settings, stop)))
     return Panel(tuple(seats))

@@ -1,15 +1,15 @@
-"""Scoring in processes of their own, with limits; beside the validator, not inside it.
+"""Scores completions in child processes with limits.
 
-    jobs ─► processes, a few at a time ─┬─ an answer of each
-                                        └─ the process ended in the middle of one; those after it are open again
-                                             └─ it alone, in a fresh process ─┬─ an answer
-                                                                              └─ ended again ─► whose fault is it?
+    jobs ─► processes, a few at a time ─┬─ a result for each job
+                                        └─ the process ended during a job; the jobs after it are open again
+                                             └─ this job alone, in a new process ─┬─ a result
+                                                                                  └─ ended again ─► whose fault?
 
-A job that ends its process twice is the completion's fault only if it was processor time, memory or a crash, and a
-fresh process answers the *empty* completion of the same task within the limits: then it is worth 0, with the part
-`limit`. In every other case (killed from outside, too long by the clock, an environment that does not build, a function
-that raises) it is unscored. What there was no time to begin is `NotBegun`, and may be asked again. A process that never
-took work says nothing of any job: another one is started, or the other processes take its jobs.
+A job that ended two processes is the completion's fault if the cause was processor time, memory or a crash, and a new
+process can score the *empty* completion of the same task. Then it is worth 0, with the part `limit`. In all other cases
+(killed from outside, too long by the clock, an environment that does not build, a function that raises) it is unscored.
+Jobs for which no time was left are `NotStarted` and may be asked again. If a process never becomes ready, it is
+replaced, or the other processes take its jobs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol, runtime_checkable
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
 from shoal.environments.composed import inner_of
 from shoal.environments.settings import ScoringSettings
-from shoal.errors import CodecError, DeadlineExceeded, ScoringFailure
+from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer
-from shoal.rewards.protocol import Job, NotBegun, Scores, ScoringPatience, process_count
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import describe_exit
@@ -42,16 +42,90 @@ from shoal.runtime.text import visible
 log = logging.getLogger(__name__)
 
 LIMIT_PART = "limit"
-STARTS = 3  # of processes that die before they are ready, until no more are started for these jobs
+MOST_PROCESSES = 8  # unless the settings ask for more: each process builds the environment, which takes memory
+STARTS = 3  # attempts to start a process for the same jobs
 MOST_AT_ONCE, MOST_BYTES, SHORT_S = 32, 2**23, 0.02
-"""Jobs in a message: twice as many as before while that took a short time, so slow graders get one at a time."""
+"""Jobs in a message: the number doubles while a message takes less than `SHORT_S`, so slow graders get one job."""
 RESTART_PAUSE_S, REAP_S, SEND_S = 0.2, 5.0, 30.0
 LINES_LOGGED, LINE_LIMIT = 20, 300
-SECRETS = ("SHOAL_JUDGE_KEY",)  # what a reward function has no use for
-CALM = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"}
-"""One thread each, for there are as many processes as are wanted; sets in the same order in every one of them."""
+SECRETS = ("SHOAL_JUDGE_KEY",)  # not passed to reward functions
+CHILD_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
+    "PYTHONHASHSEED": "0",  # the same order of sets in every process
+}  # fmt: skip
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 Result = JobAnswer | ScoringFailure
+
+
+class NotStarted(ScoringFailure):
+    """There was no time to start the job. It may be asked again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One completion to be scored: the task's id, and the text that was generated for it."""
+
+    task: str
+    completion: str
+
+
+Scores = list[Score | ScoringFailure]
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores completions of one environment. Failures of the machinery, and `NotStarted`, are returned, not raised."""
+
+    def scores(self, jobs: Sequence[Job]) -> Scores:
+        """One result per job, in order. Equal jobs have equal results."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def score_all(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
+    """All scores, in order. Jobs that were not started are asked again; each round finishes at least one."""
+    found = ask(jobs)
+    while left := [place for place, result in enumerate(found) if isinstance(result, NotStarted)]:
+        for place, result in zip(left, ask([jobs[place] for place in left]), strict=True):
+            found[place] = result
+    return found
+
+
+@dataclass(frozen=True)
+class DirectScorer:
+    environment: Environment
+
+    def scores(self, jobs: Sequence[Job]) -> Scores:
+        results: dict[Job, Score | ScoringFailure] = {}
+        for job in dict.fromkeys(jobs):
+            try:
+                results[job] = self.environment.score(self.environment.task(job.task), job.completion)
+            except EnvironmentSetupError as error:
+                results[job] = ScoringFailure(f"the environment does not know the task: {error}")
+            except ScoringFailure as failure:
+                results[job] = failure
+        return [results[job] for job in jobs]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True)
+class ScoringPatience:
+    """How long the parent waits for a process to be ready, for one job, and for all jobs of a call. `job_s` is clock
+    time, for jobs that wait instead of computing; None: three times the limit of processor time, and a minute. The time
+    that a grader allows (a sandbox) is added."""
+
+    start_s: float = 120.0
+    job_s: float | None = None
+    all_s: float = 600.0
+
+
+def process_count(settings: ScoringSettings) -> int:
+    """The number in the settings, or one for each core that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return settings.processes or min(MOST_PROCESSES, usable)
 
 
 class Cause(StrEnum):
@@ -62,26 +136,26 @@ class Cause(StrEnum):
     OTHER = "other"
 
 
-# What a completion can bring about. A signal from elsewhere and an exit of its own are never its doing; nor is time by
-# the clock, for nobody can tell a job that waits for something from one that a busy machine does not get on with.
-BLAMABLE = frozenset({Cause.TIME, Cause.MEMORY, Cause.CRASH})
+# Ends that a completion can cause. Not among them: signals from outside, an exit of the process, and clock time, since
+# a job that waits looks like a job on a busy machine.
+COMPLETION_CAUSES = frozenset({Cause.TIME, Cause.MEMORY, Cause.CRASH})
 
 
 class Ended(Exception):
-    """The process ended, or has to be, in the middle of a job. `what` continues "the scoring process"."""
+    """The process ended, or must be ended, during a job. `what` completes the sentence "the scoring process …"."""
 
     def __init__(self, cause: Cause, what: str) -> None:
         super().__init__(what)
         self.cause, self.what = cause, what
 
 
-class DiedEarly(ScoringFailure):
-    """The process was never ready, and not for lack of time: another one may be."""
+class StartFailed(ScoringFailure):
+    """The process ended before it was ready; another attempt may succeed."""
 
 
 @dataclass(frozen=True)
-class Ground:
-    """Common to all processes. They must build an environment of `digest`: no file may be edited meanwhile."""
+class PoolContext:
+    """What all processes share. Each must build an environment with this `digest`."""
 
     settings: EnvironmentSettings
     limits: ScoringSettings
@@ -92,9 +166,9 @@ class Ground:
 
 
 class ScoringProcess:
-    """One process after another, seen from their parent: a child with its pipes. Not for several threads at once."""
+    """The parent's view of a child process, which is replaced when it ends. For one thread at a time."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: PoolContext) -> None:
         self._ground = ground
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
@@ -105,15 +179,15 @@ class ScoringProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Without waiting for it."""
+        """Start a process without waiting for it."""
         if self._process is not None:
             return
-        env = {name: value for name, value in os.environ.items() if name not in SECRETS} | CALM
+        env = {name: value for name, value in os.environ.items() if name not in SECRETS} | CHILD_ENVIRONMENT
         command, pipe = [sys.executable, "-P", "-m", "shoal.rewards.child"], subprocess.PIPE
         try:  # in a session of its own: Ctrl-C is for the parent; what it starts can be ended with it
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True)
         except OSError as error:
-            raise DiedEarly(f"a scoring process could not be started: {error}") from error
+            raise StartFailed(f"a scoring process could not be started: {error}") from error
         self._process, self._is_ready = process, False
         assert process.stdin is not None
         assert process.stdout is not None
@@ -125,12 +199,12 @@ class ScoringProcess:
             self._channel.send(frames.Setup(settings, limits.seconds, limits.memory_mb * 10**6), SEND_S)
         except (ChannelClosed, TimeoutError):
             log.debug("the scoring process %d takes no settings", process.pid)  # `_ready` finds out why
-        except BaseException:  # nobody would hold what has been started
+        except BaseException:
             self.end()
             raise
 
     def end(self) -> None:
-        """Kill it and all that it started; whoever asks next starts another."""
+        """Kill it and its children; the next `ask` starts another."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -143,7 +217,7 @@ class ScoringProcess:
                     pipe.close()
 
     def ask(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """What each job is worth, in order; raises `Ended` at one that ended it, `ScoringFailure` if never ready."""
+        """Yield the result of each job. `Ended`: this job ended the process; `ScoringFailure`: it was never ready."""
         for starts in range(1, STARTS + 1):
             try:
                 self.start()
@@ -151,7 +225,7 @@ class ScoringProcess:
                 break
             except ScoringFailure as failure:
                 self.end()
-                if not isinstance(failure, DiedEarly) or starts == STARTS:
+                if not isinstance(failure, StartFailed) or starts == STARTS:
                     raise
                 log.info("%s; another one is started", failure)
                 self._ground.stop.wait(RESTART_PAUSE_S)
@@ -162,7 +236,6 @@ class ScoringProcess:
             raise
 
     def ask_alone(self, job: Job) -> Result | Ended:
-        """In a process that has scored nothing before."""
         self.end()
         try:
             return next(self.ask([job]))
@@ -170,7 +243,7 @@ class ScoringProcess:
             return outcome
 
     def _ready(self) -> None:
-        """Its time counts from here, not from the start: a process that nobody has asked yet cannot be late."""
+        """Wait until it is ready. The time counts from this call, not from the start of the process."""
         if self._is_ready:
             return
         within_s, digest = self._ground.patience.start_s, self._ground.digest
@@ -180,13 +253,13 @@ class ScoringProcess:
             why = "the environment or one of its first tasks hangs, or this machine is very busy"
             raise ScoringFailure(f"a scoring process was not ready within {within_s:g} s: {why}") from None
         except ChannelClosed:
-            raise DiedEarly(f"a scoring process did not start: it {self._how_it_ended().what}") from None
+            raise StartFailed(f"a scoring process did not start: it {self._how_it_ended().what}") from None
         if not isinstance(message, frames.Ready) or message.problem:
             problem = message.problem if isinstance(message, frames.Ready) else "it says what it should not"
             raise ScoringFailure(f"a scoring process could not build the environment: {problem}")
         if message.digest != digest:
-            told = f"({digest[:16]}… then, {message.digest[:16]}… now): undo the change, or start a new run"
-            raise ScoringFailure(f"the environment has changed since this process started {told}")
+            detail = f"({digest[:16]}… then, {message.digest[:16]}… now): undo the change, or start a new run"
+            raise ScoringFailure(f"the environment has changed since this process started {detail}")
         if message.unlimited:
             log.warning("scoring has no limit on %s", message.unlimited)
         self._is_ready = True
@@ -227,15 +300,14 @@ class ScoringProcess:
             return Ended(Cause.MEMORY, self._too_much)
         if -code in CRASHES:
             return Ended(Cause.CRASH, f"crashed ({signal.Signals(-code).name})")
-        said = f": {self._said[0]}" if self._said and code > 0 else ""
-        return Ended(Cause.OTHER, describe_exit(code) + said)
+        last_line = f": {self._said[0]}" if self._said and code > 0 else ""
+        return Ended(Cause.OTHER, describe_exit(code) + last_line)
 
     @property
     def _too_much(self) -> str:
         return f"needed more than {self._ground.limits.memory_mb} MB"
 
     def _drain(self, process: subprocess.Popen[bytes]) -> None:
-        """What its code prints: the first lines are logged, the last one kept, and it never waits for a reader."""
         assert process.stderr is not None
         with process.stderr as output:
             for number, line in enumerate(iter(lambda: output.readline(LINE_LIMIT), b"")):
@@ -247,25 +319,25 @@ class ScoringProcess:
 
 
 class ScoringPool:
-    """Implements `Scorer`. `settings` are those that `environment` was built from. One caller at a time."""
+    """Implements `Scorer`, for one caller at a time. `settings` are those that `environment` was built from."""
 
     def __init__(
         self, settings: EnvironmentSettings, environment: Environment, stop: StopToken | None = None,
         patience: ScoringPatience = ScoringPatience(),
     ) -> None:  # fmt: skip
         limits, digest = scoring_of(environment), inner_of(environment).digest
-        # judges and length budgets are added here, and judges may take long to load
+        # the parent adds judges and length budgets
         settings = settings.model_copy(update={"judges": (), "length": None, "pools": None})
-        self._ground = Ground(settings, limits, digest, patience, stop or StopToken())
+        self._ground = PoolContext(settings, limits, digest, patience, stop or StopToken())
         self._processes = [ScoringProcess(self._ground) for _ in range(process_count(limits))]
         self._busy = threading.Lock()
 
     def start(self) -> None:
-        """Start the processes without waiting, so that they are ready sooner. Whoever asks starts what is missing."""
+        """Start the processes early, without waiting; `scores` starts missing ones."""
         try:
             for process in self._processes:
                 process.start()
-        except DiedEarly as failure:
+        except StartFailed as failure:
             log.warning("%s; it is tried again when something is to be scored", failure)
 
     def close(self) -> None:
@@ -277,24 +349,24 @@ class ScoringPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def scores(self, jobs: Sequence[Job]) -> Scores:
-        """What each is worth. `DeadlineExceeded` if the process is told to stop meanwhile."""
+        """The score of each job. `DeadlineExceeded` if this process is asked to stop meanwhile."""
         with self._busy:
             try:
-                results = _Round(self._ground, jobs).run(self._processes)
+                results = ScoringRound(self._ground, jobs).run(self._processes)
             except DeadlineExceeded:
-                self.close()  # they are in the middle of something that nobody waits for
+                self.close()  # nobody waits for their jobs any more
                 raise
         found = (results[job] for job in jobs)
         return [
-            said if isinstance(said, ScoringFailure) else Score(said.value, said.parts, frames.as_text(said.notes))
-            for said in found
+            one if isinstance(one, ScoringFailure) else Score(one.value, one.parts, frames.as_text(one.notes))
+            for one in found
         ]
 
 
-class _Round:
-    """All that is asked at once, over the processes, a thread each, until nothing is open or the time is up."""
+class ScoringRound:
+    """All jobs of one call, over the processes, with a thread for each, until none is open or the time is over."""
 
-    def __init__(self, ground: Ground, jobs: Sequence[Job]) -> None:
+    def __init__(self, ground: PoolContext, jobs: Sequence[Job]) -> None:
         self._ground, self._open = ground, deque(dict.fromkeys(jobs))  # equal ones are scored once
         self._results: dict[Job, Result] = {}
         self._unready: dict[ScoringProcess, ScoringFailure] = {}
@@ -303,18 +375,18 @@ class _Round:
 
     def run(self, processes: Sequence[ScoringProcess]) -> dict[Job, Result]:
         usable = processes[: len(self._open)]
-        while self._open and usable:  # what one that is never ready gives back, the others take
+        while self._open and usable:  # jobs of a process that never becomes ready go to the others
             with ThreadPoolExecutor(len(usable), thread_name_prefix="scoring") as threads:
                 list(threads.map(self._serve, usable))
             usable = [process for process in usable if process not in self._unready]
         return self._results | {job: next(iter(self._unready.values())) for job in self._open}
 
     def _serve(self, process: ScoringProcess) -> None:
-        """Give it jobs until there are none, or it does not get ready."""
+        """Give a process jobs until none is open, or it does not become ready."""
         most = 1
         while jobs := self._next(most):
             if self._is_late():
-                self._results |= dict.fromkeys(jobs, NotBegun(f"{self._late}: this was not begun"))
+                self._results |= dict.fromkeys(jobs, NotStarted(f"{self._late}: this was not begun"))
                 continue
             begun_s, done = self._ground.clock.monotonic_s(), 0
             try:
@@ -337,7 +409,7 @@ class _Round:
             most = min(MOST_AT_ONCE, 2 * most) if is_short else 1
 
     def _next(self, most: int) -> list[Job]:
-        """At most so many jobs, and a sixteenth of those that are open; large ones in a message of their own."""
+        """At most so many jobs, and a sixteenth of the open ones; a large job goes alone."""
         jobs, size = list[Job](), 0
         with suppress(IndexError):
             while len(jobs) < max(1, min(most, len(self._open) // 16)) and size < MOST_BYTES:
@@ -346,21 +418,21 @@ class _Round:
         return jobs
 
     def _retried(self, process: ScoringProcess, job: Job, cause: Cause) -> Result:
-        """The job alone; if that ends the process again, whether the completion is to blame."""
-        if cause is Cause.CLOCK and self._is_late():  # it has had its time: whoever asks again must come to an end
+        """Score the job alone; if it ends the process again, decide whether the completion is to blame."""
+        if cause is Cause.CLOCK and self._is_late():  # no second attempt, or `score_all` might never end
             return ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
         again = process.ask_alone(job)
         if not isinstance(again, Ended):
             return again
         about = f"task {job.task}: the scoring process {again.what}"
-        if again.cause not in BLAMABLE:
+        if again.cause not in COMPLETION_CAUSES:
             return ScoringFailure(f"{about}, twice")
         empty = process.ask_alone(Job(job.task, ""))
         if isinstance(empty, JobAnswer):
             log.info("%s, twice; the completion is worth 0 for it", about)
             return JobAnswer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())
-        told = empty.what if isinstance(empty, Ended) else str(empty)
-        return ScoringFailure(f"{about}, and so does an empty completion ({told}): the reward function is at fault")
+        detail = empty.what if isinstance(empty, Ended) else str(empty)
+        return ScoringFailure(f"{about}, and so does an empty completion ({detail}): the reward function is at fault")
 
     def _is_late(self) -> bool:
         return self._ground.clock.monotonic_s() >= self._until_s

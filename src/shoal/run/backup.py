@@ -1,14 +1,14 @@
 """`shoal backup RUN OUT.tar`, `shoal restore OUT.tar FOLDER`: a whole run as one file, taken while it continues.
 
-    backup   checkpoints and what is published, held by a second name while the trainer may remove the first
+    backup   hard links to checkpoints and published files, because the trainer may remove them meanwhile
              ─► one snapshot of the database, of whichever kind, as an SQLite file
-             ─► the submissions that this snapshot names: they were there before their rows
+             ─► the submissions that this snapshot names (they are stored before their rows)
              ─► recipe, keys, the run's secret, addresses, metrics, the outboxes of workers that run here
     restore  hidden folder, checked ─► submissions to hub.storage ─► rows to hub.database, marked ─► rename
 
 In this order the hub of a backup is never behind its trainer, as after any crash: the trainer replays the batches since
-its checkpoint. The rename decides: the hub of the folder that it makes takes the mark away, any other is refused. If a
-restore is killed, the same command does it all again.
+its checkpoint. The rename completes a restore: the hub of the new folder removes the mark; any other hub is refused. A
+restore that was killed can be repeated with the same command.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def backup_run(directory: Path, out: Path, say: Callable[[str], None]) -> Summar
         shutil.rmtree(left_over, ignore_errors=True)
     with (
         new_bundle(out, folder.run_id, SystemClock().now_ms()) as bundle,
-        tempfile.TemporaryDirectory(prefix=".backup-", dir=run) as name,  # on this disk: holding a file costs no space
+        tempfile.TemporaryDirectory(prefix=".backup-", dir=run) as name,  # on this disk, for hard links
     ):
         scratch = Path(name)
         _hold_checkpoints(run, scratch, recipe.trainer.keep_best)
@@ -101,13 +101,13 @@ def backup_run(directory: Path, out: Path, say: Callable[[str], None]) -> Summar
 
 
 def verify_backup(path: Path) -> Summary:
-    """As a restore reads it: every hash, the database, the ledger's chain, a blob for every row."""
+    """As a restore reads it: every hash, the database, the chain of the ledger, a blob for every row."""
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
         return _summary(path, read_bundle(path, Path(scratch), only=DATABASE), Path(scratch) / DATABASE)
 
 
 def restore_run(path: Path, folder: Path, overrides: Sequence[str] = ()) -> Summary:
-    """Make a run's folder of a backup; rows and submissions go where `overrides` (`hub.database=…`) say."""
+    """Make a run's folder from a backup; rows and submissions go where `overrides` (`hub.database=…`) say."""
     for override in overrides:
         if override.partition("=")[0].strip() not in {f"hub.{place}" for place in PLACES}:
             raise ConfigError(f"--set {override}: a restore sets hub.{', hub.'.join(PLACES)} only")
@@ -117,13 +117,13 @@ def restore_run(path: Path, folder: Path, overrides: Sequence[str] = ()) -> Summ
     if hub.storage:
         open_blobs(hub.storage, hub.storage_endpoint, folder)
     if hub.database:
-        open_storage(hub.database, folder).close()  # what is wrong with a place is said now, not after the first hour
+        open_storage(hub.database, folder).close()  # fails early
     hidden = folder.with_name(f".{folder.name}.restoring")
     shutil.rmtree(hidden, ignore_errors=True)  # of a restore that was killed
     try:
         summary = _summary(path, read_bundle(path, ensure_folder(hidden)), hidden / DATABASE)
         _place(hidden, hub, summary)
-        os.sync()  # once for all: a folder of thousands of small files would wait for each
+        os.sync()  # once for thousands of small files
         point("restore.before_rename")
         hidden.rename(folder)
         files.sync_folder(folder.absolute().parent)
@@ -138,12 +138,12 @@ def _hold(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(path, target)
-    except OSError:  # a disk without second names
+    except OSError:  # a disk without hard links
         shutil.copy2(path, target)
 
 
 def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
-    """The trainer removes some as it saves new ones: look again if one goes."""
+    """The trainer removes some as it saves others, so this is repeated if one disappears."""
     source, target = run / "trainer" / "checkpoints", scratch / "trainer" / "checkpoints"
     rule = Retention(CHECKPOINTS_KEPT, keep_best)
     for _ in range(TRIES):
@@ -161,7 +161,7 @@ def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
 
 
 def _hold_origin(run: Path, scratch: Path) -> None:
-    """Manifests are removed before their chunks: one that is still there afterwards has all of its own."""
+    """Manifests are removed before their chunks: a manifest that is still there afterwards has all its chunks."""
     source, target = run / "origin", scratch / "origin"
     for pattern in ("head.json", "manifests/*.json", "chunks/??/*"):
         for path in source.glob(pattern):
@@ -185,9 +185,9 @@ def _summary(path: Path, manifest: Manifest, database: Path) -> Summary:
         raise ProtocolError(f"the backup {path} has no database: it is not one of a run")
     try:
         with contextlib.closing(sqlite3.connect(database)) as file:
-            [said] = file.execute("PRAGMA integrity_check(1)").fetchone()
-            if said != "ok":
-                raise ProtocolError(f"the database in {path} is damaged: {said}")
+            [message] = file.execute("PRAGMA integrity_check(1)").fetchone()
+            if message != "ok":
+                raise ProtocolError(f"the database in {path} is damaged: {message}")
             file.row_factory = sqlite3.Row
             rows = file.execute('SELECT "index", kind, body, at_ms, previous, hash FROM ledger ORDER BY "index"')
             verify(LedgerEntry(**{**dict(row), "body": json.loads(row["body"])}) for row in rows)
@@ -204,7 +204,7 @@ def _summary(path: Path, manifest: Manifest, database: Path) -> Summary:
 
 
 def _place(hidden: Path, hub: HubSettings, summary: Summary) -> None:
-    """Bring submissions and rows to the places that `hub` names; the recipe names them, too."""
+    """Move submissions and rows to the places in `hub`, and put these into the recipe."""
     if hub.storage:
         here, store = (open_blobs(to, hub.storage_endpoint, hidden / BLOB_FOLDER) for to in ("", hub.storage))
         for _ in side_by_side(lambda name: store.get(store.put(here.get(name))), summary.submissions):
@@ -228,7 +228,7 @@ def _place(hidden: Path, hub: HubSettings, summary: Summary) -> None:
 
 
 class Manifest(Message):
-    """The last member of the tar; `members` has the SHA-256 of each by its name, `hash` is over all of that."""
+    """The last member of the tar: the SHA-256 of each member by name, and a hash over all of that."""
 
     format: Literal[2] = 2
     run: str
@@ -257,7 +257,7 @@ class BundleWriter:
         self._tar, self.members = tar, dict[str, str]()
 
     def add(self, name: str, source: Path | bytes, mode: int = 0o644) -> None:
-        """A file with its mode, as long as it is now: one that grows meanwhile is cut there."""
+        """A file with its mode and its present length; later growth is cut off."""
         info = tarfile.TarInfo(_proper(name))
         with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
             info.mode = source.stat().st_mode & 0o777 if isinstance(source, Path) else mode
@@ -270,7 +270,7 @@ class BundleWriter:
 
 @contextlib.contextmanager
 def new_bundle(path: Path, run: str, made_at_ms: int) -> Iterator[BundleWriter]:
-    """Left without an exception, the file is there with its manifest; otherwise there is none."""
+    """Creates the file with its manifest, or nothing if there is an exception."""
     if path.exists():
         raise ConfigError(f"{path} exists already: a backup replaces nothing; choose another name")
     folder = ensure_folder(path.absolute().parent)
@@ -295,7 +295,7 @@ def new_bundle(path: Path, run: str, made_at_ms: int) -> Iterator[BundleWriter]:
 
 
 def read_bundle(path: Path, folder: Path, only: str = "") -> Manifest:
-    """Unpack into `folder` every member, or only one, and compare all with the manifest."""
+    """Unpack all members into `folder`, or only one, and compare all with the manifest."""
     seen, data = dict[str, str](), b""
     try:
         with tarfile.open(path, mode="r|") as tar:

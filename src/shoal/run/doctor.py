@@ -1,6 +1,6 @@
 """`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
 
-`shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`, anything
+`shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`; everything
 else is a warning.
 """
 
@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, TrustedRun
-from shoal.client.trust import known_root, one_run
+from shoal.client.trust import parse_join_urls, pinned_root
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
 from shoal.protocol import MAX_SKEW_MS, RunInfo, SigningKey
 from shoal.runtime.clock import SystemClock
@@ -36,7 +36,7 @@ TIMEOUT_S = 5.0
 MAX_SOURCES = 16
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")  # of the drivers of NVIDIA, of a Windows host, of AMD
-OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, tell_after_s=inf)
+OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, warn_after_s=inf)
 
 
 @dataclass(frozen=True)
@@ -56,25 +56,25 @@ class Finding:
 def examine(
     urls: Sequence[str], folder: Path, device: str = "auto", dtype: str = "auto", engine: str = "torch"
 ) -> list[Finding]:
-    """Look at everything; a check that cannot be made is a problem, not a crash."""
+    """All checks; one that cannot be made is a problem, not a crash."""
     checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
     return [*(check() for check in checks), *(_route(urls, engine, device, dtype) if urls else [])]
 
 
 def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
-    """What matters to a worker that has met its hub already."""
+    """The checks for a worker that has met its hub."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
     return [*machine, _clock(client), _weights(client.trusted_run())]
 
 
 def _torch() -> Finding:
-    """Read from the package's metadata: importing torch takes seconds."""
-    version = _torch_version() or "0.0 (not installed; a relay or a hub does without)"
+    """From the package's metadata, because importing torch takes seconds."""
+    version = torch_version() or "0.0 (not installed; a relay or a hub does without)"
     numbers = tuple(int(part) for part in version.split()[0].split("+")[0].split(".")[:2])
     return _judged("torch", numbers >= LEAST_TORCH, version, "install torch 2.11 or newer (see README)")
 
 
-def _torch_version() -> str | None:
+def torch_version() -> str | None:
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -86,12 +86,16 @@ def _memory() -> Finding:
     return _judged("memory", total >= LEAST_MEMORY_BYTES, f"{total / GIB:.1f} GiB", "torch and a tiny model need 2 GiB")
 
 
+def gpu_files() -> list[str]:
+    return [name for name in GPU_FILES if (DEVICES / name).exists()]
+
+
 def _device() -> Finding:
-    """By what drivers leave in /dev: torch would take seconds to say."""
-    gpus = [name for name in GPU_FILES if (DEVICES / name).exists()]
+    """By the files of drivers in /dev, because torch would take seconds."""
+    gpus = gpu_files()
     if not gpus:
         return Finding("device", True, "cpu (no GPU, or no driver for it)")
-    can_use = "+cpu" not in (_torch_version() or "+cpu")
+    can_use = "+cpu" not in (torch_version() or "+cpu")
     remedy = "the installed torch has no CUDA: install one that has"
     return _judged("device", can_use, f"a GPU ({', '.join(gpus)})", remedy)
 
@@ -112,10 +116,10 @@ def _writable(folder: Path) -> Finding:
 
 
 def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[Finding]:
-    """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
+    """Each address of the hub; clock, weights and number format by the first that answers."""
     try:
-        bases, given = one_run(urls)
-        pinned, proxy = known_root(bases, given), proxy_of(bases[0])
+        bases, given = parse_join_urls(urls)
+        pinned, proxy = pinned_root(bases, given), proxy_of(bases[0])
         yield Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
     except UserError as error:
         yield Finding("hub", False, str(error), error.exit_code)
@@ -131,12 +135,12 @@ def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterato
                 yield _clock(client)
     if met is not None:
         yield _weights(met)
-        if _torch_version() is not None:
+        if torch_version() is not None:
             yield _compute(met.info, engine, device, dtype)
 
 
 def _compute(info: RunInfo, engine: str, device: str, dtype: str) -> Finding:
-    """What `shoal join` would compute in for the run, by the same functions; torch takes seconds to load."""
+    """What `shoal join` would compute in for the run, by the same functions. Loads torch."""
     from shoal.engines import choose
     from shoal.engines.memory import free_bytes
     from shoal.worker.settings import refuse_too_large
@@ -160,7 +164,7 @@ def _hub(client: HubClient) -> Finding:
 
 
 def _clock(client: HubClient) -> Finding:
-    """A client corrects its requests by the hub's clock, so this stops nobody."""
+    """Not fatal: a client corrects its requests by the hub's clock."""
     try:
         skew_ms = SystemClock().now_ms() - client.status().now_ms
     except ShoalError as error:
@@ -183,7 +187,7 @@ def _weights(trusted: TrustedRun) -> Finding:
 
 
 def _reach(reach: Reach, source: str) -> str:
-    """What is wrong with a source, if anything. One that has nothing yet is as good as another."""
+    """What is wrong with a source, if anything. A source without files yet is fine."""
     try:
         with closing(Connection(source, StopToken(), Timeouts(TIMEOUT_S, TIMEOUT_S, reach=reach))) as connection:
             status = connection.get("/head.json", Deadline(TIMEOUT_S)).status

@@ -1,6 +1,6 @@
 """The figures of a run before it begins: memory, disk, bytes on links, time by stage, machines, money. No I/O.
 
-Speeds and shares are assumptions (`runtime/sizing.Speeds`); benchmarks/results/plan_check.md has what was measured.
+Speeds and shares are assumptions (`runtime/sizing.Speeds`); benchmarks/results/plan_check.md has measurements.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ class Planning:
 
     @cached_property
     def chosen(self) -> Derived:
-        """The derived settings, unless the recipe sets them; speeds that were given change what is derived."""
+        """The derived settings, unless the recipe sets them."""
         found = sizing.derive(self.size, self.speeds)
         sections = (self.recipe.hub, self.recipe.validator, self.recipe.trainer)
         given = {name: value for one in sections for name, value in one if name in vars(found) and value is not None}
         return Derived(**{**vars(found), **given})
 
     def room(self, role: str) -> float:
-        """What a role may take of a device: where roles share one (`memory_share`), the trainer has the rest."""
+        """The memory that a role may take of a device; if roles share one (`memory_share`), the trainer has the
+        rest."""
         shares = {"validator": self.recipe.validator.memory_share, "worker": self.recipe.worker.memory_share}
         taken = {name: share for name, share in shares.items() if share < 1}
         return self.memory_bytes * taken.get(role, 1.0 - sum(taken.values()) if role.startswith("trainer") else 1.0)
@@ -76,13 +77,13 @@ class Planning:
 
     @property
     def _beside(self) -> float:
-        """The delta that lies beside a version on a disk; none where versions are whole."""
+        """The delta that is stored beside a version; 0 if versions are whole."""
         return self.delta if self.delta < self.payload else 0.0
 
     @property
     def delta(self) -> float:
-        """What most versions travel as. A step changes more of a bfloat16 payload at higher rates, and by more
-        optimizer steps; in float32 nearly every value changes, a step twice as long in one more bit."""
+        """The size of most versions on a link. A bfloat16 payload changes more at higher learning rates and with more
+        optimizer steps; in float32 nearly every value changes, and doubling the step changes one more bit."""
         trainer = self.recipe.trainer
         if trainer.lora is not None:
             return 4.0 * self.shape.trained
@@ -98,18 +99,17 @@ class Planning:
 
     @property
     def tokens(self) -> float:
-        """Of one step, as trained on."""
         run = self.recipe.run
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 
     def disk(self) -> Iterator[tuple[str, float, float, str]]:
-        """Folder, bytes at most while it is used and when the run has ended, and what they are."""
+        """Folder, largest size during the run, size after it, and what it contains."""
         run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
         yield self._checkpoints()
         yield "trainer: export", payload, payload, "the last version"
         rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
         yield "trainer: rollouts", rollouts, rollouts, "what each step was trained on"
-        kept = max(OriginSettings().kept_versions, run.max_staleness + 2) + 1
+        kept = max(OriginSettings().keep_versions, run.max_staleness + 2) + 1
         finished = self._offered(sizing.kept_when_finished(run.max_staleness))
         what = "with the one that is being published"
         yield "origin", self._offered(kept), finished, f"{min(kept, versions)} versions, {what}"
@@ -123,15 +123,15 @@ class Planning:
         yield "hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top"
 
     def _offered(self, count: int) -> float:
-        """So many versions back to a whole one, and the deltas to each: from the one before, some from further back."""
+        """So many versions back to a whole one, with their deltas."""
         every = min(OriginSettings().anchor_every, int(ANCHORED * self.payload / self.delta))
         span = min(self.recipe.run.steps + 1, count + every - 1)
         deltas = sum((span - 1) // stride for stride in (1, *DELTA_STRIDES) if stride <= every)
         return ceil(span / every) * self.payload + deltas * self._beside
 
     def _checkpoints(self) -> tuple[str, float, float, str]:
-        """A version in the making counts, and the first of all, which has no moments, as long as there is none older
-        than guards look back."""
+        """A checkpoint that is being written counts, and the first one (without moments) until another is old enough
+        for guards."""
         trainer, steps, newest = self.recipe.trainer, self.recipe.run.steps, self.chosen.keep_checkpoints
         best = trainer.keep_best if trainer.evaluate_every else 0
         saved = 1 + ceil(steps / self.chosen.checkpoint_every)
@@ -144,7 +144,7 @@ class Planning:
         return "trainer: checkpoints", running, ended * self.checkpoint, what
 
     def memory(self) -> Iterator[tuple[str, float, float, str]]:
-        """Role, bytes on its device, bytes of its host, and what they are. On a CPU all of it is in the first."""
+        """Role, bytes on its device, bytes of its host, and what they are. On a CPU all is in the first."""
         base, on_gpu = self.trainer.device["torch itself"], self.kind == "cuda"
         first = sum(self.trainer.host.values())
         alone, total = self.processes == 1, self.trainer.total
@@ -170,7 +170,7 @@ class Planning:
         return next(device for name, device, _, _ in self.memory() if name == role)
 
     def changed(self, section: str, **settings: object) -> Planning:
-        """With other settings of a section; the trainer's own memory stays as it was planned."""
+        """With other settings of a section; the trainer's own memory stays as planned."""
         changed = getattr(self.recipe, section).model_copy(update=settings)
         return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
 
@@ -201,12 +201,12 @@ class Planning:
 
     @property
     def _row(self) -> int:
-        """What an engine reckons with for one sequence at its longest: keys and values, and room for as much again."""
+        """The memory that an engine reserves for one sequence at its longest: keys and values, twice."""
         return max(1, self.shape.cached_bytes * self.recipe.run.max_new_tokens)
 
     @property
     def _token_s(self) -> float:
-        """One token of any number of sequences: kernels, and the weights, which are read once."""
+        """The time for one token of any number of sequences: kernels, and reading the weights once."""
         weights = self.shape.weights * WIDTHS[self.worker_dtype]
         return self.speeds.decode_s + weights / 1e9 / self.speeds.generate_gb_s
 
@@ -215,8 +215,8 @@ class Planning:
         return self.recipe.run.group_size * self.recipe.worker.units_per_lease
 
     def _batch_s(self, sequences: int) -> float:
-        """A finished place in a worker's batch is taken at once; the last ones take as many tokens as the longest of
-        them (lengths have an exponential tail). For each token half of its sequence is read."""
+        """A finished sequence is replaced at once; the last ones take as many tokens as the longest of them (lengths
+        are exponentially distributed). For each token half of its sequence is read."""
         longest = min(self.recipe.run.max_new_tokens, self._length * (1 + log(self._rows)))
         steps = longest + self._length * (sequences / self._rows - 1)
         cached = sequences * self._length**2 / 2 * self.shape.cached_bytes
@@ -240,8 +240,8 @@ class Planning:
 
     @property
     def train_s(self) -> float:
-        """Forward and backward; one more forward pass for the reference of a divergence, and one for all but the first
-        minibatch where ratios are against recomputed log-probabilities."""
+        """Forward and backward; one more forward pass for a KL reference, and one for all but the first minibatch if
+        log-probabilities are recomputed."""
         settings, operations = self.recipe.trainer, 6.0
         operations += 2.0 if settings.objective.kl > 0 else 0.0
         if settings.objective.ratio_base == "recomputed":
@@ -259,8 +259,8 @@ class Planning:
 
     @property
     def step_s(self) -> float:
-        """The trainer decides how long a step takes, where there are as many machines as are needed; but a completion
-        must not take longer than the steps that it may be old. With staleness 0 one stage follows another."""
+        """With enough machines the trainer limits a step; but a completion must not take longer than the allowed
+        staleness. With staleness 0 the stages run one after the other."""
         if self.recipe.run.max_staleness == 0:
             return sum(seconds for _, seconds, _ in self.stages())
         tokens_s = min(self.workers * self.worker_tokens_s, self.validators * self.audit_tokens_s)
@@ -268,7 +268,7 @@ class Planning:
 
     @property
     def _wanted_s(self) -> float:
-        """So long generating may take, and checking: as long as what else a step has to wait for."""
+        """How long generating and checking may take: as long as everything else that a step waits for."""
         most_s = self._batch_s(self._rows) / (self.recipe.run.max_staleness + 1)
         return max(self.train_s, self.publish_s + self._saving_s, self._transfer_s, most_s)
 
@@ -315,16 +315,16 @@ class Planning:
 
 
 def announced_size(recipe: Recipe) -> ModelSize:
-    """How large policies are, as the hub announces it; unknown while the model is not here."""
+    """The size of policies, as the hub announces it; unknown while the model is not here."""
     trainer = recipe.trainer
     adapters = (trainer.lora.rank, trainer.lora.targets) if trainer.lora is not None else (0, ())
     is_here = recipe.model.path in BUILTIN or Path(recipe.model.path).is_dir()
     return model_size(model_folder(recipe.model.path), trainer.publish_dtype, *adapters) if is_here else ModelSize()
 
 
-def settled(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe as `--dry-run` shows it, and comments (TOML) that say of which model its derived settings are. While
-    nothing is known of the model, they stay open."""
+def with_derived_settings(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe as `--dry-run` shows it, and TOML comments about its derived settings, which stay open while the model
+    is unknown."""
     model, changes, derived = announced_size(recipe), {}, list[str]()
     for name in ("hub", "validator", "trainer"):
         section = getattr(recipe, name)
@@ -334,7 +334,9 @@ def settled(recipe: Recipe) -> tuple[Recipe, str]:
     if not derived:
         return recipe, ""
     if not model.parameters:
-        what = f"not known yet, since they follow from the size of the model, and there is none at {recipe.model.path}"
+        what = (
+            f"not known yet, since they follow from the size of the model, and there is no model at {recipe.model.path}"
+        )
         how = "\n# for a model of so many weights: shoal plan RECIPE --parameters NUMBER --memory GIB"
         return recipe, f"# {what}:\n#   {', '.join(derived)}{how}\n"
     size = f"{model.parameters / 1e6:,.1f} M weights, at most {model.payload_bytes / 1e6:,.1f} MB a version"
@@ -348,7 +350,7 @@ def run_size(recipe: Recipe, model: ModelSize) -> RunSize:
 
 
 def usual_config(parameters: float) -> dict[str, object]:
-    """The usual decoder, a hundred times as wide as it is deep. Activations and caches of a real model may differ."""
+    """The usual decoder, a hundred times as wide as deep. Real models differ in activations and caches."""
     vocabulary = 151_936 if parameters > 3e8 else 32_000
     layers = max(2, round((parameters / (12 * 100**2)) ** (1 / 3)))
     hidden = 1024 * round(100 * layers / 1024) if layers > 10 else 128 * layers

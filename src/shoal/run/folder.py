@@ -1,6 +1,6 @@
 """A run on disk: its recipe, its keys with their certificates, its addresses. Made once, then opened by every role.
 
-The root key is needed only here, to make certificates: move it off the machine once they exist.
+The root key is needed only here, to make certificates: move it off the machine when they exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal import protocol
 from shoal.client import split_join_url
-from shoal.client.trust import known_root, run_id
+from shoal.client.trust import pinned_root, run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
 from shoal.runtime.clock import SystemClock
@@ -33,7 +33,7 @@ RECIPE_MODE = 0o600  # hub.database may hold a password
 
 
 class Endpoints(BaseModel):
-    """`bind` is the address that the run's servers listen on, the URLs are how they are reached."""
+    """`bind` is the address that the run's servers listen on; the URLs are how others reach them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
@@ -65,18 +65,18 @@ class RunFolder:
 
     @classmethod
     def prepare(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Make the folder, or open one that this recipe made; every key and certificate is there afterwards."""
+        """Make the folder, or open one with the same recipe; afterwards every key and certificate exists."""
         stored = path / "recipe.toml"
         if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
             raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
-        with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a running run must not lose its recipe
+        with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # the recipe of a running run must not change
             cls.refuse_other(path, recipe)
             ensure_folder(path / "logs")
             ensure_folder(path / "keys", private=True)
             folder = cls(path, recipe)
             for name, role in {**folder.trusted_roles, ADMIN: "admin"}.items():
                 if not folder._certificate_path(name).exists():
-                    folder._root()  # what is wrong with it is said before any key is made
+                    folder._root()  # fails before any key is made
                     key = protocol.load_or_create_key(path / "keys" / f"{name}.key")
                     folder.put_certificate(name, folder.certify(role, key.public_key))
             write_atomically(stored, dump_config(recipe).encode(), RECIPE_MODE)
@@ -92,13 +92,13 @@ class RunFolder:
     @staticmethod
     def refuse_other(path: Path, recipe: Recipe) -> None:
         stored = path / "recipe.toml"
-        if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
+        if stored.exists() and (path / "hub").exists():  # without hub/ the run has not begun
             refuse_other_recipe(path, _stored_recipe(stored), recipe)
             _refuse_moved(path, _stored_recipe(stored), recipe)
 
     @property
     def trusted_roles(self) -> dict[str, protocol.Role]:
-        """The processes that the root key vouches for, also validators that were added later."""
+        """The processes that the root key certifies, with validators that were added later."""
         count = self.recipe.validator.count
         while self._certificate_path(f"validator-{count}").exists():
             count += 1
@@ -107,7 +107,7 @@ class RunFolder:
 
     @property
     def root_key(self) -> str:
-        """The root's public key, from the hub's certificate: the private one need not be here any more."""
+        """The root's public key, from the hub's certificate: the private key may be elsewhere."""
         return self._signed("hub").signed_by
 
     @property
@@ -138,7 +138,7 @@ class RunFolder:
         return tuple(self.certificate(name) for name in self.trusted_roles)
 
     def certify(self, role: protocol.Role, public_key: str) -> protocol.SignedDocument:
-        """A certificate by the root key, whose private half must be here; it is not written anywhere."""
+        """A certificate by the root key, whose private half must be here; it is not written to disk."""
         root, now_ms = self._root(), SystemClock().now_ms()
         run = run_id(self.recipe.run.name, protocol.fingerprint(root.public_key))
         document = protocol.RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=now_ms)
@@ -161,7 +161,7 @@ class RunFolder:
             raise ConfigError(f"{path} is not a certificate: {problem}; remove it to get a new one") from error
 
     def _root(self) -> protocol.SigningKey:
-        """The private root key. It is made for a new run only: a second one would split the run in two."""
+        """The private root key. Created for a new run only: a second root key would split the run."""
         path = self.path / "keys" / "root.key"
         if not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json")):
             return protocol.load_or_create_key(path)
@@ -183,12 +183,12 @@ class RunFolder:
             raise ConfigError(f"{path} is damaged; remove it and start the run again") from error
 
     def assign_endpoints(self) -> Endpoints:
-        """Choose where everything listens, and write it down. Earlier ports are kept while they are free."""
+        """Choose the addresses and write them down. Earlier ports are kept if they are free."""
         hub, ports = self.recipe.hub, list[int]()
         try:
             before = self.endpoints
             earlier = [port_of(url) for url in (before.hub, before.origin, *before.relays)]
-        except ConfigError:  # none, or damaged: they are chosen anew
+        except ConfigError:  # missing or damaged: they are chosen again
             earlier = []
         for index in range(2 + self.recipe.relay.count):
             wanted = [hub.port] if index == 0 and hub.port else [*earlier[index : index + 1], 0, 0, 0]
@@ -205,12 +205,11 @@ class RunFolder:
 
 
 def _free_port(host: str, wanted: Sequence[int], taken: Sequence[int]) -> int:
-    """The first port that can be listened on and is not taken; 0 stands for any."""
     why = "all are in use"
     for port in wanted:
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just closed is free
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
                 probe.bind((host, port))
                 bound: int = probe.getsockname()[1]
         except OSError as error:
@@ -224,18 +223,18 @@ def _free_port(host: str, wanted: Sequence[int], taken: Sequence[int]) -> int:
 
 
 def _stored_recipe(path: Path) -> Recipe:
-    """A recipe without a [run] was not written by shoal: its defaults would be another run."""
+    """A recipe without a [run] section was not written by shoal."""
     recipe = load_config(path, Recipe)
     if "[run]" not in path.read_text():
         raise ConfigError(f"{path} is damaged: it has no [run] section; put back the recipe that the run was made with")
     return recipe
 
 
-def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
-    """Its address, the wait, and its root key's fingerprint if known."""
+def hub_address(where: str, wait_s: float) -> tuple[str, float, str | None]:
+    """The hub's address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)
-        return url, wait_s, known_root([url], pinned)
+        return url, wait_s, pinned_root([url], pinned)
     folder = RunFolder.open(Path(where))
     return folder.endpoints.hub, wait_s, protocol.fingerprint(folder.root_key)
 
@@ -249,7 +248,7 @@ def find_run(where: str | None) -> str:
     runs = [path.parent for path in Path("runs").glob("*/recipe.toml")] if Path("runs").is_dir() else []
     if len(runs) == 1:
         return str(runs[0])
-    found = f"runs/ has {len(runs)}" if runs else "there is none in runs/"
+    found = f"runs/ has {len(runs)}" if runs else "runs/ has no run"
     raise UserError(f"which run? give its folder or its hub's address ({found})")
 
 
@@ -257,7 +256,7 @@ def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str
     if source is None and directory is not None:
         if not directory.is_dir():
             raise ConfigError(f"there is no run folder {directory}; to make one: shoal run RECIPE --dir FOLDER")
-        source = RunFolder.open(directory).path / "recipe.toml"  # says what is wrong with a recipe that was damaged
+        source = RunFolder.open(directory).path / "recipe.toml"
     if source is None:
         raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or --dir RUN to resume a run)")
     return load_recipe(source, overrides)
@@ -280,14 +279,14 @@ def port_of(url: str) -> int:
 
 
 def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
-    """Refuse what a begun run cannot resume with: a place without its rows, or an end it is past."""
+    """Refuse changes that a begun run cannot resume with: a place without its rows, or fewer steps."""
     before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
         why = f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer"
         raise ConfigError(f"{why}, never shorter; to end it earlier, stop it (resume with: shoal run --dir {path})")
     begun = (path / "hub" / "hub.db").exists() or any((path / "origin" / "manifests").glob("*"))
     if not begun or (masked(before.database), before.storage) == (masked(now.database), now.storage):
-        return  # a mistyped address of a first start can be mended, and a password may be another
+        return  # not begun, or only the password differs
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
     remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"

@@ -1,7 +1,7 @@
-"""Taking part in a run that is elsewhere, knowing only its URL: a worker, or a relay.
+"""Taking part in a run elsewhere, knowing only its URL: as a worker or a relay.
 
-choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work
-exit 2      exit 1, 4                    exit 3, else warnings                  worker/loop
+choices ─► hub (its root key pinned) ─► this machine (doctor) ─┬─► key, vouch ─► register, fetch, work: worker/loop
+exit 2      exit 1, 4                    exit 3, else warnings  └─► several workers: each of them by `fleet`
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.client import HubClient
-from shoal.client.trust import known_root, one_run, remember_root
+from shoal.client.trust import parse_join_urls, pinned_root, remember_root
 from shoal.errors import ResourceError, UserError
-from shoal.run.folder import hub_of
-from shoal.run.roles import begin
+from shoal.run import fleet
+from shoal.run.folder import hub_address
+from shoal.run.roles import start_role
 from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 log = logging.getLogger(__name__)
@@ -43,25 +44,29 @@ class JoinRequest:
     check: bool = True
     limits: MachineLimits = field(default_factory=MachineLimits)
     sandbox: bool = False
+    gpu: str | None = None
+    workers: int | None = None
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """The exit code, when the run has ended or this process is stopped."""
-    from shoal.engines import check_engine
+    """Returns the exit code when the run has ended or this process is stopped; a supervised process that a signal stops
+    is not done."""
+    from shoal.engines import ENGINES, check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 
-    urls, pinned = one_run(request.urls)
+    urls, pinned = parse_join_urls(request.urls)
     if request.owner is not None and request.vouch is not None:
         raise UserError("--owner and --vouch say the same thing: give one of them")
     check_engine(request.engine, request.device, request.dtype)
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
-    stop = begin("worker", None, is_verbose())
+    places = _places(request)
+    supervised, stop = SUPERVISED in os.environ, start_role("worker", None, is_verbose())
 
     def say_when_stopping() -> None:
-        """At once: the group that is being generated may take long to end."""
+        """At once, because the group that is being generated may take long."""
         while not stop.wait(60):
             pass
         log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
@@ -69,11 +74,18 @@ def run_joined_worker(request: JoinRequest) -> int:
     if SANDBOX not in os.environ:  # else the process around the sandbox says it
         threading.Thread(target=say_when_stopping, name="stopping", daemon=True).start()
     with ending_quietly(stop):
-        folder, root_fingerprint = arrive(urls, pinned, request, stop)
+        folder, root_fingerprint, profiles = meet_hub(urls, pinned, request, stop)
+        on_gpus = f"{ENGINES[request.engine].profile}/cuda/"
+        if places and places[0].gpu is not None and not any(kind.startswith(on_gpus) for kind in profiles):
+            log.warning("the run takes no work of GPUs: one worker computes on the processor (--workers: more)")
+            places = []
+        if places:
+            return fleet.run_fleet(request, urls, stop, folder.absolute(), root_fingerprint, places)
         if request.sandbox:
             from shoal.run.sandbox import run_in_sandbox
 
-            return run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
+            code = run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
+            return STOPPED_CODE if code == 0 and supervised and stop.is_set() else code
         config = WorkerConfig(
             folder=folder, settings=settings, engine=request.engine, hub_url=urls[0],
             root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
@@ -81,23 +93,33 @@ def run_joined_worker(request: JoinRequest) -> int:
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
         )  # fmt: skip
         run_worker(config, stop)
-    return 0
+    return STOPPED_CODE if supervised and stop.is_set() else 0
+
+
+def _places(request: JoinRequest) -> list[fleet.Place]:
+    """The workers of this machine, if they are several; what cannot be is refused before a hub is asked."""
+    from shoal.engines.registry import ENGINES, TorchEntry
+
+    counts = isinstance(ENGINES[request.engine], TorchEntry) and request.device != "cpu" and request.workers != 1
+    places = fleet.plan_workers(fleet.visible_gpus() if counts else [], request.device, request.gpu, request.workers)
+    fleet.refuse_one_vouch(places, request)
+    return places
 
 
 def run_standalone_relay(
     hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
     wait_s: float, settings: Mapping[str, float | None],
 ) -> None:  # fmt: skip
-    """Without `upstreams`, from the sources that the hub names; `settings` are those of `RelaySettings` that were
+    """Without `upstreams`: from the sources that the hub names. `settings`: those of `RelaySettings` that were
     given."""
-    stop = begin("relay", None, is_verbose())
-    with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
+    stop = start_role("relay", None, is_verbose())
+    with closing(HubClient.of_a_person(*hub_address(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()
         remember_root(client.url, trusted.root_fingerprint)
     from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
     folder, bounds = folder or run_home(trusted.run) / "relay", RelaySettings.model_validate(settings)
-    if bounds.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
+    if bounds.disk_budget_gb is None:  # else a run could fill the disk
         bounds = bounds.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
     config = RelayConfig(
         folder=folder, upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort), run=trusted.run,
@@ -107,12 +129,15 @@ def run_standalone_relay(
     run_relay(config, stop, lambda _url: None)
 
 
-def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> tuple[Path, str]:
-    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint."""
+def meet_hub(
+    urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken
+) -> tuple[Path, str, tuple[str, ...]]:
+    """Meet the hub, then check this machine; the folder to work in, the run's root fingerprint, and the kinds of
+    workers that it takes."""
     from shoal.run.doctor import examine_worker
 
-    with closing(HubClient.of_a_person(urls, request.wait_s, known_root(urls, pinned), stop)) as client:
-        trusted = client.trusted_run()  # whoever is no hub of the run is told before anything is written here
+    with closing(HubClient.of_a_person(urls, request.wait_s, pinned_root(urls, pinned), stop)) as client:
+        trusted = client.trusted_run()  # fails before anything is written here
         remember_root(client.url, trusted.root_fingerprint)
         folder = request.folder or run_home(trusted.run) / "worker"
         findings = examine_worker(client, folder) if request.check else []
@@ -122,9 +147,8 @@ def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: 
             raise ResourceError(f"this machine cannot work: {finding.text} {more}")
         if not finding.ok:
             log.warning("%s: %s", finding.name, finding.text)
-    return folder, trusted.root_fingerprint
+    return folder, trusted.root_fingerprint, trusted.info.profiles
 
 
 def run_home(run: str) -> Path:
-    """Where a contributor's files of one run are. The run's id was checked when its description was opened."""
     return make_home() / Path(run).name

@@ -1,4 +1,4 @@
-"""All roles of a run on this machine, supervised, until the trainer is done: what `shoal run` and `shoal demo` do.
+"""All roles of a run on this machine, supervised, until the trainer is done: `shoal run` and `shoal demo`.
 
 run folder ─► endpoints ─► hub, origin, relays, trainer, validators, workers: restarted when they die
 trainer exits 0 ─► success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
@@ -31,13 +31,13 @@ from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
 from shoal.shardcast.tree import HEAD
 from shoal.trainer.folder import scores_of
-from shoal.trainer.record import standing
+from shoal.trainer.record import open_alarms
 
 log = logging.getLogger(__name__)
 METRICS = Path("trainer") / "metrics.jsonl"
 NOTHING_TRAINED = "nothing was trained on"
 LOCK_WAIT_S = 15.0  # a supervisor that was killed leaves children that need a moment to end
-# Many processes share these cores, and perhaps one GPU: there, memory in pieces that nobody can use is others' memory.
+# Many processes share these cores, and perhaps one GPU, where fragmented memory is lost to the others.
 SHARED_MACHINE = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -125,7 +125,7 @@ def ledger_line(path: Path) -> str:
 
 
 def kept_line(path: Path) -> str:
-    """What a finished run keeps on this disk, the largest folders first."""
+    """What a finished run keeps on disk, the largest folders first."""
     sizes = {one.name: folder_bytes(one) for one in path.iterdir() if one.is_dir()}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {show_bytes(size)}" for name, size in largest)
@@ -133,7 +133,7 @@ def kept_line(path: Path) -> str:
 
 
 def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
-    """What a run came to, and what to do next. `before`: steps that were done when it was started."""
+    """The result of a run, and what to do next. `before`: steps that were done when it was started."""
     lines, code = summary(path / METRICS, launched.status, launched.elapsed_s, before), launched.ending.exit_code
     if code == 130:
         lines.append(f"to resume: {shoal_command()} run --dir {path}")
@@ -142,13 +142,15 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     metrics, take = MetricsLog(path / METRICS), f"{shoal_command()} export {path} OUT"
     untrained, scores = any(line.startswith(NOTHING_TRAINED) for line in lines), scores_of(metrics)
     where = f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}"
-    alarms = [f"ALARM {name}, since step {since}: {seen}" for name, (since, seen) in standing(metrics.rows()).items()]
+    alarms = [
+        f"ALARM {name}, since step {since}: {seen}" for name, (since, seen) in open_alarms(metrics.rows()).items()
+    ]
     if alarms:
         which = f"the best by held-out score: {take} --best" if scores else f"an earlier one: {take} --version N"
         return [*lines, *alarms, f"{where}, BUT ALARMS STAND: look at it before you use it; {which}"]
     lines.append(where)
     last, best = scores[max(scores)] if scores else 0.0, max(scores.values(), default=0.0)
-    if last < best:  # of equal ones the newer is better
+    if last < best:
         version = max(version for version, score in scores.items() if score == best)
         better = f"version {version} has the best held-out score, {best:.3f} (last {last:.3f})"
         lines.append(f"{better}; to take it: {take} --best")
@@ -156,7 +158,7 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
 
 
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:
-    """From the trainer's own numbers on disk: the hub may have died."""
+    """From the trainer's rows on disk, because the hub may have died."""
     rows = (metrics := MetricsLog(metrics_file)).rows()
     done, total = (status.step, f" of {status.steps}") if status is not None else (steps_in(metrics_file), "")
     lines = [f"{done}{total} steps{f', {max(0, done - before)} of them' if before else ''} in {elapsed_s:.0f} s"]
@@ -169,7 +171,7 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
     trained = [row for row in rows if "groups" in row]
-    if trained and not any(row["groups"] for row in trained):  # nothing learned must not look like success
+    if trained and not any(row["groups"] for row in trained):
         dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
         unsure = status.submissions.get("unsure", 0) if status is not None else 0
         why = f"all {dropped} groups had equal rewards; the tasks are too easy or too hard, or the reward is constant"
@@ -180,7 +182,7 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
 
 
 def steps_in(metrics_file: Path) -> int:
-    """The steps that the trainer has written down. The last row of a run that is over is of its last version only."""
+    """The steps that the trainer has written down. The last row of a finished run is of its last version only."""
     return max((int(row["step"]) + ("groups" in row) for row in MetricsLog(metrics_file).rows()), default=0)
 
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
-from shoal.run.folder import ADMIN, RunFolder, hub_of
+from shoal.run.folder import ADMIN, RunFolder, hub_address
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.text import shoal_command
@@ -31,7 +31,7 @@ PASSPHRASE = "SHOAL_PASSPHRASE"
 NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024
 WAIT_S = 10.0
-NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before any
+NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # before any policy
 LEAST_PREFIX = 4
 ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
@@ -53,7 +53,6 @@ def describe(key: protocol.SigningKey) -> list[str]:
 
 
 def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
-    """The key as sealed text; or what to say once that is in the file `out`."""
     from shoal.protocol.sealing import seal
 
     key = protocol.load_key(key_path(where))
@@ -72,7 +71,7 @@ def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]
     if (path := key_path(to)).exists():
         raise KeyFileError(f"there is a key at {path} already: it is not overwritten; move it away first")
     text = sys.stdin.read(MAX_FILE_BYTES) if sealed == "-" else _text(Path(sealed))
-    read_sealed(text)  # what is no sealed key needs no passphrase to be told so
+    read_sealed(text)  # before asking for a passphrase
     key = unseal(text, read_passphrase(passphrase_file, twice=False))
     protocol.store_key(path, key)
     return [f"wrote {path}", *describe(key)]
@@ -106,7 +105,7 @@ def vouch_for(node: str, owner: protocol.SigningKey) -> protocol.SignedDocument:
 
 
 def vouch_of(key: protocol.SigningKey, owner: Path | None, vouch: Path | None) -> protocol.SignedDocument | None:
-    """What a worker shows of its owner: signed here, or read from a file; or nothing."""
+    """The owner's vouch for a worker: signed here, read from a file, or None."""
     if owner is not None and vouch is not None:
         raise UserError("--owner and --vouch say the same thing: give one of them")
     if owner is not None:
@@ -134,7 +133,7 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """What is ordered of `run`, a folder or a join URL; signed by the keys in `keys`, or else in the run's folder."""
+    """An order about `run` (a folder or a join URL), signed by the keys in `keys`, or by those of the run's folder."""
 
     run: str
     verb: str
@@ -145,7 +144,7 @@ class Order:
     keys: Path | None = None
 
     def signer(self, needs_root: bool = False) -> tuple[protocol.SigningKey, protocol.SignedDocument | None]:
-        """The admin's key with its certificate; the root's if it is needed, or if there is no other."""
+        """The admin's key with its certificate; the root key if it is needed, or if there is no other."""
         if self.keys is None and "://" in self.run:
             raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
         keys = self.keys or RunFolder.open(Path(self.run)).path / "keys"
@@ -173,11 +172,11 @@ class Order:
 
 
 def _client(run: str) -> HubClient:
-    return HubClient.of_a_person(*hub_of(run, WAIT_S))
+    return HubClient.of_a_person(*hub_address(run, WAIT_S))
 
 
 def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:
-    """The id of a node: given whole, by its start, or by its name. `kinds` is what there is none of, for errors."""
+    """The id of a node from its id, the start of it, or its name. `kinds` is for the error message."""
     if len(what) == NODE_HEX and set(what) <= set("0123456789abcdef"):
         return what
     found, after = [], ""
@@ -210,7 +209,7 @@ def calibrate(order: Order) -> str:
 
 
 def add_validator(path: Path, public_key: str | None, out: Path | None, reason: str) -> Iterator[str]:
-    """Certify a validator's key, one that is given or a new one in the folder, and have the hub trust it."""
+    """Certify a validator's key (a given one, or a new one in the folder), and tell the hub."""
     folder = RunFolder.open(path)
     index = sum(name.startswith("validator-") for name in folder.trusted_roles)
     name = f"validator-{index}"
@@ -234,16 +233,16 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
 
 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
-    """The hub trusts the new key before the old one (keys/NAME.old.key) is replaced, which is revoked in the end."""
+    """The hub trusts the new key before it replaces the old one (kept as keys/NAME.old.key), which is revoked later."""
     folder = RunFolder.open(path)
     roles: dict[str, protocol.Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":
-        why = "it signs every published policy, and whoever follows the run believes that one key"
+        why = "it signs every published policy, and all nodes trust that one key"
         raise UserError(f"the trainer's key cannot be rotated: {why}; begin a new run from the exported model instead")
     if name not in roles:
         raise UserError(f"this run has no {name!r}; it has {', '.join(roles)}")
     before, keys = folder.certificate(name), path / "keys"
-    following = protocol.load_or_create_key(keys / f"{name}.next.key")  # one that an interrupted rotation left is used
+    following = protocol.load_or_create_key(keys / f"{name}.next.key")  # may be left from an interrupted rotation
     signed = folder.certify(roles[name], following.public_key)
     yield Order(str(path), "certify", reason=reason, certificates=(before, signed)).send(needs_root=True)
     (keys / f"{name}.key").replace(keys / f"{name}.old.key")
@@ -257,7 +256,7 @@ def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
 
 
 def revoke(order: Order) -> str:
-    """Have a key, or that of `validator-N`, trusted for nothing; a validator's needs no root key."""
+    """Revoke a key, or that of `validator-N`; a validator's needs no root key."""
     key = order.target
     if key.startswith("validator-") and "://" not in order.run:
         key = str(RunFolder.open(Path(order.run)).certificate(key).document["public_key"])

@@ -1,6 +1,6 @@
 """Before anything is started: are the model, the environment and the engines of a recipe here, and do they fit?
 
-What is wrong is said here in one line, not in six log files a minute later. Needs no torch.
+Mistakes are reported here in one line, not later in six log files. Needs no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
     """Raise a `UserError` for the first thing that would end the run; returns the environment. In a dry run `say` gets
-    the tasks that were looked at, and a model or a sandbox that is not here stops no other check."""
+    the checked tasks, and a missing model or sandbox stops no other check."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
     files = None if say is not None and not has_model(recipe) else _check_model(recipe)
@@ -126,7 +126,7 @@ def check_engines(recipe: Recipe) -> None:
 
 
 def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
-    """Before torch has said whether there is a GPU.
+    """Without knowing whether there is a GPU.
 
     >>> sorted(possible_kinds("torch", "auto", "float32"))
     ['torch/cpu/float32', 'torch/cuda/float32']
@@ -149,9 +149,8 @@ def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
 
 
 def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log.debug) -> list[Task]:
-    """Ask some tasks of each split (without a model: read them); returns one of each kind. A row of data that cannot be
-    asked is skipped when it is drawn, so only many of them are a mistake; in an environment that makes its tasks, one
-    is."""
+    """Check some tasks of each split (without a model: read them); returns one of each kind. A row of data that cannot
+    be asked is skipped when it is drawn, so only many of them are a mistake; in a generating environment one is."""
     trials, clock, inner = dict[str, Task](), SystemClock(), inner_of(environment)
     for data in [part.environment for part in inner.parts] if isinstance(inner, MixedEnvironment) else [inner]:
         if isinstance(data, DatasetEnvironment):
@@ -187,7 +186,7 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
-    """Scoring that fails on these would fail on every group. A user's own reward may hang: it can be ended."""
+    """Scoring that fails here would fail on every group. A user's own reward runs in a process, because it may hang."""
     from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
     is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
@@ -201,7 +200,7 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
 
 
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
-    """What was not checked, held-out scores of few tasks, too few validators."""
+    """What was not checked, too few held-out tasks, too few validators."""
     if not has_model(recipe):
         unchecked = "weights, tokenizer, chat template, and whether prompts fit the model's context"
         yield f"there is no model folder {recipe.model.path}: what needs it was not checked ({unchecked}); all else was"

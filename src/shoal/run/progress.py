@@ -1,10 +1,10 @@
-"""How a run goes: its `History`, words for what a status says, who waits for whom, and an end if nothing happens.
+"""How a run goes: its `History`, the status in words, who waits for whom, and an end if nothing happens.
 
-    hub /status ──every second──► Reporter ─► History ─► Scene ─► Display
-                                      └─────► Watchdog: ends a run that stands still, and says why
+    hub /status ──every second──► Reporter ─► History ─► RunView ─► Display
+                                      └─────► Watchdog: ends a run without progress, and says why
 
-Why nothing happens (`blame`): who waits for whom by the hub's word, names the symptom; the supervisor's processes,
-nodes without a heartbeat, a silent hub, orders of the owner and ledger entries that nobody appends name the cause.
+Reasons for no progress (`standstill_reasons`): the hub knows who waits for whom. Causes are seen in processes of the
+supervisor, nodes without a heartbeat, a silent hub, orders of the owner, and ledger entries that are not appended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAG_MS = 15_000  # the leader appends every second; another takes over within a 
 BLOCKS = "▁▂▃▄▅▆▇█"
 QUIET_S = 30.0  # six heartbeats
 LOADING_S = 90.0  # torch from a cold disk, on a busy machine
-SILENT_S = 10.0  # a busy machine makes a hub slow, not silent
+SILENT_S = 10.0
 REPORTING = ("trainer", "validator", "worker")
 POLL_S, TIMEOUT_S, LAST_TIMEOUT_S = 1.0, 5.0, 2.0
 SUSPENDED_S = 5.0  # ticks come ten times a second
@@ -66,7 +66,7 @@ class History:
         self._tokens.append((elapsed_s, tokens_credited(status)))
         while elapsed_s - self._tokens[0][0] > RATE_WINDOW_S:
             self._tokens.popleft()
-        if self._paces and status.step < self._paces[-1][1]:  # another incarnation, from earlier on
+        if self._paces and status.step < self._paces[-1][1]:  # another incarnation
             self._paces.clear()
         if status.policy is not None and (not self._paces or status.step > self._paces[-1][1]):
             self._paces.append((elapsed_s, status.step))
@@ -78,8 +78,8 @@ class History:
         return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
 
     def left_s(self, elapsed_s: float) -> float | None:
-        """At the pace of the last steps; None before two were seen whole. The first does not count: processes were
-        starting."""
+        """The remaining time at the pace of the last steps; None before two complete steps. The first does not count,
+        because processes start."""
         if len(self._paces) < 3:
             return None
         (began_s, first), (ended_s, last) = self._paces[1], self._paces[-1]
@@ -88,7 +88,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Scene:
+class RunView:
     """`status` is the hub's last answer, `notes` are remarks on workers."""
 
     status: RunStatus | None
@@ -104,21 +104,21 @@ class Scene:
 
 class Display(Protocol):
     """Shows scenes, one every `every_s`, between `__enter__` and `__exit__`; `say` works outside of that, too. While a
-    `live` one has the terminal, nobody else may write to it."""
+    `live` display has the terminal, nobody else may write to it."""
 
     live: bool
     every_s: float
 
     # fmt: off
     def say(self, text: str) -> None: ...
-    def show(self, scene: Scene) -> None: ...
+    def show(self, scene: RunView) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
     # fmt: on
 
 
 def reward_of(metrics: Mapping[str, float]) -> float | None:
-    """The mean reward of everything that was sampled, or else of the groups trained on (those that disagree)."""
+    """The mean reward of everything sampled, else of the groups trained on."""
     return metrics.get("sampled_reward", metrics.get("reward_mean"))
 
 
@@ -149,7 +149,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def labels(nodes: Iterable[NodeView]) -> dict[str, str]:
-    """Node id → name; names that two nodes share get a piece of the id."""
+    """Node id → name; a name that two nodes share gets a part of the id."""
     given = {node.node: printable(node.name) or node.role for node in nodes}
     count = Counter(given.values())
     return {node: name if count[name] == 1 else f"{name} ({node[:8]})" for node, name in given.items()}
@@ -174,14 +174,14 @@ def waits_line(status: RunStatus, least_s: float = 0.0, most: int = 4) -> str:
 
 
 def notices(status: RunStatus) -> list[tuple[str, str]]:
-    """What is out of the ordinary, as (label, sentence); alarms newest first."""
+    """Unusual states as (label, sentence); alarms newest first."""
     found = [("standstill", sentence) for sentence in status.standstill]
     standing, lag_ms = status.standing, status.now_ms - (status.outbox_since_ms or status.now_ms)
     if standing.conduct != "running":
         state = "drained" if standing.drained else standing.conduct
         why = f": {standing.reason}" if standing.reason else ""
         since = duration(max(0, status.now_ms - standing.since_ms) / 1000)
-        found.append(("owner", f"{state} by its owner, {since} ago{why}; to go on: shoal admin resume"))
+        found.append(("owner", f"{state} by its owner, {since} ago{why}; to continue: shoal admin resume"))
     if lag_ms >= LAG_MS:
         entries = f"{status.outbox} ledger entries wait to be appended, for {duration(lag_ms / 1000)}"
         found.append(("ledger", f"{entries}: no hub leads (see logs/hub.log)"))
@@ -191,7 +191,7 @@ def notices(status: RunStatus) -> list[tuple[str, str]]:
 
 @dataclass
 class Watchdog:
-    """Ends a run in which nothing happens: no step, no verdict, no submission, not even a ledger entry."""
+    """Ends a run without progress: no step, no verdict, no submission, no ledger entry."""
 
     patience_s: float
     _seen: tuple[object, ...] = ()
@@ -200,8 +200,8 @@ class Watchdog:
     def look(
         self, status: RunStatus | None, now_s: float, processes: Sequence[ProcessView] = (), silent_s: float = 0.0
     ) -> Ending | None:
-        """The hub has given no other answer than `status` for `silent_s`. A run that its owner has paused, or that has
-        drained, is left alone."""
+        """The hub has given no newer answer than `status` for `silent_s`. A run that is paused or drained is left
+        alone."""
         mark, halted = tuple[object, ...](), False
         if status is not None:
             counts, policy = tuple(sorted(status.submissions.items())), status.policy and status.policy.label
@@ -212,28 +212,28 @@ class Watchdog:
             return None
         if (still_s := now_s - self._since_s) < self.patience_s:
             return None
-        return Ending(1, f"no progress for {duration(still_s)}: {blame(status, processes, silent_s)}")
+        return Ending(1, f"no progress for {duration(still_s)}: {standstill_reasons(status, processes, silent_s)}")
 
     def begin_again(self, now_s: float) -> None:
         self._since_s = now_s
 
 
-def blame(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
-    found = list(troubles(status, processes, silent_s).values())
+def standstill_reasons(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
+    found = list(process_problems(status, processes, silent_s).values())
     if status is None or silent_s >= SILENT_S:
         return "; ".join(found or ["the hub does not answer (see logs/hub.log)"])
-    said = [*(sentence for _, sentence in notices(status)), waits_line(status), *found]
-    return "; ".join(line for line in said if line) or "and nobody says that they wait for anything"
+    message = [*(sentence for _, sentence in notices(status)), waits_line(status), *found]
+    return "; ".join(line for line in message if line) or "and nobody says that they wait for anything"
 
 
-def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
+def process_problems(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
     """What is wrong with the processes of this machine: name → sentence."""
     heard_s = min((process.since_s for process in processes if process.name == "hub"), default=0.0)
     found = {}
     for process in processes:
         sentence, who = _exited(process), process.name
         who += "" if process.pid is None else f" (pid {process.pid})"
-        if not sentence and process.name == "hub":  # one that has answered is silent sooner than one just started
+        if not sentence and process.name == "hub":  # a hub that just started gets more time
             answered = silent_s < process.since_s
             since_s = silent_s if answered else process.since_s
             if since_s >= (SILENT_S if answered else QUIET_S):
@@ -246,16 +246,16 @@ def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_
 
 
 def _exited(process: ProcessView) -> str:
-    name, (exit_, _, said) = process.name, process.why.partition(": ")
-    said, ago = f": {printable(said)}" if said else "", f"{duration(process.since_s)} ago"
+    name, (exit_, _, message) = process.name, process.why.partition(": ")
+    message, ago = f": {printable(message)}" if message else "", f"{duration(process.since_s)} ago"
     if process.state == "restarting" and process.why:
-        return f"{name} {exit_}, {ago}, and is being restarted (#{process.restarts + 1}){said}"
+        return f"{name} {exit_}, {ago}, and is being restarted (#{process.restarts + 1}){message}"
     if process.state == "given up":
-        return f"{name} was given up after it {exit_}{said}"
+        return f"{name} was given up after it {exit_}{message}"
     if process.state == "resting" and process.why != "is done":
-        return f"{name} {exit_} and is not started again{said}"
+        return f"{name} {exit_} and is not started again{message}"
     if process.state == "running" and process.restarts > 1 and process.since_s < QUIET_S:
-        return f"{name} was restarted {process.restarts} times, {ago} after it {exit_}{said}"
+        return f"{name} was restarted {process.restarts} times, {ago} after it {exit_}{message}"
     return ""
 
 
@@ -288,7 +288,6 @@ class StatusPoller:
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
     def take(self) -> RunStatus | None:
-        """The newest answer, unless it was taken before."""
         with self._lock:
             newest, self._newest = self._newest, None
         return newest
@@ -301,7 +300,7 @@ class StatusPoller:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """By now the hub has ended, so a question that it left unanswered fails at once."""
+        """The hub has ended by now, so an open request fails at once."""
         self._ended.set()
         self._thread.join(TIMEOUT_S + 1.0)
         self._http.close()
@@ -336,7 +335,7 @@ class Reporter:
     def tick(self) -> Ending | None:
         self._take_in(self.source.take())
         processes, now_s = self.processes(), self.clock.monotonic_s()
-        if now_s - self._ticked_s > SUSPENDED_S:  # it was this process that stood still: nobody else is to blame
+        if now_s - self._ticked_s > SUSPENDED_S:  # this process was suspended
             self.watchdog.begin_again(now_s)
             self.history.answered_s = self.elapsed_s
         self._ticked_s = now_s
@@ -355,4 +354,4 @@ class Reporter:
             self.history.add(status, self.elapsed_s)
 
     def _show(self, processes: Sequence[ProcessView]) -> None:
-        self.display.show(Scene(self.status, processes, self.history, self.elapsed_s, self.notes))
+        self.display.show(RunView(self.status, processes, self.history, self.elapsed_s, self.notes))

@@ -1,6 +1,6 @@
 """A recipe: every section of a run's configuration in one model. Each setting is declared next to what it configures.
 
-`count` and `engine` of a section say how `shoal run` starts that role; the rest is the role's own.
+`count` and `engine` of a section say how `shoal run` starts that role; the other settings are the role's own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ BUDGET = "bytes of chunks kept on disk at most; the oldest versions go first"
 
 
 class ModelSettings(BaseModel):
-    """Where training starts."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
     path: str = Field("tiny", description="a built-in name, or a Hugging Face folder (from the recipe's folder)")
 
@@ -44,8 +42,6 @@ class WorkerSection(WorkerSettings):
 
 
 class RelaySection(BaseModel):
-    """How relays mirror and serve."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
     keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
@@ -53,7 +49,7 @@ class RelaySection(BaseModel):
 
     @property
     def settings(self) -> RelaySettings:
-        return RelaySettings(kept_versions=self.keep_versions, disk_budget_gb=self.disk_budget_gb)
+        return RelaySettings(keep_versions=self.keep_versions, disk_budget_gb=self.disk_budget_gb)
 
 
 class Recipe(BaseModel):
@@ -90,7 +86,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Every path in a recipe's values: its setting, and the table or list with the key under which it is."""
+    """Every path in the values of a recipe: its setting, and the table or list with its key."""
     from shoal.models import BUILTIN
 
     environment, profiles = given.get("environment", {}), list(given.get("validator", {}).get("profiles") or ())
@@ -113,14 +109,13 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
-    """What the recipe names by its path and is not here: a backup has the run, not what it was made from."""
+    """Paths in the recipe that do not exist here: a backup does not contain the data of a run."""
     paths = [Path(holder[key]) for _, holder, key in _places(recipe.model_dump())]
     return [str(path) for path in paths if not path.exists()]
 
 
 def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
-    """A run is resumed with its own recipe. How it is served, by how many and for how long may differ, never what is
-    trained."""
+    """A run is resumed with its own recipe; only how it is served, by how many and how long may change."""
     before, now = dict(settings_of(stored)), dict(settings_of(given))
     changed = []
     for key in dict.fromkeys((*now, *before)):

@@ -1,4 +1,4 @@
-"""The roles of a run folder. `shoal hub --dir RUN` and the children of `shoal run` come through here: none differ."""
+"""The roles of a run folder, for `shoal hub --dir RUN` and for the children of `shoal run` alike."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 
 def role_names(folder: RunFolder) -> list[str]:
-    """In the order in which they are started."""
     relays, validators, workers = (
         [f"{role}-{index}" for index in range(getattr(folder.recipe, role).count)]
         for role in ("relay", "validator", "worker")
@@ -50,9 +49,8 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
     return [*command, "--dir", str(path), *options]
 
 
-def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
-    """No role reads standard input: nothing that it loads can ask the person at the terminal. A supervisor keeps the
-    log file."""
+def start_role(name: str, folder: Path | None, verbose: bool) -> StopToken:
+    """Standard input is closed, so nothing that is loaded can ask a person. A supervisor keeps the log file."""
     supervised, stop = SUPERVISED in os.environ, stop_on_signals()
     follow_supervisor(stop)  # takes SUPERVISED away
     close_standard_input()
@@ -158,7 +156,7 @@ def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = 
     config = WorkerConfig(
         folder=folder.path / name, settings=recipe.worker, engine=recipe.worker.engine, name=name, cheat=cheat,
         hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
-        limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # whoever runs the trainer runs this, too
+        limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # of the same owner as the trainer
     )  # fmt: skip
     run_worker(config, stop)
 

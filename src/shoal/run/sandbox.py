@@ -1,11 +1,11 @@
-"""`shoal join --sandbox`: the worker in a sandbox of bubblewrap's, without a network; this process is its way out.
+"""`shoal join --sandbox`: the worker in a bubblewrap sandbox without a network; this process is its only way out.
 
     this process                                            sandbox
     meets the hub, verifies the run, makes the vouch        no network, no home, no other processes, read-only system
     Forwarder: hubs and sources of the run only ◄─ sockets ─ the same worker; it may write to its own folder and /tmp
     passes on SIGTERM and the exit code                     GPU devices, if there are any
 
-Where no such sandbox can be made there is none, and no work: never a weaker one.
+If such a sandbox cannot be made, the worker does not start: there is never a weaker one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SOCKETS = "/run/shoal"
 SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /nix/store /opt/rocm /sys/devices /sys/bus/pci".split()  # noqa: SIM905
-SETTINGS = (  # of /etc; not all of /etc/ssl, where a machine's private keys are too
+SETTINGS = (  # of /etc; /etc/ssl has private keys, too
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/certs", "ssl/openssl.cnf",
     "pki/tls/certs", "pki/ca-trust", "ca-certificates",
 )  # fmt: skip
@@ -55,7 +55,7 @@ GPUS = ("nvidia*", "dri", "kfd", "dxg")
 KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SSL_CERT_FILE")
 KEPT_FAMILIES = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ROCM_", "HIP_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-# Of /proc: root could change these without a capability. CUDA writes to its threads' own files in the rest.
+# Parts of /proc that root could change without a capability. CUDA writes to files of its threads in the rest.
 KERNEL = "acpi asound bus driver fs irq mtrr pressure scsi sys sysrq-trigger tty".split()  # noqa: SIM905
 TMP_BYTES = 2 * 2**30  # of /tmp and /dev/shm, which are memory
 _LIBC = ctypes.CDLL(None)  # loaded before a fork
@@ -83,7 +83,7 @@ def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, f
 
 
 def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -> JoinRequest:
-    """For the worker inside. An owner's key stays outside: what goes in is its vouch for this machine."""
+    """For the worker inside. An owner's key stays outside; only its vouch for this machine goes in."""
     from shoal.run.owner import vouch_of
     from shoal.worker.settings import identity
 
@@ -95,7 +95,7 @@ def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -
 
 
 def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> None:
-    """To the hubs that the user gave, and to what the run names now. A hub that does not answer changes nothing."""
+    """To the hubs that the user gave, and to what the run names now. If the hub does not answer, nothing changes."""
     try:
         trusted = client.refreshed_run()
     except ShoalError as error:
@@ -122,15 +122,15 @@ def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) 
             looked_s = time.monotonic()
             look()
     while code is None:
-        with contextlib.suppress(ProcessLookupError, TypeError):  # it has just ended by itself, or never began
-            os.kill(child, signal.SIGTERM)  # and again: before it listens, the sandbox's pid 1 hears no signal
+        with contextlib.suppress(ProcessLookupError, TypeError):  # it has ended, or never began
+            os.kill(child, signal.SIGTERM)  # repeated, because at first pid 1 of the sandbox ignores signals
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(STOP_EVERY_S)
     return code if code >= 0 else 128 - code
 
 
 def _probe(around: Sequence[str]) -> None:
-    """Make the sandbox once, around an interpreter that does nothing: what is not permitted fails here."""
+    """Make the sandbox once around an idle interpreter: what is not permitted fails here."""
     try:
         ran = subprocess.run(
             [*around, "--", sys.executable, "-c", "import shoal"], env=_environment(), stdin=subprocess.DEVNULL,
@@ -139,13 +139,13 @@ def _probe(around: Sequence[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ResourceError(f"there is no sandbox here: {error}") from error
     if ran.returncode:
-        said = printable(ran.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-        todo = "Install bubblewrap 0.8 or newer" if "Unknown option" in said else advice(said)
-        raise ResourceError(f"the sandbox cannot be made here: {said or 'bwrap failed'}. {todo}")
+        message = printable(ran.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+        todo = "Install bubblewrap 0.8 or newer" if "Unknown option" in message else advice(message)
+        raise ResourceError(f"the sandbox cannot be made here: {message or 'bwrap failed'}. {todo}")
 
 
 def _options(folder: Path, sockets: Path) -> list[str]:
-    """What is not named here is not in the sandbox."""
+    """Only what is named here is in the sandbox."""
     words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
     words += ["--unshare-user", "--disable-userns", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
@@ -178,7 +178,7 @@ def _read_only() -> list[Path]:
 
 
 def _own_keyring() -> None:
-    """In the child: an empty session keyring of the kernel's, instead of the user's. Without keyrings there is none."""
+    """In the child: an empty kernel session keyring instead of the user's."""
     if (number := KEYCTL.get(os.uname().machine)) is not None:
         _LIBC.syscall(number, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
 

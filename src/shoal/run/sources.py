@@ -1,4 +1,4 @@
-"""What `shoal eval`, `shoal filter` and `shoal data` are given: a model, tasks, a run's or a recipe's."""
+"""What `shoal eval`, `shoal filter` and `shoal data` are given: a model, tasks, a run or a recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.trainer.folder import MARK, refuse_foreign
 
 
 def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
-    """What can be refused is refused before torch is loaded, which takes a while."""
+    """Refuses what it can before it loads torch, which takes a while."""
     if best and version is not None:
         raise ConfigError("--best and --version name two checkpoints; give one of them")
     checkpoints = (folder := RunFolder.open(directory)).path / "trainer" / "checkpoints"
@@ -59,7 +59,8 @@ class ModelSource:
 
 @contextmanager
 def model_source(text: str) -> Iterator[ModelSource]:
-    """Of a run's folder its newest policy, called as the folder is: all runs of one recipe have the same `run.name`."""
+    """Of a run's folder the newest policy, named after the folder, because all runs of one recipe have the same
+    `run.name`."""
     path = Path(text).expanduser()
     if text in BUILTIN or not (path / "recipe.toml").is_file():
         yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
@@ -84,7 +85,7 @@ def _is_newest(run: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """`whole` marks a file whose tasks are all meant, however an environment would divide them for training."""
+    """`whole`: all tasks of a file are meant, without a split for training."""
 
     settings: EnvironmentSettings
     recipe: Recipe | None = None
@@ -104,7 +105,6 @@ class TaskSource:
 
 
 def scorable(source: TaskSource) -> Environment:
-    """The environment, if this machine can score its tasks."""
     environment = build(source.settings)
     require_scoring(environment)
     return environment
@@ -148,8 +148,8 @@ def _of_file(name: str, file: Path, overrides: Sequence[str]) -> TaskSource:
 def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
     for override in overrides:
         if not override.strip().startswith("environment."):
-            said = f"--set {override}: only settings of [environment] matter here, by their whole name"
-            raise ConfigError(f"{said}, as in --set environment.options.bad_rows=skip")
+            message = f"--set {override}: only settings of [environment] matter here, by their whole name"
+            raise ConfigError(f"{message}, as in --set environment.options.bad_rows=skip")
     return parse_config(f"[environment]\n{section}\n", Recipe, "--env", overrides).environment
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.client import HubClient, split_join_url
-from shoal.client.trust import known_root
+from shoal.client.trust import pinned_root
 from shoal.client.weights import downloader_of
 from shoal.engines import build, choose, kind_of
 from shoal.engines.registry import resolved
@@ -48,7 +48,7 @@ class TrialOptions:
 
     @property
     def machines(self) -> tuple[Machine, list[Machine]]:
-        """The worker, and the validators that judge it; where "auto" was asked for, what that is here."""
+        """The worker, and the validators that judge it, with "auto" resolved."""
         judges = map(Machine.parse, self.against or ("cpu/float32",))
         worker = Machine(*resolved(self.engine, self.device, self.dtype))
         return worker, [Machine(*resolved("torch", each.device, each.dtype)) for each in judges]
@@ -88,7 +88,7 @@ def _policy_of_run(
     url: str, stop: StopToken
 ) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
     base, pinned = split_join_url(url)
-    with closing(HubClient.of_a_person(base, 10.0, known_root([base], pinned), stop)) as hub:
+    with closing(HubClient.of_a_person(base, 10.0, pinned_root([base], pinned), stop)) as hub:
         trusted, status = hub.trusted_run(), hub.status()
     if status.policy is None:
         raise HubUnreachable(f"the run at {base} has not published a policy yet: try again when it has")
@@ -102,8 +102,8 @@ def _policy_of_run(
         return dict(payload.files), tensors, trusted.info.proof, trusted.info.profiles
 
 
-def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple[Measurement, Path]:
-    """Measure, and write the profile, unless cheats would pass. Nothing is overwritten."""
+def run_calibration(options: TrialOptions, report: Callable[[str], None]) -> tuple[Measurement, Path]:
+    """Measure, and write the profile unless cheats would pass. Nothing is overwritten."""
     if options.url is not None:
         raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
     out = options.out or Path(kind_of(options.engine, options.device, options.dtype).replace("/", "-") + ".toml")
@@ -123,7 +123,7 @@ def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple
     for name, machine in ((options.engine, worker), *(("torch", each) for each in validators)):
         engines.append(build(name, files, machine.device, machine.dtype))
         engines[-1].load_policy(None, tensors)
-    measured = measure(engines[0], dict(zip(map(str, validators), engines[1:], strict=True)), plan, tell, BLOCKS)
+    measured = measure(engines[0], dict(zip(map(str, validators), engines[1:], strict=True)), plan, report, BLOCKS)
     if not measured.problems:
         write_atomically(out, to_toml(measured.profile).encode())
     return measured, out

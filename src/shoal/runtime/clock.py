@@ -1,6 +1,6 @@
-"""Time as an argument: the system's clock in production, a manual one in tests and in the simulator.
+"""Time as an argument: the system clock in production, a manual one in tests and in the simulator.
 
-Wall time jumps: NTP sets it, a laptop sleeps. Deadlines that are written down in wall time are read from `SteadyClock`.
+Wall time jumps (NTP, a laptop that sleeps). Deadlines that are stored as wall time are read from `SteadyClock`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for what is written down, monotonic time for how long something takes."""
+    """Wall time for what is written down, monotonic time for durations."""
 
     def now_ms(self) -> int: ...
 
@@ -29,9 +29,9 @@ class SystemClock:
 
 
 class SteadyClock:
-    """Wall time without jumps: it continues from where it is, at most a tenth faster or slower until it agrees again.
-    So it never goes back, and a time span measured with it is right within a tenth. `not_before_ms` is the newest time
-    that an earlier process wrote down: time does not go back over a restart either."""
+    """Wall time without jumps: it runs at most a tenth faster or slower until it agrees with the clock again, so it
+    never goes back and durations are right within a tenth. `not_before_ms`: the newest time that an earlier process
+    wrote down."""
 
     FOLLOWS = 0.1
 
@@ -53,7 +53,7 @@ class SteadyClock:
 
 
 class SharedClock:
-    """A wall clock that somebody else's has set right; between two looks at theirs it continues from there."""
+    """A wall clock corrected by the times that another machine tells."""
 
     SLOW_S = 1.0
 
@@ -62,7 +62,7 @@ class SharedClock:
         self._ahead_ms: int | None = None
 
     def agree(self, their_ms: int, took_s: float) -> None:
-        """`their_ms` was their time somewhere in the last `took_s` seconds; of slow answers only the first is used."""
+        """`their_ms` was their time within the last `took_s` seconds; of slow answers only the first is used."""
         if self._ahead_ms is None or took_s < self.SLOW_S:
             self._ahead_ms = their_ms + round(took_s * 500) - self._clock.now_ms()
 
@@ -88,14 +88,14 @@ class ManualClock:
             self._ms += round(seconds * 1000)
 
     def jump(self, seconds: float) -> None:
-        """Set the wall clock, as NTP does; what is measured by the monotonic one continues."""
+        """Set the wall clock, as NTP does; the monotonic clock continues."""
         with self._lock:
             self._jumped_ms += round(seconds * 1000)
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Waits of `first_s`, doubling up to `most_s`, each drawn from the upper half so that crowds spread out."""
+    """Waits of `first_s`, doubling up to `most_s`, each drawn from the upper half so that clients spread out."""
 
     first_s: float = 0.1
     most_s: float = 5.0

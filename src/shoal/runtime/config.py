@@ -1,10 +1,10 @@
-"""A recipe: TOML in, a typed model out, and back. Whatever is wrong is one line that says where and what is allowed.
+"""A recipe: TOML in, a typed model out, and back. Every mistake is one line that says where it is and what is allowed.
 
     recipe.toml ─┐
                  ├─► plain tables ─► strict validation ─► model ─► dump_config ─► TOML that loads to the same model
     --set a.b=c ─┘
 
-Validation is strict (`steps = "20"` is a mistake), and every model along the way is expected to forbid unknown keys.
+Validation is strict (`steps = "20"` is a mistake); all models must forbid unknown keys.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
 
 
 def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str] = ()) -> M:
-    """The model described by TOML `text`; `source` is what messages call it."""
+    """The model described by TOML `text`; messages call it `source`."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -70,13 +70,13 @@ def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str]
 
 
 def dump_config(model: BaseModel) -> str:
-    """TOML that loads to an equal model. None is left out, so it must be its key's default."""
+    """TOML that loads to an equal model. None is left out, so it must be the default of its key."""
     tables = model.model_dump(mode="json", exclude_none=True)
     return "\n".join(_table_lines((), tables)).strip() + "\n"
 
 
 def _require_none(model: Any, keys: Keys, override: str) -> None:
-    """`section.key=none` is for a setting that may have no value. In tables of any keys it only takes the key out."""
+    """`section.key=none` is for settings that may be empty. In tables with free keys it removes the key."""
     kind = type(model)
     for index, key in enumerate(keys):
         if isinstance(model, Mapping) or model is None:
@@ -92,7 +92,7 @@ def _require_none(model: Any, keys: Keys, override: str) -> None:
 
 
 def _apply(tables: Tables, override: str) -> Keys:
-    """Put one `section.key=value` into the tables, or take a key out (`=`, or `=none` if it need not be there)."""
+    """Put one `section.key=value` into the tables, or remove a key (`=`, or `=none` also if it is absent)."""
     name, equals, text = override.partition("=")
     keys = tuple(part.strip() for part in name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
@@ -115,7 +115,7 @@ def _apply(tables: Tables, override: str) -> Keys:
         if table.pop(keys[-1], None) is None and not value:
             raise ConfigError(f'--set {override}: nothing sets it, so it cannot be unset (an empty text is "")')
         return keys
-    table[keys[-1]] = value  # what is no TOML value is the string itself, so that quotes may be left out
+    table[keys[-1]] = value  # a value that is not TOML is a string without quotes
     with contextlib.suppress(tomllib.TOMLDecodeError):
         parsed = tomllib.loads(f"value = {value}")
         table[keys[-1]] = parsed["value"] if len(parsed) == 1 else value  # more than one key: a line break
@@ -124,7 +124,7 @@ def _apply(tables: Tables, override: str) -> Keys:
 
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
     keys, given = tuple(str(part) for part in problem["loc"]), problem["input"]
-    unknown = problem["type"] == "extra_forbidden"  # an override may go deeper than the key
+    unknown = problem["type"] == "extra_forbidden"  # an override may have more parts than the key
     blamed = (
         text for path, text in overridden.items() if keys[: len(path)] == (path[: len(keys)] if unknown else path)
     )
@@ -140,12 +140,12 @@ def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overrid
         message = f"a list is wanted, such as [{shown}]"
     if not keys:
         return f"{where}: {_lower(message)}"
-    # If a whole section is at fault, its values would bury the sentence.
+    # The values of a whole section would make the message too long.
     return f"{where}: {label}{'' if isinstance(given, Mapping) else f' = {shown}'}: {_lower(message)}"
 
 
 def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
-    """A sentence about a key that does not exist, with the nearest one that does."""
+    """A message about an unknown key, with the most similar known one."""
     model, key = kind, keys[-1]
     for field in (part for part in keys[:-1] if not part.isdecimal()):  # numbers: of several tables in a list
         annotation = model.model_fields[field].annotation if field in model.model_fields else None
@@ -165,7 +165,7 @@ def _lower(sentence: str) -> str:
 
 
 def _table_lines(path: Keys, table: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of one table: its plain keys first, because in TOML whatever follows a sub-table belongs to that."""
+    """The lines of one table. Plain keys come first: in TOML what follows a sub-table belongs to that."""
     if path:
         yield f"\n[{'.'.join(_key(part) for part in path)}]"
     yield from (f"{_key(key)} = {_inline(value)}" for key, value in table.items() if not isinstance(value, dict))

@@ -1,10 +1,10 @@
-"""One HTTP exchange with somebody who is not trusted: bounded in time and in bytes, whatever the other side sends.
+"""One HTTP exchange with an untrusted peer: bounded in time and in bytes, whatever the peer sends.
 
-    with limited(30.0, stop):               connecting, sending, the head and the body: all of it in this thread
-        response = client.send(...)         `Network` looks at the limit before every receive
-        body = read_body(response, cap)     never decompressed; bytes of a body extend the time
+    with limited(30.0, stop):               connecting, sending, the head and the body, all in this thread
+        response = client.send(...)         `Network` checks the limit before every receive
+        body = read_body(response, cap)     never decompressed; received bytes extend the time
 
-httpx has time-outs per receive only: a head that drips, or one 1xx answer after another, would hold a caller for days.
+httpx limits only each receive: a slowly dripping head, or one 1xx answer after another, could block a caller for days.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 SLICE_S = 0.2
-STOP_GRACE_S = 5.0  # what is under way when a stop comes may end in good order, but not take longer than that
+STOP_GRACE_S = 5.0  # time for an exchange that is running when a stop comes
 LEAST_BYTES_PER_S = 10_000  # a modem from 1998 is not much slower
 WRITTEN_BYTES = 64 * 1024
 SLOW = "it takes too long in all"
 
 
 class Limit:
-    """Until when an exchange must end. One that begins after a stop is bounded by its time only."""
+    """When an exchange must end. One that begins after a stop is bounded only by its time."""
 
     def __init__(self, seconds: float, stop: StopToken | None, clock: Clock) -> None:
         self._clock, self._ends_s = clock, clock.monotonic_s() + seconds
@@ -55,7 +55,7 @@ _here = _Here()
 
 @contextmanager
 def limited(seconds: float, stop: StopToken | None = None, clock: Clock = SystemClock()) -> Iterator[None]:
-    """What this thread asks in the block, with a client whose network is `Network`, ends in time."""
+    """Requests of this thread in the block, by a client with `Network`, end in time."""
     before, _here.limit = _here.limit, Limit(seconds, stop, clock)
     try:
         yield
@@ -64,17 +64,17 @@ def limited(seconds: float, stop: StopToken | None = None, clock: Clock = System
 
 
 def check_plain(response: httpx.Response) -> None:
-    """Refuse a compressed answer, which nobody asked for: a few bytes of one can become gigabytes."""
+    """Refuse a compressed answer, which was not asked for: a few bytes can become gigabytes."""
     encodings = response.headers.get_list("content-encoding", split_commas=True)
     if any(each.strip().lower() not in ("", "identity") for each in encodings):
         raise httpx.DecodingError(f"the answer is compressed ({', '.join(encodings)[:100]}), which was not asked for")
 
 
 def read_body(response: httpx.Response, max_bytes: int) -> bytes:
-    """The whole body, piece by piece, so that one over the cap is never held."""
+    """The whole body, read in pieces, so one over the limit is never held in memory."""
     check_plain(response)
     content = bytearray()
-    for piece in response.iter_bytes():  # of what is not compressed: as it came
+    for piece in response.iter_bytes():
         content += piece
         if len(content) > max_bytes:
             raise CodecError(f"the answer of {response.request.url} is longer than {max_bytes} bytes; it was not read")
@@ -90,7 +90,7 @@ class _Stream(httpcore.NetworkStream):
         self._inner = inner
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """In slices, so that a stop and the end of the time are noticed."""
+        """In slices, to notice a stop and the end of the time."""
         limit, until_s = _here.limit, None if timeout is None else time.monotonic() + timeout
         if limit is None:
             return self._inner.read(max_bytes, timeout)

@@ -1,7 +1,6 @@
-"""Files that survive a crash: written whole or not at all, and on the disk when the call returns.
+"""Files that survive a crash: written completely or not at all, and on the disk when the call returns.
 
-Whatever reports a failed write (the operating system, a library in Rust, SQLite), a person reads the same sentence
-about it: `resource_error`.
+A failed write is reported to people with one kind of message (`resource_error`), whichever library noticed it.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ FULL_BYTES = 16 * 1024  # with less a log line or a page of a database may not f
 
 
 def resource_error(action: str, path: Path, error: Exception) -> ResourceError:
-    """What the operating system said, as one sentence with what to do about it."""
-    lost = _RUST_ERROR.search(str(error))  # a library that has lost the number still says it
+    """The operating system's error as one sentence that says what to do."""
+    lost = _RUST_ERROR.search(str(error))  # the text of errors from Rust has the number
     number = (error.errno or 0) if isinstance(error, OSError) else int(lost[1]) if lost else 0
-    said = getattr(error, "strerror", None) or str(error)
+    message = getattr(error, "strerror", None) or str(error)
     kind = DiskError if number in _DISK else ResourceError
-    return kind(f"cannot {action} {path}: {_HINTS.get(number, said)}")
+    return kind(f"cannot {action} {path}: {_HINTS.get(number, message)}")
 
 
 def is_full(path: Path) -> bool:
@@ -48,7 +47,7 @@ def is_full(path: Path) -> bool:
 
 
 def ensure_folder(path: Path, private: bool = False) -> Path:
-    """The folder, made if need be and proven writable. A private one is closed to other users."""
+    """Make the folder if needed, and prove that it is writable. A private one is closed to other users."""
     probe = path / f".write-test-{os.urandom(8).hex()}"
     try:
         path.mkdir(mode=PRIVATE_FOLDER if private else 0o777, parents=True, exist_ok=True)
@@ -62,11 +61,11 @@ def ensure_folder(path: Path, private: bool = False) -> Path:
 
 
 def make_private(path: Path) -> None:
-    """A file that no other user may read; an empty one, if there is none yet."""
+    """Make a file that no other user may read, empty if it is new."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE))
     except FileExistsError:
-        with contextlib.suppress(OSError):  # somebody else's, or a disk that only reads
+        with contextlib.suppress(OSError):  # a file of another user, or a read-only disk
             if path.stat().st_mode & 0o077:
                 path.chmod(PRIVATE)
     except OSError as error:
@@ -74,7 +73,7 @@ def make_private(path: Path) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """A descriptor to write a file where it is; a link or a device, which leads elsewhere, is refused."""
+    """A descriptor for writing a file in place; links and devices are refused."""
     descriptor = os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -92,7 +91,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Put `data` at `path`: readers see the old bytes or the new ones, and after return a crash keeps the new ones."""
+    """Write `data` to `path`: readers see the old or the new bytes; after the return a crash keeps the new ones."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -103,7 +102,7 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):  # the first error is the one that tells
+        with contextlib.suppress(OSError):  # report the first error
             temporary.unlink(missing_ok=True)
         raise resource_error("write", path, error) from error
 
@@ -112,7 +111,7 @@ VARIABLE = "SHOAL_HOME"
 
 
 def home() -> Path:
-    """Where identities, known hubs and kept ledger heads lie: `~/.shoal`, or the folder that SHOAL_HOME names."""
+    """The folder of identities, known hubs and kept ledger heads: `~/.shoal`, or SHOAL_HOME."""
     given = os.environ.get(VARIABLE)
     try:
         return Path(given).absolute() if given else Path.home() / ".shoal"
@@ -121,7 +120,7 @@ def home() -> Path:
 
 
 def make_home() -> Path:
-    """Nobody else may look inside."""
+    """Readable by this user only."""
     path = home()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a process may take of its machine: memory, disk, bandwidth; and how much of these there is."""
+"""How much of its machine a process may use (memory, disk, bandwidth), and how much there is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNLIMITED_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """None is a share of what is free (memory, disk), or no limit (bandwidth)."""
+    """None means a share of what is free (memory, disk), or no limit (bandwidth)."""
 
     memory_bytes: int | None = None
     disk_bytes: int | None = None
@@ -27,18 +27,29 @@ class MachineLimits:
 
     @classmethod
     def of_options(cls, memory: str | None, disk: str | None, bandwidth: str | None) -> MachineLimits:
-        """What `--max-memory`, `--max-disk` and `--max-bandwidth` say."""
         return cls(
             None if memory is None else parse_size(memory, "--max-memory"),
             None if disk is None else parse_size(disk, "--max-disk"),
             None if bandwidth is None else parse_rate(bandwidth, "--max-bandwidth"),
         )
 
+    def shared_by(self, count: int, on_processor: bool) -> MachineLimits:
+        """What each of `count` processes may take. A processor's memory is one for all, so that a share of what is free
+        now becomes a limit; each GPU has its own."""
+        memory, bandwidth = self.memory() if on_processor else self.memory_bytes, self.bandwidth_bytes_s
+        if bandwidth is not None and bandwidth < count * LEAST_RATE_BYTES_S:
+            raise ConfigError(f"--max-bandwidth is too little for {count} workers: give each at least 64kbit/s")
+        return MachineLimits(
+            None if memory is None else memory // count,
+            None if self.disk_bytes is None else self.disk_bytes // count,
+            None if bandwidth is None else bandwidth / count,
+        )
+
     def memory(self) -> int:
         return int(FREE_SHARE * free_memory_bytes()) if self.memory_bytes is None else self.memory_bytes
 
     def disk(self, folder: Path) -> int:
-        """Bytes that may lie in `folder`, which need not exist yet; what lies there already is counted."""
+        """Bytes that `folder` may contain, what is there already included; it need not exist yet."""
         if self.disk_bytes is not None:
             return self.disk_bytes
         existing = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
@@ -62,7 +73,7 @@ def show_bytes(size: float) -> str:
 
 
 def parse_rate(text: str, option: str) -> float:
-    """Bytes per second, from bits (as lines are sold) or bytes: `20Mbit/s` is `2.5 MB/s`."""
+    """Bytes per second, from bits or bytes: `20Mbit/s` is `2.5 MB/s`."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kmgt]?i?)(bit|b)(?:/s|ps)?", text.strip().lower())
     if match is None or match[2] not in SCALES:
         raise ConfigError(f"{option} {text!r} is no bandwidth: write for example 20Mbit/s or 2.5MB/s")
@@ -73,12 +84,11 @@ def parse_rate(text: str, option: str) -> float:
 
 
 def folder_bytes(folder: Path) -> int:
-    """What the files in a folder take of the disk; of a sparse file only what has been written."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
 def free_memory_bytes() -> int:
-    """What can be allocated without swapping: of the machine, or of the container if that has less."""
+    """What can be allocated without swapping, on the machine or in its container."""
     return min(_machine_bytes(), _container_bytes())
 
 
@@ -97,4 +107,4 @@ def _container_bytes() -> int:
         statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return UNLIMITED_BYTES
-    return max(0, most - used + int(statistics.get("inactive_file", 0)))  # what is cached of files can be given up
+    return max(0, most - used + int(statistics.get("inactive_file", 0)))  # file caches can be dropped

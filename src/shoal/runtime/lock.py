@@ -19,13 +19,13 @@ POLL_S = 0.1
 
 
 class FolderLock:
-    """Held from `acquire` to `release` (or the end of the process). The file names the holder's pid for people."""
+    """Held from `acquire` to `release` (or the end of the process). The file contains the pid of the holder."""
 
     def __init__(self, folder: Path, clock: Clock = SystemClock()) -> None:
         self._path, self._clock, self._descriptor = folder / ".lock", clock, -1
 
     def acquire(self, stop: StopToken, wait_s: float = 0.0) -> FolderLock:
-        """Take the lock, waiting up to `wait_s` for a former holder that is just ending."""
+        """Take the lock, waiting up to `wait_s` for a holder that is just ending."""
         ensure_folder(self._path.parent)
         end = self._clock.monotonic_s() + wait_s
         while not self._try():
@@ -52,7 +52,7 @@ class FolderLock:
         try:
             self._descriptor = open_in_place(self._path, os.O_RDWR)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It must be the file that lies there now, not one that was removed with its folder since.
+            # The file may have been removed with its folder meanwhile.
             if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
                 os.ftruncate(self._descriptor, 0)
                 os.write(self._descriptor, f"{os.getpid()}\n".encode())

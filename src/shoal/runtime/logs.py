@@ -19,8 +19,8 @@ QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn", "uvicorn.access", "asyncio", 
 
 
 class LineFormatter(logging.Formatter):
-    """`time level role message` on one line, of visible characters alone. A traceback goes to the file in full,
-    indented; stderr shows only its last line unless verbose."""
+    """`time level role message` on one line of visible characters. The file gets full tracebacks, indented; stderr gets
+    only their last line unless verbose."""
 
     def __init__(self, role: str, tracebacks: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LineFormatter(logging.Formatter):
 
 
 def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = True) -> None:
-    """Send this process's log to stderr and, if given, to `file` (appended). A second call replaces the first."""
+    """Log to stderr and, if given, to `file` (appended). A second call replaces the first."""
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if stderr else []
     if file is not None:
         try:
@@ -51,14 +51,14 @@ def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = Tr
     for handler in handlers:
         handler.setFormatter(LineFormatter(role, tracebacks=verbose or isinstance(handler, _LogFile)))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
-    logging.captureWarnings(True)  # libraries warn of what they read in files of others
+    logging.captureWarnings(True)  # warnings of libraries go to the log
     logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.INFO)
     for name in QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.WARNING)
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written (its disk is full, say) is no reason to show tracebacks on the terminal."""
+    """An error in writing the log must not show a traceback on the terminal."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
         if not isinstance(sys.exc_info()[1], OSError):

@@ -27,7 +27,7 @@ class MetricsLog:
         self._begun: dict[str, float] = {}  # the row that a rewind left in part; always the last one
 
     def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the row of a step; the row, with what a rewind kept of it."""
+        """Write the row of a step; returns it with what a rewind kept."""
         if self._begun.get("step") == step:
             row = {**self._begun, **metrics}
             self._rewrite([*(old for old in self.rows() if old["step"] < step), row])
@@ -43,7 +43,7 @@ class MetricsLog:
         return row
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> dict[str, float] | None:
-        """Add what became known later to the row of a step; the row, or None if there is none or it says so already."""
+        """Add later numbers to the row of a step; the row, or None if it is missing or has them already."""
         rows = self.rows()
         row = next((row for row in rows if row["step"] == step and not metrics.items() <= row.items()), None)
         if row is not None:
@@ -53,7 +53,7 @@ class MetricsLog:
         return row
 
     def rows(self) -> list[dict[str, float]]:
-        """All whole rows, of each step the last; torn lines and values that are no numbers are left out."""
+        """All complete rows, for each step the last one; torn lines and non-numeric values are left out."""
         if not self.path.exists():
             return []
         try:
@@ -64,7 +64,7 @@ class MetricsLog:
         return list({row["step"]: row for row in rows if row is not None}.values())
 
     def rewind(self, step: int, keep: Sequence[str] = ()) -> None:
-        """Forget what was measured in step `step` and later, but for the numbers of row `step` in `keep`."""
+        """Remove the rows from `step` on, except the numbers of row `step` in `keep`."""
         if not self.path.exists():
             return
         rows = self.rows()

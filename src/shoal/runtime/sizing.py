@@ -1,6 +1,6 @@
-"""What depends on the size of the model and on links, unless a recipe sets it: one function, from sizes and speeds.
+"""Settings that depend on the size of the model and on links, unless a recipe sets them.
 
-Every process of a run computes it from what the hub says of the run (`RunSize.of`), so that all of them agree.
+Every process of a run computes them from the description of the run (`RunSize.of`), so all agree.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _from(value: float, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is assumed of machines and links, each with where it is from (files are in benchmarks/results). GPU speeds
-    are of one H200. `delta_share` is of a policy in bfloat16."""
+    """Assumed speeds of machines and links, each with its source (files are in benchmarks/results). GPU speeds are of
+    one H200. `delta_share` is for a policy in bfloat16."""
 
     delta_share: float = _from(0.0015, "plan_check.md: one optimizer step at 1e-6; grows as rate^0.86, steps^0.83")
     float32_delta_share: float = _from(0.41, "plan_check.md: at 1e-6; ten times that rate adds 0.1, above 0.6: whole")
@@ -66,7 +66,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class RunSize:
-    """0 is unknown, and counts as small."""
+    """0 means unknown, and counts as small."""
 
     parameters: int = 0
     payload_bytes: int = 0
@@ -84,13 +84,12 @@ class RunSize:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights and two moments in float32."""
         return 12 * self.parameters
 
 
 @dataclass(frozen=True)
 class Derived:
-    """Settings by their names in a recipe; these are the values for small models."""
+    """Settings by their names in a recipe; the defaults are for small models."""
 
     lease_s: float = 60.0
     lease_hard_s: float = 600.0
@@ -124,7 +123,7 @@ def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
 
 
 def validators_needed(size: RunSize, tokens: float, steps: int, processes: int, speeds: Speeds = Speeds()) -> int:
-    """So many that checking the tokens of a step takes no longer than training on them, or publishing the result."""
+    """Enough validators that checking a step takes no longer than training or publishing it."""
     operations = size.parameters * tokens / 1e12
     train_s = 6 * operations / (processes * speeds.train_tflops)
     step_s = max(train_s, size.payload_bytes / 1e9 / speeds.publish_gb_s)
@@ -132,12 +131,12 @@ def validators_needed(size: RunSize, tokens: float, steps: int, processes: int, 
 
 
 def machines_needed(alone_s: float, step_s: float, steps: int) -> int:
-    """How many do within `step_s` what one does in `alone_s`; one, if that is little in all steps together."""
+    """How many machines do within `step_s` what one does in `alone_s`; one, if the total is short."""
     return 1 if alone_s * steps <= LITTLE_S else ceil(alone_s / step_s)
 
 
 def settle(settings: BaseModel, size: RunSize = RunSize()) -> Derived:
-    """What the section of a recipe sets, and for the rest what is derived."""
+    """The settings of a recipe section, with derived values for those that are not set."""
     given = {one.name: getattr(settings, one.name, None) for one in fields(Derived)}
     return replace(derive(size), **{name: value for name, value in given.items() if value is not None})
 
@@ -148,16 +147,17 @@ def open_settings(settings: BaseModel) -> tuple[str, ...]:
 
 
 def kept_when_finished(max_staleness: int) -> int:
-    """The versions that a finished run's origin keeps: the last, and all that the last step's groups may be of."""
+    """The versions that a finished run's origin keeps: the last one, and all that the last step's groups may have
+    used."""
     return max_staleness + 2
 
 
 def policies_loaded(held: int, model_bytes: int, memory_bytes: int) -> int:
-    """How many of the policies held on disk are loaded: as many as half of the free memory holds, but one at least."""
+    """How many of the policies on disk are loaded: as many as fit half of the free memory, at least one."""
     return held if not model_bytes else max(1, min(held, memory_bytes // 2 // model_bytes))
 
 
 def _at_least(least: float, *seconds: float) -> float:
-    """In tens of seconds, above what small models have."""
+    """Rounded up to tens of seconds, at least the value for small models."""
     most = max(seconds)
     return least if most <= least else 10.0 * ceil(most / 10)

@@ -1,9 +1,9 @@
-"""Stopping: one token per process, set by SIGTERM or SIGINT, looked at by every loop and every wait.
+"""Stopping: one token per process, set by SIGTERM or SIGINT, checked by every loop and every wait.
 
-first signal ──► token.set: end in good order
+first signal ──► token.set: finish cleanly
 second ────────► a role: the process ends at once
-                 a supervisor: token.hurry, so that it lives to kill what does not end, and to leave no child
-while a process starts, there is nothing to end in good order: the first signal ends it at once (`end_at_start`)
+                 a supervisor: token.hurry; it must live to kill its children
+during start-up there is nothing to finish: the first signal ends the process at once (`end_at_start`)
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from collections.abc import Sequence
 from types import FrameType
 
 SUPERVISED = "SHOAL_SUPERVISED"
-TOLD_TO_STOP_CODE = 130  # of a supervised process that a signal has ended: it is not done, whoever sent it
+STOPPED_CODE = 130  # a supervised process that was ended by a signal: it is not done
 ROLES = ("hub", "trainer", "validator", "relay", "join")
 
 
 def end_at_start(words: Sequence[str]) -> bool:
-    """Before the imports: from now on a signal ends the process at once, without a traceback, with the code that the
-    command has when it is stopped later. True for a role, which listens itself when it begins."""
+    """Called before slow imports: a signal ends the process at once, without a traceback, with the exit code that a
+    later stop would give. True for a role, which installs its own handlers later."""
     is_role = next((word for word in words if not word.startswith("-")), "") in ROLES
-    code = 0 if is_role and SUPERVISED not in os.environ else TOLD_TO_STOP_CODE
+    code = 0 if is_role and SUPERVISED not in os.environ else STOPPED_CODE
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(code))
     return is_role
 
 
 class Flag:
-    """Set once, never cleared, from a signal handler too: `threading.Event.set` in a handler that interrupts its own
-    thread inside `wait` waits for ever for a lock of this thread. A `SimpleQueue` takes an item whatever was
-    interrupted; a waiter puts it back."""
+    """Set once, never cleared, also from a signal handler. `threading.Event.set` would deadlock in a handler that
+    interrupts `wait` in the same thread; `SimpleQueue.put` cannot, and a waiter puts the item back."""
 
     def __init__(self) -> None:
         self._is_set, self.reason = False, ""
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self, reason: str = "") -> None:
-        """The first reason counts."""
         self.reason = self.reason if self._is_set else reason
         self._is_set = True
         self._wake.put(None)
@@ -57,16 +55,17 @@ class Flag:
 
 
 class StopToken(Flag):
-    """A loop pauses by waiting on it. `hurry`: somebody does not want to wait for an end in good order."""
+    """A loop pauses by waiting on it. `hurry`: do not wait for a clean end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hurry = Flag()
 
 
-def stop_on_signals(supervising: bool = False) -> StopToken:
-    """A token set by SIGTERM and SIGINT; a second signal ends the process at once, or makes a supervisor hurry."""
-    token = StopToken()
+def stop_on_signals(supervising: bool = False, token: StopToken | None = None) -> StopToken:
+    """A token set by SIGTERM and SIGINT; a second signal ends the process at once, or makes a supervisor hurry.
+    `token`: an earlier one, of a process that has become a supervisor."""
+    token = token or StopToken()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if token.is_set():

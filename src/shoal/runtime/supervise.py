@@ -1,16 +1,16 @@
-"""Processes that are started, watched, restarted and stopped together.
+"""Processes that are started, monitored, restarted and stopped together.
 
     Supervisor ──start──► child (own session, stdin = a pipe that only the supervisor holds open)
         ▲                   │
-        │   exit 0          │  `when_done`: "end" the run, "rest", or "restart" (a server never ends by itself)
-        ├───exit 2, 3 or 5──┤  the input or the machine is at fault: trying again cannot help, the run ends
-        ├───exit 6──────────┤  the hub wants nothing of it: it rests; an essential one ends the run
+        │   exit 0          │  `when_done`: "end" the run, "rest", or "restart" (a server should not end)
+        ├───exit 2, 3 or 5──┤  input or machine are at fault: a restart cannot help, the run ends
+        ├───exit 6──────────┤  the hub excludes it: it is not restarted; if it is essential, the run ends
         │   anything else   │  restarted after a back-off; several short lives in a row are a crash loop
         └───────────────────┘
-    the supervisor is gone, even by kill -9 ──► the pipe closes ──► `follow_supervisor` stops the child
+    the supervisor is killed ──► the pipe closes ──► `follow_supervisor` stops the child
 
-`shut_down` waits for every child, at most a grace period, or until `stop.hurry` is set by a second signal; what is left
-then is killed. Nothing is ever killed by name: only pids that this supervisor started and has not yet reaped.
+`shut_down` waits for every child up to a grace period, or until `stop.hurry` is set by a second signal, then kills the
+rest. Only pids that this supervisor started and has not reaped are killed, never processes by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Literal
 
 from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.files import is_full, resource_error, write_atomically
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,15 @@ TAIL_BYTES = 4096
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """An `essential` process that keeps dying ends the run; another is given up on."""
+    """An `essential` process in a crash loop ends the run; another one is given up. After one of the exit codes
+    `rests_with` it is not restarted, and the others continue."""
 
     name: str
     argv: tuple[str, ...]
     log: Path
     essential: bool = True
     when_done: Literal["restart", "rest", "end"] = "restart"
+    rests_with: tuple[int, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,7 +65,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the run ended: exit code and, unless it succeeded, a sentence naming the process at fault."""
+    """How the run ended: exit code and, unless it succeeded, a message that names the process."""
 
     exit_code: int
     message: str
@@ -74,7 +76,8 @@ ProcessState = Literal["running", "restarting", "resting", "given up"]
 
 @dataclass(frozen=True)
 class ProcessView:
-    """For `since_s` it has been in this state. `why`: how its last life ended: `was killed by SIGKILL`."""
+    """`since_s`: time in this state. `why`: how its last life ended, e.g. `was killed by SIGKILL`; `code`: its exit
+    code, negative for a signal."""
 
     name: str
     state: ProcessState
@@ -82,6 +85,7 @@ class ProcessView:
     restarts: int
     why: str
     since_s: float
+    code: int | None = None
 
 
 @dataclass
@@ -94,6 +98,7 @@ class _Child:
     restart_at_s: float | None = 0.0  # None: not to be started (again)
     given_up: bool = False
     why: str = ""
+    code: int | None = None
 
     def view(self, now_s: float) -> ProcessView:
         state: ProcessState = "given up" if self.given_up else "resting"
@@ -101,11 +106,11 @@ class _Child:
             state = "restarting" if self.process is None else "running"
         pid = None if self.process is None else self.process.pid
         since_s = max(0.0, now_s - self.changed_s)
-        return ProcessView(self.spec.name, state, pid, max(0, self.lives - 1), self.why, since_s)
+        return ProcessView(self.spec.name, state, pid, max(0, self.lives - 1), self.why, since_s, self.code)
 
 
 class Supervisor:
-    """Keeps a set of processes alive until one of them ends the run, or `stop` is set."""
+    """Keeps processes alive until one of them ends the run, or `stop` is set."""
 
     def __init__(
         self, specs: Sequence[ProcessSpec], stop: StopToken, processes_file: Path,
@@ -117,8 +122,8 @@ class Supervisor:
     def run(
         self, on_tick: Callable[[], Ending | None] = lambda: None, on_end: Callable[[], None] = lambda: None
     ) -> Ending:
-        """Start everything and watch it. `on_tick` is called ten times a second and may end the run; `on_end` is called
-        once it has ended, while the other processes still run. However this returns or raises, no child is left."""
+        """Start everything and monitor it. `on_tick` is called ten times a second and may end the run; `on_end` is
+        called when it has ended, while the other processes still run. No child is left when this returns or raises."""
         try:
             ending = None
             while ending is None and not self._stop.is_set():
@@ -147,11 +152,11 @@ class Supervisor:
         return {child.spec.name: child.process.pid for child in self._children if child.process is not None}
 
     def processes(self) -> list[ProcessView]:
-        """Every process, in the order of the specs, as of the last `poll`."""
+        """Every process in the order of the specs, as of the last `poll`."""
         return [child.view(self._clock.monotonic_s()) for child in self._children]
 
     def shut_down(self) -> None:
-        """SIGTERM to every child, a grace period for all together, then SIGKILL to what is left and its children."""
+        """SIGTERM to every child, one grace period for all, then SIGKILL to the rest and their children."""
         alive = [(child.spec.name, child.process) for child in self._children if child.process is not None]
         for _, process in alive:
             if process.poll() is None:
@@ -164,7 +169,7 @@ class Supervisor:
         for name, process in alive:
             if process.poll() is None:
                 log.warning("%s did not stop within %.1f s: killing it", name, self._clock.monotonic_s() - began_s)
-                # It was not reaped, and leads its own group: the id is still its. What it started ends with it.
+                # It is not reaped, so the process group is still its own.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -178,7 +183,7 @@ class Supervisor:
         spec = child.spec
         try:
             with spec.log.open("ab") as output:
-                # In a session of its own: Ctrl-C in the terminal reaches the supervisor alone.
+                # A session of its own: Ctrl-C in the terminal reaches only the supervisor.
                 child.process = subprocess.Popen(
                     spec.argv, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
                     env={**os.environ, **spec.env, SUPERVISED: "1"},
@@ -191,31 +196,35 @@ class Supervisor:
         self._record()
 
     def _ended(self, child: _Child, code: int) -> Ending | None:
-        """The end of a child is the end of the run, a restart, or nothing."""
+        """The exit of a child ends the run, or leads to a restart, or to nothing."""
         spec, now_s, policy = child.spec, self._clock.monotonic_s(), self._policy
         lived_s, child.changed_s = now_s - child.changed_s, now_s
         assert child.process is not None
         assert child.process.stdin is not None
         child.process.stdin.close()
-        child.process = None
+        child.process, child.code = None, code
         self._record()
         if code == 0 and spec.when_done != "restart":
             child.why = "is done"
             log.info("%s is done", spec.name)
             return Ending(0, "") if spec.when_done == "end" else None
-        said, child.why = last_line(spec.log), describe_exit(code)
+        text, child.why = last_line(spec.log), describe_exit(code)
+        if code in spec.rests_with:
+            child.why += f": {text}"
+            log.error("%s %s", spec.name, child.why)
+            return None
         if code in HOPELESS_CODES or (code == SHUT_OUT_CODE and spec.essential):
-            return Ending(code, f"{spec.name}: {said}")
+            return Ending(code, f"{spec.name}: {text}")
         if code == SHUT_OUT_CODE:
-            child.why = f"was shut out by the hub: {said}"
+            child.why = f"was shut out by the hub: {text}"
             log.warning("%s %s; the run continues without it", spec.name, child.why)
             return None
-        child.why += f": {said}" if code > 0 else ""
+        child.why += f": {text}" if code > 0 else ""
         child.short_lives = child.short_lives + 1 if lived_s < policy.healthy_s else 0
         if child.short_lives >= policy.max_short_lives:
             child.given_up = True
             often = f"{spec.name} died {child.short_lives} times in a row"
-            message = f"{often}, the last time it {describe_exit(code)}: {said} (log: {spec.log})"
+            message = f"{often}, the last time it {describe_exit(code)}: {text} (log: {spec.log})"
             if spec.essential:
                 return Ending(1, message)
             log.error("giving up: %s", message)
@@ -232,13 +241,13 @@ class Supervisor:
 def describe_exit(code: int) -> str:
     """An exit status in words: `was killed by SIGKILL`, `ended with exit code 1`."""
     if code >= 0:
-        return "was told to stop by somebody" if code == TOLD_TO_STOP_CODE else f"ended with exit code {code}"
+        return "was told to stop by somebody" if code == STOPPED_CODE else f"ended with exit code {code}"
     known = -code in set(signal.Signals)
     return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that is not empty, without the command's own prefix."""
+    """The last non-empty line of a log, without the command's own prefix."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -246,20 +255,20 @@ def last_line(path: Path) -> str:
     except OSError:
         return "no log was written"
     line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "its log is empty")
-    if is_full(path.parent) and not line.startswith("shoal: "):  # what it wanted to say is not there
+    if is_full(path.parent) and not line.startswith("shoal: "):  # so the last message is missing
         return f"its log ends with {line!r}: the disk of {path.parent} is full: free some space"
     return line.removeprefix("shoal: ")
 
 
 def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
-    """In a child: stop when the supervisor is gone, by SIGKILL after the grace period. Does nothing in a process that
-    no supervisor started. Call it before slow imports: an end of the supervisor meanwhile is noticed then."""
+    """In a child: stop when the supervisor is gone, by SIGKILL after the grace period. Does nothing without a
+    supervisor. Call it before slow imports."""
     if os.environ.pop(SUPERVISED, None) is None:
         return
     pipe = os.dup(0)  # standard input itself may be closed
 
     def watch() -> None:
-        while os.read(pipe, 1024):  # nobody writes: this returns only when the other end is closed
+        while os.read(pipe, 1024):  # returns when the other end is closed
             pass
         stop.set("the supervisor is gone")
         threading.Event().wait(grace_s)
@@ -269,7 +278,7 @@ def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
 
 
 def close_standard_input() -> None:
-    """From now on this process reads nothing from a terminal or a pipe: a library that asks is answered with an end."""
+    """From now on nothing in this process can read from a terminal or a pipe."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -6,15 +6,15 @@
     link-local          link-local, private and public ones
     loopback            loopback, private and public ones         (the user's own run, or a tunnel that the user opened)
 
-This machine's own addresses count as loopback, and IPv6 addresses of its own link (/64) as private, though they are
-global: firewalls let this machine through to them, and the hub knows their prefix. Otherwise a hub, which anyone may
-run, could read and write what only this machine can reach: a router's page, a database, a cloud's metadata service.
+Otherwise a hub, which anyone may run, could reach what only this machine can reach: a router's page, a database, the
+metadata service of a cloud. This machine's own addresses count as loopback, and IPv6 addresses of its own link (/64) as
+private although they are global, because firewalls let this machine reach them and the hub knows the prefix.
 
-The hub's own place is that of the address that answered. A name is resolved once, and what was checked is connected to;
-no redirect is followed. What the user named is not checked.
+The hub's nearness is that of the address that answered. A name is resolved once, and the checked address is used;
+redirects are not followed. Addresses that the user gave are not checked.
 
-Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY; this machine's own addresses are never asked for
-through one. A proxy resolves names itself, so only addresses in numbers can be checked here.
+Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY; this machine's own addresses are never reached
+through one. A proxy resolves names itself, so behind it only numeric addresses can be checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WANTS_PASSWORD = 407
 
 @dataclass(frozen=True)
 class Proxy:
-    """An HTTP proxy. `shown` is its address without the password, for people."""
+    """An HTTP proxy. `shown` is its address without the password."""
 
     host: str
     port: int
@@ -60,7 +60,7 @@ class Proxy:
         return [f"Proxy-Authorization: {self.authorization}"] if self.authorization else []
 
     def connect(self, timeout_s: float, tunnel_to: str = "") -> socket.socket:
-        """A connection to the proxy, or through it to `tunnel_to` (host:port); `OSError` if there is none."""
+        """A connection to the proxy, or through it to `tunnel_to` (host:port); `OSError` without an answer."""
         connection = socket.create_connection((self.host, self.port), timeout=timeout_s)
         try:
             if self.secure:
@@ -81,15 +81,15 @@ class Proxy:
         while b"\r\n\r\n" not in head:
             left_s = ends_at_s - time.monotonic()
             if left_s <= 0 or len(head) > MAX_ANSWER_BYTES:
-                raise OSError(f"the proxy {self.shown} gives no answer to CONNECT")
+                raise OSError(f"the proxy {self.shown} does not answer CONNECT")
             connection.settimeout(left_s)
-            piece = connection.recv(1)  # byte by byte: what follows the head belongs to the tunnel
+            piece = connection.recv(1)  # byte by byte: what follows belongs to the tunnel
             if not piece:
                 raise OSError(f"the proxy {self.shown} closed the connection")
             head += piece
         if head.split(b" ", 2)[1:2] != [b"200"]:
-            said = head.split(b"\r\n", 1)[0].decode("latin-1")[:80]
-            raise OSError(f"the proxy {self.shown} opens no way to {target}: {said}")
+            message = head.split(b"\r\n", 1)[0].decode("latin-1")[:80]
+            raise OSError(f"the proxy {self.shown} refuses a tunnel to {target}: {message}")
 
 
 def netloc(host: str, port: int) -> str:
@@ -97,20 +97,18 @@ def netloc(host: str, port: int) -> str:
 
 
 def as_number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None if a host is a name."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0])
     return None
 
 
 def is_own(host: str) -> bool:
-    """Whether a host is this machine by name or by number."""
     number = as_number(host)
     return host.lower() == "localhost" if number is None else number.is_loopback
 
 
 def proxy_of(url: str) -> Proxy | None:
-    """The proxy for a URL by this process's environment; None: it is asked directly."""
+    """The proxy for a URL by this process's environment; None: connect directly."""
     parts = urlsplit(url)
     host, known = parts.hostname or "", getproxies_environment()
     given = known.get(parts.scheme) or known.get("all")
@@ -140,7 +138,7 @@ SANDBOX = "SHOAL_SANDBOX"  # the folder with the sockets that lead out of a sand
 
 
 class Nearness(IntEnum):
-    """How near an address is to this machine. SPECIAL is no one machine's address: nobody may name it."""
+    """How near an address is. SPECIAL addresses belong to no single machine: nobody may name them."""
 
     SPECIAL = 0
     LOOPBACK = 1
@@ -154,17 +152,17 @@ class Nearness(IntEnum):
 
 
 class TargetRefused(OSError):
-    """A hub has named an address that it may not send this machine to."""
+    """A hub named an address that it may not send this machine to."""
 
 
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 _GLOBAL_IPV6, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
-# relays of 6to4 and Teredo, which carry an IPv4 address inside; examples in documents; two clouds' own services
-_NOBODYS = ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")
+# 6to4 and Teredo relays, which contain an IPv4 address; addresses for documentation; services of two clouds
+_RESERVED = ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")
 
 
 def nearness(address: str) -> Nearness:
-    """Of an address in numbers."""
+    """Of a numeric address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or (ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None)
@@ -176,9 +174,11 @@ def nearness(address: str) -> Nearness:
         return Nearness.LINK_LOCAL
     if any(ip in network for network in map(ipaddress.ip_network, _PRIVATE) if network.version == ip.version):
         return Nearness.PRIVATE
-    nobodys = any(ip in network for network in map(ipaddress.ip_network, _NOBODYS) if network.version == ip.version)
+    is_reserved = any(
+        ip in network for network in map(ipaddress.ip_network, _RESERVED) if network.version == ip.version
+    )
     outside = ip.version == 6 and ip not in _GLOBAL_IPV6
-    if nobodys or outside or ip.is_multicast or ip.is_reserved or not ip.is_global:
+    if is_reserved or outside or ip.is_multicast or ip.is_reserved or not ip.is_global:
         return Nearness.SPECIAL
     source = _source_of(str(ip))
     if source == ip:
@@ -188,7 +188,7 @@ def nearness(address: str) -> Nearness:
 
 
 def _source_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that this machine would have on the way there; its own address if it is there. Nothing is sent."""
+    """This machine's own address on the route there. Nothing is sent."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect((address, 9))
@@ -199,13 +199,13 @@ def _source_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a hub at a certain nearness may name. `given` are (host, port) that the user has named: not checked."""
+    """What a hub at a certain nearness may name. `given` are (host, port) that the user named: not checked."""
 
     nearest: Nearness
     given: frozenset[tuple[str, int]] = frozenset()
 
     def allows(self, target: Nearness) -> bool:
-        """Link-local addresses hold metadata services, so that only a hub on the same link may name them."""
+        """Link-local addresses hold metadata services, so only a hub on the same link may name them."""
         further = target > self.nearest and target is not Nearness.LINK_LOCAL
         return target is not Nearness.SPECIAL and (target is self.nearest or further)
 
@@ -232,10 +232,10 @@ def endpoint_of(url: str | httpx.URL) -> tuple[str, int]:
 
 
 def is_address(url: str) -> bool:
-    """Whether this is an http:// or https:// URL of a host that can be looked up, whatever reads it."""
+    """Whether this is an http(s) URL of a host that can be looked up, by every parser that reads it."""
     try:
         parts, host, shown = urlsplit(url), endpoint_of(url)[0], httpx.URL(url).host
-        host.encode("idna")  # a label that is too long is a ValueError, and so is one that nobody can show
+        host.encode("idna")  # ValueError for labels that are too long or not valid
         same = host == parts.hostname or not url.isascii()
         return parts.scheme in DEFAULT_PORTS and bool(host and shown) and parts.port != 0 and same
     except (ValueError, httpx.InvalidURL):
@@ -243,20 +243,20 @@ def is_address(url: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Raise `TargetRefused` unless this is an http:// or https:// URL without user and password."""
+    """Raise `TargetRefused` unless this is an http(s) URL without user and password."""
     if not (is_address(url) and "@" not in urlsplit(url).netloc and url.isascii() and url.isprintable()):
         raise TargetRefused(f"{url[:200]!r} is no http:// or https:// URL without user and password")
 
 
 def nearness_of_hub(url: str, peer: str | None) -> Nearness:
-    """How near the hub at this URL is: by `peer`, the address that answered. None: it is in this process."""
+    """The nearness of the hub: that of `peer`, the address that answered. None: a hub in this process."""
     if proxy_of(url) is None:
         return Nearness.LOOPBACK if peer is None else nearness(peer)
     return min(map(nearness, numeric(*endpoint_of(url))), default=Nearness.PUBLIC)
 
 
 def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
-    """The addresses of a host that may be connected to; `OSError` if there are none."""
+    """The addresses of a host that may be used; `OSError` without one."""
     try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -269,14 +269,14 @@ def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
 
 
 def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
-    """Check what can be checked of a target that a proxy will look up: an address in numbers, however written."""
+    """Check a target that a proxy will resolve: possible only if it is numeric."""
     if reach is not None and (host, port) not in reach.given:
         for address in numeric(host, port):
             reach.check(host, address)
 
 
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
-    """A connection to the first address that answers, of those that were checked."""
+    """A connection to the first checked address that answers."""
     if (inside := way_out(host, port)) is None:
         return first_answer(addresses(host, port, reach), port, timeout_s)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -297,7 +297,7 @@ def first_answer(found: list[str], port: int, timeout_s: float) -> socket.socket
 
 
 def way_out(host: str, port: int) -> Path | None:
-    """In a sandbox the socket that leads to an address (`runtime.forwarder`), or a refusal; None outside."""
+    """In a sandbox: the socket that leads to an address (`runtime.forwarder`), or a refusal. None outside."""
     if not (folder := os.environ.get(SANDBOX)):
         return None
     path = Path(folder) / socket_name(host, port)
@@ -307,12 +307,12 @@ def way_out(host: str, port: int) -> Path | None:
 
 
 def socket_name(host: str, port: int) -> str:
-    """A hash, because the path of a unix socket must be short, and a host name may be long."""
+    """A hash, because the path of a unix socket must be short."""
     return hashlib.sha256(f"{host}_{port}".encode(errors="replace")).hexdigest()[:32]
 
 
 def numeric(host: str, port: int) -> list[str]:
-    """The address that a host is in numbers (also `127.1` or `0x7f000001`); none if it is a name."""
+    """The address of a host in numbers (also `127.1` or `0x7f000001`); empty for a name."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):

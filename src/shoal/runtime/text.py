@@ -1,7 +1,6 @@
-"""What others wrote, made fit for a terminal and a log: nothing in it moves the cursor, rings, sets a title or the
-clipboard, turns the line around, or begins another line; and no line of it fills a disk. Hubs, nodes, sources, stores
-and model files are others. Logs are cleaned in `runtime.logs`, errors in `cli.main`.
-"""
+"""Text from others (hubs, nodes, sources, model files), made safe for a terminal and a log: it cannot move the cursor,
+set a title, change the direction of the line, begin another line, or fill a disk. Logs are cleaned in `runtime.logs`,
+errors in `cli.main`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MAX_LINE = 8192
 
 
 def visible(text: str) -> str:
-    """The same on one line, with spaces as they were: `a\\x1b[2Jb\\nc` as `a�[2Jb ⏎ c`."""
+    """The same on one line, spaces unchanged: `a\\x1b[2Jb\\nc` as `a�[2Jb ⏎ c`."""
     text = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}… ({len(text):,} characters)"
     line = text if text.isprintable() else BREAK.join(text.splitlines())
     return "".join(letter if letter.isprintable() else STAND_IN for letter in line)
@@ -31,7 +30,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'sort'?)` if one of the known words is near; else empty."""
+    """` (did you mean 'sort'?)` if a known word is similar; else empty."""
     close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -41,14 +40,14 @@ def printable(text: str) -> str:
 
 
 def visible_json(text: str) -> str:
-    """JSON with the same meaning, in which every character that is not visible is escaped; line breaks stay."""
+    """JSON with the same meaning, in which invisible characters are escaped; line breaks stay."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
 
 
 def shoal_command(name: str = "shoal") -> str:
-    """`shoal` if that is found and is this one, else its path: `.venv/bin/shoal`. Other programs there likewise."""
+    """`shoal` if the one on PATH is this one, else its path: `.venv/bin/shoal`. Also for other programs there."""
     ours, found = Path(sys.executable).parent / name, shutil.which(name)
     if not ours.exists() or (found is not None and Path(found).parent.absolute() == ours.parent.absolute()):
         return name

@@ -1,16 +1,16 @@
-"""Does a sequence of tokens follow its seed? The validator asks, after a prefill of its own.
+"""Checks whether a sequence of tokens follows its seed, after the validator's own prefill.
 
-Between two machines logits differ by rounding, so an honest u can fall just outside the interval that the validator
-computes. Two questions of single tokens are answered here; whether a node's tokens are outside too often, or too far in
-sum, is asked of all that it submits (`shoal.validator.evidence`).
+Logits of two machines differ by rounding, so an honest u may be just outside the interval that the validator computes.
+Two properties of single tokens are checked here; whether a node's tokens are outside too often, or too far in sum, is
+decided over all its submissions (`shoal.validator.evidence`).
 
-    beyond       is some u farther outside its token's interval than rounding can explain?
-    implausible  does some token pass only by the tolerance although the policy would hardly ever say it?
-                 (an interval of width 1e-12 next to u is "near", but no rounding error puts a token there)
+    beyond       some u is farther outside its token's interval than rounding can explain
+    implausible  some token passes only by the tolerance, and the policy would hardly ever draw it
+                 (an interval of width 1e-12 next to u is near, but no rounding error puts a token there)
 
-The limits are a profile's. The defaults are for float32 on both sides: with 135 M weights and 49,152 tokens, decoding
-against prefill showed a mean distance of 3e-7 and none that could exceed 4.5e-6. Of a vocabulary of 262,144 honest
-tokens have a probability below the floor once in 10⁹.
+The limits come from a profile. The defaults are for float32 on both sides: with 135 M weights and 49,152 tokens,
+decoding and prefill differed by 3e-7 on average and by at most 4.5e-6. With a vocabulary of 262,144 an honest token has
+a probability below the floor once in 10⁹.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Logprobs = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class SeedTolerance:
-    """What rounding may explain of one token. `distance`: how far u may lie outside its token's interval. `floor`: the
+    """The differences that rounding may explain for one token. `distance`: of u to its token's interval. `floor`: the
     smallest probability of a token that passes only by the tolerance."""
 
     distance: float = 5e-5
@@ -43,7 +43,7 @@ class SeedTolerance:
 
 @dataclass(frozen=True)
 class SeedCheck:
-    """The answer and its evidence. `position` is where the worst token is, None if every u is inside.
+    """The result. `position` is that of the worst token, None if every u is inside.
 
     >>> check_seeded(np.array([0.5]), np.array([0.6]), np.array([0.9]), np.array([-1.2])).reason
     'beyond'

@@ -1,4 +1,4 @@
-"""Inverse-CDF sampling in numpy: the plain statement that the torch sampler must agree with. B: rows, V: vocabulary."""
+"""Inverse-CDF sampling in numpy, the reference for the torch sampler. B: rows, V: vocabulary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sample(
 def intervals(
     logits_BV: npt.NDArray[np.float32], tokens_B: npt.NDArray[np.int64], temperature: float
 ) -> tuple[Floats, Floats, npt.NDArray[np.float32]]:
-    """The interval [low, high) of each given token, and its log-probability."""
+    """The interval [low, high) of each token, and its log-probability."""
     probabilities_BV, cdf_BV = cumulative(logits_BV, temperature)
     column_B1 = tokens_B[:, None]
     high_B = np.take_along_axis(cdf_BV, column_B1, axis=1)[:, 0]

@@ -1,11 +1,11 @@
-"""The sampler's work on CUDA, in Triton: the logits are read once, and nothing of their size is ever written.
+"""The sampler on CUDA, in Triton: the logits are read once, and nothing of their size is written.
 
     logits [N, V] ──blocks of 4096──► per (row, block): maximum m, and of w = exp(score - m): sum w, w·s, w·s²
                   [N, V/4096], plain torch: weights of the blocks, their running sums, entropy, varentropy
-    one block per row again: the sum before a given token, or the token that a given u falls on
+    one block per row again: the sum before a token, or the token that a given u falls on
 
-Scores are logits / T. All of it is float64 (an H200 does that at half its float32 rate; on consumer cards it is slower
-than the read, yet far faster than the model). A block's sums are a tree, so errors stay near 1e-15 of the total.
+Scores are logits / T. All sums are float64 (an H200 computes it at half its float32 rate; on consumer cards it is
+slower than the read, but far faster than the model). Sums of a block are trees, so errors are near 1e-15 of the total.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 BLOCK = 4096
-# A block that has only -inf: its maximum must be finite, or its scores are NaN.
+# For a block of only -inf: its maximum must be finite, or its scores are NaN.
 LOWEST_MAXIMUM, LOWEST_SCORE = -1e30, -800.0
 
 
 def usable(logits_NV: Tensor) -> bool:
-    """Whether these kernels can serve this table; if not, plain torch gives the same answers."""
+    """Whether these kernels can be used; if not, plain torch gives the same results."""
     return logits_NV.device.type == "cuda" and logits_NV.shape[0] > 0 and compiles(logits_NV.device)
 
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Triton comes with CUDA builds of torch, but needs a C compiler on the machine: tried once."""
+    """Tried once: Triton comes with CUDA builds of torch, but needs a C compiler."""
     if find_spec("triton") is None:
         return False
     logits, one = torch.zeros(1, 2, device=device), torch.ones(1, device=device, dtype=torch.float64)
@@ -46,7 +46,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> tuple[Tensor, ...]:
-    """low, high, logprobs, entropy, varentropy of given tokens; `inverse_N` is 1 / temperature."""
+    """low, high, logprobs, entropy, varentropy of tokens; `inverse_N` is 1 / temperature."""
     blocks = _KernelBlocks(logits_NV, inverse_N)
     block_N = torch.div(tokens_N, BLOCK, rounding_mode="floor")
     before_N, at_N = blocks.within(block_N, tokens_N)
@@ -65,13 +65,13 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tuple[Te
     # u < 1, but the product may round up to the total, which no running sum exceeds.
     target_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
     block_N = torch.searchsorted(blocks.sums_NK, target_N[:, None], right=True)[:, 0]
-    block_N.clamp_(max=blocks.count - 1)  # sums that are NaN give no place to look into
+    block_N.clamp_(max=blocks.count - 1)  # NaN sums give an index beyond the end
     tokens_N, at_N = blocks.find(block_N, target_N - blocks.before(block_N))
     return tokens_N, torch.log(at_N / total_N).float()
 
 
 class _KernelBlocks:
-    """The sums of every block of every row, brought to the scale of the row's maximum. K: blocks of a row."""
+    """The sums of every block of every row, relative to the row's maximum. K: blocks of a row."""
 
     def __init__(self, logits_NV: Tensor, inverse_N: Tensor) -> None:
         self._logits_NV, self._inverse_N = logits_NV.contiguous(), inverse_N
@@ -95,7 +95,6 @@ class _KernelBlocks:
         self.moment_2_N = (self._scale_NK * second_NK).sum(dim=1)
 
     def before(self, block_N: Tensor) -> Tensor:
-        """The sum of all blocks before the given one."""
         sums_N = self.sums_NK.gather(1, (block_N - 1).clamp(min=0)[:, None])[:, 0]
         return torch.where(block_N == 0, torch.zeros_like(sums_N), sums_N)
 

@@ -1,8 +1,8 @@
 """Inverse-CDF sampling on torch tensors: float32 logits, float64 sums, batched, no generator state.
 
-Rows are treated independently, so a row's token depends on its own logits and uniform only, not on its neighbours.
-On CUDA with Triton the work is done by `shoal.sampling.kernels`, which reads the logits once; everywhere else by
-plain torch operations. Both sum in float64: the ends of an interval are exact to about 1e-14 for the given logits.
+A row's token depends on its own logits and uniform only. On CUDA with Triton `shoal.sampling.kernels` does the work and
+reads the logits once; otherwise plain torch operations do. Both sum in float64: the ends of an interval are exact to
+about 1e-14 for the given logits.
 
 N: rows (tokens to check, or sequences to continue), V: vocabulary.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.sampling import kernels
 from shoal.sampling.stream import LOW_32, philox4x32
 
-# A few rows at a time keep the float64 tables in the processor's cache: twice as fast at 49,152 tokens.
+# Few rows at a time keep the float64 tables in the processor's cache: twice as fast with 49,152 tokens.
 CPU_TILE_ELEMENTS = 2**18
 # exp(-800) is 0: weights of 0 stay 0, and 0 * log 0 stays 0 instead of becoming NaN.
 LOWEST = -800.0
@@ -32,7 +32,7 @@ class Draw(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """What the checks want to know of given tokens, one value per row. `low`, `high` (float64): the token's interval of
+    """Statistics of tokens for the checks, one value per row. `low`, `high` (float64): the token's interval of
     the CDF. `logprobs` (float32). `entropy` and `varentropy` (float32): mean and variance of -log p under the
     distribution that the token was drawn from."""
 
@@ -52,7 +52,7 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, temperature: float | Tensor) -
 
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | Tensor = 1.0) -> TokenStatistics:
-    """Interval, log-probability, entropy and varentropy of given tokens; `temperature` may differ by row."""
+    """Interval, log-probability, entropy and varentropy of tokens; `temperature` may differ by row."""
     inverse_N = _inverse_temperature(logits_NV, temperature)
     if kernels.usable(logits_NV):
         return TokenStatistics(*kernels.token_statistics(logits_NV.float(), tokens_N, inverse_N))
@@ -67,7 +67,7 @@ def _inverse_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tens
 
 
 def _in_tiles(tile: Callable[..., tuple[Tensor, ...]], logits_NV: Tensor, *others: Tensor) -> list[Tensor]:
-    """What a function of rows gives, on a CPU for a few of them at a time."""
+    """Apply a function of rows; on a CPU to few rows at a time."""
     rows = max(1, CPU_TILE_ELEMENTS // max(1, logits_NV.shape[1])) if logits_NV.device.type == "cpu" else 2**31
     split = (torch.split(tensor, rows) for tensor in (logits_NV, *others))
     tiles = [tile(*part) for part in zip(*split, strict=True)]
@@ -86,7 +86,7 @@ def _sample_tile(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tu
     _, weights_NV, sums_NV = _cumulative(logits_NV, inverse_N)
     total_N1 = sums_NV[:, -1:].clone()
     tokens_N1 = torch.searchsorted(sums_NV.div_(total_N1), uniforms_N[:, None].contiguous(), right=True)
-    tokens_N1.clamp_(max=logits_NV.shape[1] - 1)  # logits that are NaN give no place to look up
+    tokens_N1.clamp_(max=logits_NV.shape[1] - 1)  # NaN logits give an index beyond the end
     chosen_N1 = weights_NV.gather(1, tokens_N1)
     return tokens_N1[:, 0], torch.log(chosen_N1 / total_N1)[:, 0].float()
 
@@ -106,7 +106,7 @@ def _statistics_tile(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> 
 
 
 def uniforms_of(positions: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """`stream.uniforms_at` on a device, bit for bit: of positions and the halves of seeds, int64, that broadcast."""
+    """`stream.uniforms_at` on a device, bit for bit; positions and the halves of seeds are int64 and broadcast."""
     zero = torch.zeros_like(positions)
     word0, word1, *_ = philox4x32((positions & LOW_32, positions >> 32, zero, zero), (low, high))
     uniforms: Tensor = ((word0 >> 5) * 2**26 + (word1 >> 6)).double() * 2.0**-53

@@ -39,8 +39,7 @@ def uniforms(seed: int, start: int, count: int) -> npt.NDArray[np.float64]:
     True
     """
     if not 0 <= seed < 2**64 or start < 0 or count < 0:
-        told = "a seed is an unsigned 64-bit number, positions start at 0, and a count is not negative"
-        raise ValueError(f"{told}: {seed}, {start}, {count}")
+        raise ValueError(f"seed, start and count must not be negative, the seed below 2**64: {seed}, {start}, {count}")
     return uniforms_at(np.array([seed], dtype=np.uint64), np.arange(start, start + count, dtype=np.uint64))
 
 

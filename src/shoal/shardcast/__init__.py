@@ -36,8 +36,8 @@ from shoal.shardcast.download import Downloader, DownloadSettings, Prefetch, Pro
 from shoal.shardcast.limits import RelayConfig, RelaySettings
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.shardcast.payload import ChangedValues, Payload
-from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.relay import run_relay
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.server import run_origin
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""One keep-alive connection to a source: blocking sockets, large receives straight into the caller's buffer.
+"""One keep-alive connection to a source: blocking sockets, large receives directly into the caller's buffer.
 
-An HTTP library spends several times the CPU per byte, and its time-outs are per receive: a source that drips one byte a
-second would hold a thread for days. Here every byte, of headers too, is received under one deadline, and a stop is
+An HTTP library needs several times the CPU per byte, and its time-outs are per receive: a source that sends one byte a
+second would occupy a thread for days. Here all bytes, headers too, are received under one deadline, and a stop is
 noticed within `SLICE_S`.
 """
 
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from blake3 import blake3
-
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import WANTS_PASSWORD, Reach, check_behind_proxy, connect, netloc, proxy_of
@@ -27,15 +25,14 @@ SLICE_S = 0.2
 MAX_ANSWER_HEAD_BYTES = 16 * 1024
 MAX_DRAINED_BYTES = 64 * 1024
 RECEIVE_BYTES = 1024 * 1024
-HASHED_BYTES = 256 * 1024
 
 Check = Callable[[int], str | None]
 
 
 class Throttle:
-    """What this process may receive per second, over all connections and threads: a bucket."""
+    """Limits the bytes that this process receives per second, over all connections and threads (a token bucket)."""
 
-    BURST_S = 1.0  # what may be received at once after a pause
+    BURST_S = 1.0  # seconds of the rate that may be received at once after a pause
     SLICE_S = 0.125
 
     def __init__(self, rate_bytes_s: float) -> None:
@@ -45,7 +42,7 @@ class Throttle:
         self._filled_at_s, self._lock = float("-inf"), threading.Lock()
 
     def take(self, size_bytes: int, now_s: float) -> float:
-        """Note what was received; for how long to receive no more."""
+        """Note received bytes; returns how long to wait."""
         with self._lock:
             gained = (now_s - self._filled_at_s) * self.rate_bytes_s
             self._level_bytes = min(self._full_bytes, self._level_bytes + gained) - size_bytes
@@ -69,7 +66,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """For a source to accept, and to send the next byte; `reach`: where sources may be (None: anywhere)."""
+    """Time to connect, and to the next byte; `reach`: allowed addresses of sources (None: all)."""
 
     connect_s: float = 3.0
     stall_s: float = 15.0
@@ -78,7 +75,7 @@ class Timeouts:
 
 
 class Answer(NamedTuple):
-    """The head of an answer; its body of `size_bytes` is still to be read."""
+    """The head of an answer; its body of `size_bytes` is not read yet."""
 
     status: int
     size_bytes: int
@@ -87,7 +84,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """A source's URL, taken apart: `https://example.org/run` reads `/run/head.json`."""
+    """The parts of a source's URL. `https://example.org/run` has its head at `/run/head.json`."""
 
     secure: bool
     host: str
@@ -113,7 +110,7 @@ def parse_headers(lines: Iterable[str]) -> dict[str, str]:
 
 
 class Connection:
-    """GET requests to one source, one at a time. Any trouble closes it; the next request opens it again."""
+    """GET requests to one source, one at a time. An error closes it; the next request opens it again."""
 
     def __init__(self, source: str, stop: StopToken, timeouts: Timeouts = Timeouts()) -> None:
         self.source, self._stop, self._timeouts = source, stop, timeouts
@@ -126,35 +123,28 @@ class Connection:
         self.hung_up = False
 
     def get(self, target: str, deadline: Deadline, check: Check | None = None) -> Answer:
-        """Send a request and read the answer's head; then `read_into` or `drain` the whole body. `check` is called at
-        every receive with the bytes of the body so far; what it returns, if anything, is why the source should be
-        left."""
+        """Send a request and read the answer's head; then call `read_into`, `read` or `drain` for the body. `check` is
+        called at every receive with the size of the body so far; it returns a reason to leave the source, or None."""
         self._check, self._filled, self.hung_up = check, 0, False
-        if self._answer is not None or self._early:  # a body left unread, or bytes too many, spoil a connection
+        if self._answer is not None or self._early:  # an unread body, or too many bytes
             self.close()
         reused = self._socket is not None
         try:
             return self._ask(target, deadline)
         except BroadcastError:
-            # An idle connection may have been closed by the other side: that says nothing about the source.
+            # The other side may have closed an idle connection, which is no failure of the source.
             if not reused or deadline.passed() or self._stop.is_set() or self.hung_up:
                 raise
         return self._ask(target, deadline)
 
-    def read_into(self, buffer: memoryview, deadline: Deadline, hasher: blake3 | None = None) -> None:
-        """Fill `buffer`, exactly the size of the answer's body, hashing what arrives as it arrives."""
+    def read_into(self, buffer: memoryview, deadline: Deadline) -> None:
+        """Fill `buffer`, which has the size of the body."""
         assert self._answer is not None
         assert buffer.nbytes == self._answer.size_bytes
-        hashed = 0
         while self._filled < buffer.nbytes:
-            filled = self._filled
-            if (received := self._receive(buffer[filled : filled + RECEIVE_BYTES], deadline)) == 0:
-                raise self._broken(f"closed the connection after {filled} of {buffer.nbytes} bytes")
-            self._filled = filled + received
-            # in pieces large enough for a fast hash, and small enough to be still in the processor's cache
-            if hasher is not None and (self._filled - hashed >= HASHED_BYTES or self._filled == buffer.nbytes):
-                hasher.update(buffer[hashed : self._filled])
-                hashed = self._filled
+            if (received := self._receive(buffer[self._filled : self._filled + RECEIVE_BYTES], deadline)) == 0:
+                raise self._broken(f"closed the connection after {self._filled} of {buffer.nbytes} bytes")
+            self._filled += received
         keep_alive, self._answer = self._answer.keep_alive, None
         if not keep_alive:
             self.close()
@@ -168,7 +158,7 @@ class Connection:
         return bytes(body)
 
     def drain(self, deadline: Deadline) -> None:
-        """Skip the body of an answer that is not wanted; a large one is cheaper to hang up on."""
+        """Skip the body; before a large one the connection is closed."""
         if self._answer is not None and self._answer.size_bytes <= MAX_DRAINED_BYTES:
             self.read(MAX_DRAINED_BYTES, deadline)
         else:
@@ -179,7 +169,7 @@ class Connection:
         self.hung_up = True
         if (waiting := self._socket) is not None:
             with contextlib.suppress(OSError):
-                # Not the method of a TLS socket, which would take its state away under the thread that reads.
+                # Not the TLS socket's own method, which would remove its state while another thread reads.
                 socket.socket.shutdown(waiting, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -220,7 +210,7 @@ class Connection:
                 if proxy.secure and address.secure:
                     raise OSError("a https:// source is not asked through a https:// proxy: name the proxy as http://")
                 plain = proxy.connect(timeout_s, tunnel_to=netloc(address.host, address.port) if address.secure else "")
-            if plain.family != socket.AF_UNIX:  # which leads out of a sandbox
+            if plain.family != socket.AF_UNIX:  # a Unix socket leads out of a sandbox
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise self._broken(f"cannot be reached{way}: {error.strerror or error}") from error
@@ -255,7 +245,7 @@ class Connection:
         return Answer(int(status), int(size), connection == "keep-alive")
 
     def _receive(self, buffer: memoryview, deadline: Deadline) -> int:
-        """At least one byte, or 0 at the end of the stream."""
+        """The number of bytes received, at least one; 0 at the end of the stream."""
         if self._early:
             taken = min(len(self._early), buffer.nbytes)
             buffer[:taken] = self._early[:taken]
@@ -265,7 +255,7 @@ class Connection:
         if throttle is not None:
             buffer = buffer[: throttle.slice_bytes]
         while True:
-            # Both are looked at even while bytes come, or a drip would never end.
+            # Checked also while bytes arrive: a slow drip must end.
             if deadline.passed():
                 raise self._broken("is too slow: the deadline has passed")
             if self._stop.is_set():
@@ -276,7 +266,7 @@ class Connection:
             try:
                 assert self._socket is not None
                 received = self._socket.recv_into(buffer)
-                if throttle is not None and received:  # TCP then slows the source down
+                if throttle is not None and received:  # TCP slows the source down
                     pause_s = throttle.take(received, time.monotonic())
                     self._stop.wait(max(0.0, min(pause_s, deadline.remaining_s())))
                 return received

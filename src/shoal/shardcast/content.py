@@ -1,15 +1,17 @@
-"""What is published: tensors and files as one payload, read where they lie and never held whole.
+"""The content of a publication: tensors and files as one payload, read in place and never copied as a whole.
 
     tensors (in order given) ┐                    ┌ entry  entry  entry …   names, types, back to back
     files   (by name)        ┴─► one payload ─────┤
                                                   └ chunk │ chunk │ last    equal sizes
 
-Tensors lie first: a longer `config.json` then moves no weights into other chunks, and tensors of one type stay aligned.
+Tensors come first: a longer `config.json` then moves no weights into other chunks, and tensors of one type stay
+aligned.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,22 +26,48 @@ from pydantic import ValidationError
 from shoal.errors import BroadcastError, ConfigError
 from shoal.protocol import Chunk, Entry, TensorView, content_digest, first_problem
 from shoal.shardcast.manifest import chunk_size_for, entries_problem
-from shoal.shardcast.payload import read_fully, reporting
+from shoal.shardcast.payload import os_errors, read_fully
 
 SMALL_BYTES = 64 * 1024
 CHANGED = "{} was changed while it was being published; publish it again"
 
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+THREADS = min(16, os.cpu_count() or 1)  # hashing, comparing, compressing and writing release the interpreter's lock
+
+
+def in_order(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
+    """`work` of every item, in order, by several threads. The first exception is raised here and ends the work."""
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="in-order") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def chunk_of(data: memoryview) -> Chunk:
+    return Chunk(hash=blake3(data).hexdigest(), size_bytes=data.nbytes)
+
+
 @dataclass(frozen=True)
 class FileSpan:
-    """A file on a disk; it must not change while it is being published."""
+    """A file on disk, which must not change while it is published."""
 
     path: Path
     size_bytes: int
     changed_ns: int
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        with reporting("read", self.path), self.path.open("rb", buffering=0) as file:
+        with os_errors("read", self.path), self.path.open("rb", buffering=0) as file:
             whole = read_fully(file.fileno(), offset, buffer)
         if not whole:
             raise BroadcastError(CHANGED.format(self.path))
@@ -76,7 +104,7 @@ class Content:
             except OSError as error:
                 raise ConfigError(f"cannot read {file}: {error.strerror}") from error
             spans[name] = FileSpan(file, status.st_size, status.st_mtime_ns)
-        # Small files last: one that comes or goes then moves no large one into other chunks.
+        # Small files last: adding or removing one then moves no large file into other chunks.
         order = sorted(spans, key=lambda name: (spans[name].size_bytes < SMALL_BYTES, name))
         return cls._laid_out([(name, None, spans[name]) for name in order])
 
@@ -102,7 +130,7 @@ class Content:
         return self.entries[-1].offset + self.entries[-1].size_bytes if self.entries else 0
 
     def part(self, offset: int, size: int, scratch: memoryview) -> memoryview:
-        """A part of the payload: where it lies if it lies in one piece of memory, else copied into `scratch`."""
+        """A part of the payload: a view if it is in one piece of memory, else a copy in `scratch`."""
         index = bisect_right(self._offsets, offset) - 1
         inside, span = offset - self._offsets[index], self._spans[index]
         if isinstance(span, memoryview) and inside + size <= span.nbytes:
@@ -118,33 +146,34 @@ class Content:
         return scratch[:size]
 
     def check_unchanged(self) -> None:
-        """Raise `BroadcastError` if a file has changed since; what was read of it may then be half old, half new."""
+        """Raise `BroadcastError` if a file has changed since it was opened."""
         for span in (span for span in self._spans if isinstance(span, FileSpan)):
-            with reporting("read", span.path):
+            with os_errors("read", span.path):
                 status = span.path.stat()
             if (status.st_size, status.st_mtime_ns) != (span.size_bytes, span.changed_ns):
                 raise BroadcastError(CHANGED.format(span.path))
 
-    def cut(self, chunk_size_bytes: int) -> Iterator[memoryview]:
-        """The payload chunk by chunk, holding at most one chunk. A view is valid until the next is asked for."""
-        scratch = memoryview(bytearray(min(chunk_size_bytes, max(1, self.size_bytes))))
-        for offset in range(0, self.size_bytes, chunk_size_bytes):
-            yield self.part(offset, min(chunk_size_bytes, self.size_bytes - offset), scratch)
+    def chunks(self, chunk_size_bytes: int, work: Callable[[memoryview], R], threads: int = THREADS) -> Iterator[R]:
+        """`work` of each chunk, in order, by several threads. A view is valid during the call only."""
+        scratch = threading.local()
 
+        def run(offset: int) -> R:
+            if not hasattr(scratch, "buffer"):
+                scratch.buffer = memoryview(bytearray(min(chunk_size_bytes, self.size_bytes)))
+            return work(self.part(offset, min(chunk_size_bytes, self.size_bytes - offset), scratch.buffer))
 
-def chunk_of(data: memoryview) -> Chunk:
-    return Chunk(hash=blake3(data).hexdigest(), size_bytes=data.nbytes)
+        return in_order(run, range(0, self.size_bytes, chunk_size_bytes), threads)
 
 
 def digest_of(files: Mapping[str, bytes], tensors: Sequence[TensorView], chunk_size_bytes: int | None = None) -> str:
-    """The digest that publishing these would sign."""
+    """The digest that publishing these files and tensors would sign."""
     content = Content.of(files, tensors)
     size = chunk_size_bytes or chunk_size_for(content.size_bytes)
-    return content_digest(content.entries, size, tuple(chunk_of(data) for data in content.cut(size)))
+    return content_digest(content.entries, size, tuple(content.chunks(size, chunk_of)))
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    """All files below `folder`; what is neither file nor folder, or a link to nowhere, is refused by name."""
+    """All files below `folder`; `ConfigError` for a dead link, or anything but files and folders."""
     if not folder.is_dir():
         raise ConfigError(f"there is no file or folder {folder} to publish")
 
@@ -162,25 +191,3 @@ def _files_in(folder: Path) -> dict[str, Path]:
     if not found:
         raise ConfigError(f"the folder {folder} holds no files to publish")
     return found
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-THREADS = min(16, os.cpu_count() or 1)  # hashing, comparing, compressing and writing all let go of the interpreter
-
-
-def in_order(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
-    """`work` of every item, in the items' order. What one of them raises is raised here, and no more are begun."""
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="in-order") as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()

@@ -1,4 +1,4 @@
-"""Lossless deltas: what changed between two versions of a payload, in about one hundredth of the bytes.
+"""Lossless deltas: the changes between two versions of a payload, in about one hundredth of the bytes.
 
     payload ─► spans (neighbouring entries of one width) ─► blocks of 4 MiB ─► one delta block each, in order
 
@@ -6,15 +6,15 @@
          ├─ by how   steps in units of the last place, zigzag ──┴ all second lowest, … ─► zstd each ─► a delta block
     new ─┘
 
-Floating-point bits are read as sign and magnitude and put on one line, on which neighbouring numbers differ by 1: a
-small update is a small step there, across zero and exponents too. Nothing is rounded, so the same coding serves bf16,
-fp16, fp32 and plain bytes. Every count in a delta is checked before anything is allocated or written, and what it makes
-is believed only when its digest is the one that was signed.
+Floating-point bits are read as sign and magnitude and mapped to a line on which neighbouring numbers differ by 1, so a
+small update is a small step, also across zero and exponents. Nothing is rounded: the coding works for bf16, fp16, fp32
+and plain bytes. Every count in a delta is checked before anything is allocated or written, and the result must have the
+signed digest.
 
 A payload is made from another in one pass, every block through all deltas:
 
     base, a block at a time ─► delta ─► delta ─► … ─► hashed by chunk ─► file
-                                 └── what changed is remembered, for an engine that holds the base
+                                 └── changes are remembered, for an engine that has the base
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Block:
 
 
 def blocks_of(entries: Sequence[Entry]) -> Iterator[Block]:
-    """How a payload is cut for a delta. Both sides compute it from the same signed entries."""
+    """The blocks of a payload. Both sides compute them from the signed entries."""
     for offset, size, width in _spans(entries):
         for at in range(offset, offset + size, BLOCK_BYTES):
             yield Block(at, min(BLOCK_BYTES, offset + size - at), width)
@@ -99,7 +99,7 @@ def encode_block(old: memoryview, new: memoryview, width: int, fast: bool = Fals
 
 @dataclass(frozen=True)
 class Change:
-    """A delta block: every number in it is within what a block of its size can need. Its planes are still packed."""
+    """A delta block with checked counts; its planes are still compressed."""
 
     count: int
     gap_planes: int
@@ -107,7 +107,7 @@ class Change:
 
     @classmethod
     def read(cls, file: BinaryIO, values: int, width: int) -> Change:
-        """The next one in a file; its counts are checked before its bytes are read."""
+        """The next one in a file; the counts are checked before the bytes are read."""
         count, gap_planes, step_planes = HEADER.unpack(_exactly(file, HEADER.size))
         fits = count <= values and gap_planes <= MAX_GAP_PLANES and step_planes <= width + 1
         present = (gap_planes > 0) == (step_planes > 0) == (count > 0)
@@ -222,12 +222,12 @@ def _from_planes(planes: Planes) -> Integers:
 def differences(
     base: ChunkFiles, deltas: Sequence[BinaryIO], content: Content, wanted: Collection[int]
 ) -> Iterator[tuple[int, dict[int, bytes]]]:
-    """What leads to `content` from `base` (number 0) and from what each of `deltas` makes of it (1, 2, …), for those
-    `wanted`: block by block, each with its end in the payload."""
+    """Deltas to `content` from `base` (number 0) and from the result of each of `deltas` (1, 2, …), for the `wanted`
+    numbers: block by block, each with its end in the payload."""
     scratch, readers = threading.local(), [open_delta(delta) for delta in deltas]
     fast = content.size_bytes >= COMPILED_FROM_BYTES
 
-    def tell(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:
+    def encode(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:
         block, changes = job
         if not hasattr(scratch, "old"):
             scratch.old, scratch.new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
@@ -237,28 +237,28 @@ def differences(
         if np.frombuffer(new, np.uint8).ctypes.data % 8:  # between tensors of other widths
             scratch.new[: block.size_bytes] = new
             new = scratch.new[: block.size_bytes]
-        told = {}
+        encoded = {}
         for number in range(len(changes) + 1):
             if number:
                 changes[number - 1].apply(old, block.width, fast)
             if number in wanted:
-                told[number] = encode_block(old, new, block.width, fast)
-        return block.end, told
+                encoded[number] = encode_block(old, new, block.width, fast)
+        return block.end, encoded
 
     blocks = blocks_of(content.entries)
-    return in_order(tell, ((block, [block.read(reader) for reader in readers]) for block in blocks))
+    return in_order(encode, ((block, [block.read(reader) for reader in readers]) for block in blocks))
 
 
-# What may be remembered of how a payload differs from the one before: a share of its size, and no more than this.
+# Limits of remembered changes: a share of the payload's size, and a number of bytes.
 REMEMBERED_SHARE, REMEMBERED_BYTES = 0.25, 1 << 30
 
 
 def make_payload(
     target: PolicyManifest, base: Path, deltas: Sequence[Path], output: Path, begin: PolicyRef, remember: bool = True
-) -> Made:
-    """Write the payload of `target` into `output`; `DeltaRefused` if that would not be what was signed."""
+) -> AppliedDeltas:
+    """Write the payload of `target` into `output`; `DeltaRefused` if it is not the signed one."""
     room = min(int(REMEMBERED_SHARE * target.size_bytes), REMEMBERED_BYTES) if remember else -1
-    made = Made(begin, target, room, forgotten=not remember)
+    applied = AppliedDeltas(begin, target, room, forgotten=not remember)
     scratch, fast = memoryview(bytearray(BLOCK_BYTES)), target.size_bytes >= COMPILED_FROM_BYTES
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(base.open("rb", buffering=0))
@@ -270,16 +270,16 @@ def make_payload(
                 raise DeltaRefused("the payload that a delta starts from is shorter than its manifest says")
             where = [block.read(reader).apply(part, block.width, fast) for reader in readers]
             verifying.write(part)
-            made.note(block, where, part)
+            applied.note(block, where, part)
         if any(reader.read(1) for reader in readers):
             raise DeltaRefused("a delta continues after its last block")
         verifying.finish()
-    return made
+    return applied
 
 
 @dataclass
-class Made:
-    """From which payload one was made, and what changed, unless that is too much to remember."""
+class AppliedDeltas:
+    """The payload that deltas were applied to, and the changes, unless they are too many to remember."""
 
     begin: PolicyRef
     target: PolicyManifest

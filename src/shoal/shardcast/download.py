@@ -26,28 +26,26 @@ from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.files import write_atomically
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.cache import Filling, PayloadCache
+from shoal.shardcast.cache import PartFiles, PayloadCache
 from shoal.shardcast.connection import Deadline
 from shoal.shardcast.limits import PoolSettings
-from shoal.shardcast.lookup import Lookup, Route, plan
+from shoal.shardcast.lookup import Lookup, Route, find_route
 from shoal.shardcast.manifest import read_head
 from shoal.shardcast.payload import Payload
-from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-GONE_CHECK_S = 1.0  # after so long without a byte: does the trainer still offer the version?
-FORGET_S = 10.0  # for a fetch in the background to give way
-BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is another route
+GONE_CHECK_S = 1.0  # without a byte, until it is checked whether the version is still offered
+FORGET_S = 10.0  # for a background fetch to stop
+BETWEEN_S = 5.0  # for the manifest of an intermediate version; without it there is another route
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a fetch has come: of the bytes that its route needs, those that are here."""
-
     label: str
     done_bytes: int
     total_bytes: int
@@ -60,19 +58,19 @@ OnProgress = Callable[[Progress], None]
 
 
 class RouteClosed(Exception):
-    """A version in between is gone; another route may lead to the target."""
+    """An intermediate version is gone; another route may lead to the target."""
 
 
 class Superseded(BroadcastError):
-    """A fetch in the background has given way to one that somebody waits for."""
+    """A background fetch was stopped for one that somebody waits for."""
 
 
 @dataclass(frozen=True)
 class DownloadSettings:
-    """`kept_payloads`: versions that stay on disk; the validator needs max_staleness + 1. `remember_changes`: keep in
-    memory what changed, for an engine that holds the version before (`Payload.changes_from`). `max_payload_bytes` and
-    `limits` (of the folder's disk) are checked before a byte of a version is fetched. A fetch of which nothing arrives
-    for `patience_s` fails."""
+    """`kept_payloads`: versions that stay on disk; the validator needs max_staleness + 1. `remember_changes`: keep
+    changes in memory, for an engine that has the version before (`Payload.changes_from`). `max_payload_bytes` and
+    `limits` (of the disk) are checked before a version is fetched. A fetch fails if nothing arrives for
+    `patience_s`."""
 
     kept_payloads: int = 3
     remember_changes: bool = True
@@ -83,7 +81,7 @@ class DownloadSettings:
 
 
 @dataclass(frozen=True)
-class _Fetch:
+class Fetch:
     target: PolicyManifest
     deadline: Deadline
     on_progress: OnProgress | None
@@ -92,7 +90,7 @@ class _Fetch:
 
 
 class Downloader:
-    """Fetches versions of one run into a folder of its own. Several threads may fetch; one at a time does."""
+    """Fetches versions of one run into its own folder. Thread-safe: one thread fetches at a time."""
 
     def __init__(
         self, sources: Sequence[str], run: str | None, trusted_key: str, folder: Path | str, stop: StopToken,
@@ -102,7 +100,7 @@ class Downloader:
         self._cache = PayloadCache(Path(folder), run, trusted_key, settings.remember_changes)
         self._lookup = Lookup(self._scores, run, trusted_key, stop, settings.pool.timeouts)
         self._trusted_key, self._stop, self._settings, self._lock = trusted_key, stop, settings, threading.Lock()
-        self._waiting = 0  # fetches that somebody waits for, while another holds the lock
+        self._waiting = 0  # foreground fetches that wait for the lock
         self._head_path = Path(folder) / HEAD
         self._head: BroadcastHead | None = None
         with suppress(FileNotFoundError, ManifestRefused):
@@ -111,17 +109,16 @@ class Downloader:
 
     @property
     def run(self) -> str | None:
-        """The run that is fetched from; known after the first head if it was not given."""
+        """The run; known after the first head if it was not given."""
         return self._lookup.run
 
     def set_sources(self, sources: Sequence[str], last_resort: Sequence[str] = ()) -> None:
-        """From now on ask these, also in a fetch under way."""
         self._scores.set_sources(sources, last_resort=last_resort)
 
     def newest(self, deadline_s: float) -> PolicyRef:
         """The newest version that any source offers; `ManifestRefused` if that is older than one seen before."""
         deadline = Deadline(deadline_s)
-        with self._turn(deadline, "the newest version"):
+        with self._exclusive(deadline, "the newest version"):
             head, data = self._lookup.newest(self._head, deadline)
             self._cache.run = head.run
             if self._head is None or head.policy.place > self._head.policy.place:
@@ -129,8 +126,8 @@ class Downloader:
             self._head = head
             return head.policy
 
-    def follower(self) -> Lookup:
-        """Who is asked, in a thread of its own, for versions newer than the newest known."""
+    def head_poller(self) -> Lookup:
+        """A lookup for another thread, to poll for newer versions."""
         lookup = Lookup(self._scores, self.run, self._trusted_key, self._stop, self._settings.pool.timeouts)
         lookup.known = self._head
         return lookup
@@ -138,9 +135,9 @@ class Downloader:
     def fetch(
         self, ref: PolicyRef, deadline_s: float, on_progress: OnProgress | None = None, background: bool = False
     ) -> Payload:
-        """The payload of `ref`, verified. One in the background gives way to one that somebody waits for."""
+        """The payload of `ref`, verified. A `background` fetch stops when another one waits."""
         deadline = Deadline(deadline_s)
-        with self._turn(deadline, f"policy {ref.label}", background):
+        with self._exclusive(deadline, f"policy {ref.label}", background):
             self._scores.restore()
             if (manifest := self._cache.manifest(ref)) is None:
                 manifest, data = self._lookup.manifest(ref, deadline.tighter(self._settings.patience_s))
@@ -153,7 +150,7 @@ class Downloader:
                 self._cache.remember(manifest, data)
             if not self._cache.is_verified(ref) and not self._cache.adopt(manifest):
                 try:
-                    self._obtain(_Fetch(manifest, deadline, on_progress, background))
+                    self._fetch_missing(Fetch(manifest, deadline, on_progress, background))
                 except ShoalError:
                     self._cache.forget_unused(ref)
                     raise
@@ -162,15 +159,15 @@ class Downloader:
             return payload
 
     def forget(self) -> None:
-        """Remove every payload: the run is finished. What is mapped stays valid."""
-        with suppress(BroadcastError), self._turn(Deadline(FORGET_S), "the cache"):
+        """Remove all payloads: the run is finished. Mappings stay valid."""
+        with suppress(BroadcastError), self._exclusive(Deadline(FORGET_S), "the cache"):
             self._cache.retain(0)
 
     def close(self) -> None:
         self._lookup.close()
 
     @contextmanager
-    def _turn(self, deadline: Deadline, wanted: str, background: bool = False) -> Iterator[None]:
+    def _exclusive(self, deadline: Deadline, wanted: str, background: bool = False) -> Iterator[None]:
         self._waiting += not background
         try:
             if not self._lock.acquire(timeout=max(0.0, deadline.remaining_s())):
@@ -186,7 +183,7 @@ class Downloader:
         most = self._settings.max_payload_bytes
         return most is not None and manifest.size_bytes > most
 
-    def _obtain(self, fetch: _Fetch) -> None:
+    def _fetch_missing(self, fetch: Fetch) -> None:
         manifest, closed = fetch.target, set[str]()
         refusal: DeltaRefused | None = None
 
@@ -197,28 +194,27 @@ class Downloader:
         while True:
             held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
             try:
-                route = plan(manifest, held, between, closed)
+                route = find_route(manifest, held, between, closed)
             except VersionNotFound as error:
                 raise refusal or error from None
-            self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
+            self._lookup.close()  # its idle connections would count against a source's limit
             if self._settings.limits is not None:
                 self._cache.make_room(manifest, route, self._settings.limits)
             try:
-                return self._take(route, fetch)
+                return self._follow_route(route, fetch)
             except (RouteClosed, DeltaRefused) as error:
                 log.warning("%s; another route is taken", error)
                 refusal = error if isinstance(error, DeltaRefused) else refusal
-            # What it began with is at fault if it is damaged, else its steps are.
+            # The first payload is at fault if it is damaged, else the steps are.
             if route.whole is None and not self._cache.is_whole(route.begin):
                 log.warning("the payload of policy %s on this disk is damaged; it is removed", route.begin.label)
                 self._cache.discard(route.begin)
             else:
                 closed.update(step.name for step in route.steps)
 
-    def _take(self, route: Route, fetch: _Fetch) -> None:
-        """Fetch what the route needs and apply it."""
+    def _follow_route(self, route: Route, fetch: Fetch) -> None:
         cache, target = self._cache, fetch.target
-        with closing(Filling()) as files:
+        with closing(PartFiles()) as files:
             pool = ChunkPool(self._scores, files, self._settings.pool)
             if route.whole is not None:
                 cache.fill(route.whole, files)
@@ -228,20 +224,20 @@ class Downloader:
                 pool.want(step.manifest, step.delta.chunks)
             pool.start()
             try:
-                self._await(route, pool, fetch)
+                self._wait(route, pool, fetch)
             finally:
                 pool.close(self._stop.reason or "done")
         if route.whole is not None:
             cache.finish(route.whole)
         if route.steps:
-            cache.travel(route.begin, route.steps)
+            cache.apply_deltas(route.begin, route.steps)
         log.info(
             "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
             target.policy.label, pool.fetched_bytes.total() / 1e6, target.size_bytes / 1e6,
             time.monotonic() - fetch.started_s, route.describe(), pool.shares(),
         )  # fmt: skip
 
-    def _await(self, route: Route, pool: ChunkPool, fetch: _Fetch) -> None:
+    def _wait(self, route: Route, pool: ChunkPool, fetch: Fetch) -> None:
         scores, policy, patience_s = self._scores, f"policy {fetch.target.policy.label}", self._settings.patience_s
         patience, next_check, here = Deadline(patience_s), Deadline(GONE_CHECK_S), -1
         while True:
@@ -271,8 +267,8 @@ class Downloader:
                 self._check_not_gone(route, fetch)
                 next_check = Deadline(GONE_CHECK_S)
 
-    def _check_not_gone(self, route: Route, fetch: _Fetch) -> None:
-        """Whether the target or a version of its route is no longer offered; sources are asked at most once."""
+    def _check_not_gone(self, route: Route, fetch: Fetch) -> None:
+        """Raise if the target, or a version of the route, is no longer offered; each source is asked once."""
         heads = self._lookup.heads(fetch.deadline)
         self._lookup.close()
         self._lookup.check_not_gone(fetch.target.policy, heads)
@@ -283,14 +279,14 @@ class Downloader:
             raise RouteClosed(str(error)) from error
 
 
-WAIT_S = 10.0  # how long a source may hold the question; below the time after which silence counts as failure
-PACE_S = 1.0  # between two questions to a source that does not hold them
+WAIT_S = 10.0  # of a long poll; below the time after which silence is a failure
+PACE_S = 1.0  # between two requests to a source without long polls
 FETCH_S = 3600.0
 END_S = 5.0
 
 
 class Prefetch:
-    """A thread that keeps the newest version on this disk, as a context manager."""
+    """A context manager with a thread that keeps the newest version on this disk."""
 
     def __init__(self, downloader: Downloader, stop: StopToken) -> None:
         self._downloader, self._stop, self._closing = downloader, stop, threading.Event()
@@ -301,36 +297,36 @@ class Prefetch:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """The thread ends when its question does; nobody waits longer than `END_S` for it."""
+        """The thread ends with its current request; after a stop it is waited for, at most `END_S`."""
         self._closing.set()
         if self._stop.is_set():
             self._thread.join(END_S)
 
     def _run(self) -> None:
-        follower = self._downloader.follower()
-        unfetched: PolicyRef | None = None  # it gave way to somebody who may have given up since
+        poller = self._downloader.head_poller()
+        unfetched: PolicyRef | None = None  # its fetch was stopped for another one
         try:
             while not (self._closing.is_set() or self._stop.is_set()):
-                newer = follower.newer(0.0 if unfetched else WAIT_S) or unfetched
+                newer = poller.newer(0.0 if unfetched else WAIT_S) or unfetched
                 if newer is not None and not (self._closing.is_set() or self._stop.is_set()):
                     unfetched = None if self._fetch(newer) else newer
                 if newer is None or unfetched:
                     self._closing.wait(PACE_S)
         except Exception:
-            log.exception("fetching ahead has ended; versions are fetched when they are needed")
+            log.exception("prefetching has ended; versions are fetched when they are needed")
         finally:
-            follower.close()
+            poller.close()
 
     def _fetch(self, ref: PolicyRef) -> bool:
-        """False if the fetch had to give way."""
+        """False if the fetch was stopped for another one."""
         try:
             self._downloader.fetch(ref, FETCH_S, background=True)
         except Superseded as error:
             log.debug("%s", error)
             return False
         except BroadcastError as error:
-            log.info("could not be fetched ahead: %s", error)
-        except ShoalError as error:  # a full disk, say: whoever needs the version ends by it
-            log.warning("fetching ahead has ended; versions are fetched when they are needed: %s", error)
+            log.info("a version could not be prefetched: %s", error)
+        except ShoalError as error:  # for example a full disk; `fetch` will raise it again
+            log.warning("prefetching has ended; versions are fetched when they are needed: %s", error)
             self._closing.set()
         return True

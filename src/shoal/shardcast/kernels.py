@@ -1,6 +1,6 @@
-"""The two loops of `delta`, compiled by numba: a large payload is compared and changed at the speed of its memory.
+"""The two loops of `delta`, compiled by numba: large payloads are compared and changed at memory speed.
 
-They give the same numbers as `delta`'s own arithmetic, which small payloads use: importing numba takes a second.
+The results are those of `delta`'s own code, which small payloads use, because importing numba takes a second.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def compiled(function: Callable[..., int]) -> Callable[..., int]:
 
 @compiled
 def compare(old: Any, new: Any, words: Any, lowest: int, gaps: Any, codes: Any) -> int:
-    """Write the gaps before all values that differ, and the zigzag codes of their steps; how many they are. `words` are
-    old and new as 64-bit words, since most of them are equal; `lowest` is the least signed value."""
+    """Write the gaps before all values that differ, and the zigzag codes of their steps; returns their number. `words`
+    are old and new as 64-bit words, since most are equal; `lowest` is the smallest signed value."""
     count, before = 0, -1
     old_words, new_words = words
     lanes = 8 // old.itemsize
@@ -43,8 +43,8 @@ def compare(old: Any, new: Any, words: Any, lowest: int, gaps: Any, codes: Any) 
 
 @compiled
 def change(bits: Any, gaps: Any, codes: Any, lowest: int, where: Any) -> int:
-    """Move the values at these gaps by these steps, and write down where; how many were moved before one would leave
-    the block or the line."""
+    """Change the values at these gaps by these steps, and write their positions; returns the number of changed values,
+    which is too small if one would leave the block or the line."""
     at = -1
     for count in range(where.size):
         gap, code = numba.int64(0), numba.int64(0)

@@ -1,4 +1,4 @@
-"""What a server bears, what a client may receive per second, and how a relay is set up."""
+"""Limits of servers and clients, and the configuration of a relay."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from shoal.shardcast.connection import Throttle, Timeouts
 
 # Eight chunks at a time over a slow link all arrive late; so a source begins with few, and gets as many as its link
 # bears at this rate each.
-FEW_FLIGHTS, FLIGHT_BYTES_S = 3, 128 * 1024
+FEW_ATTEMPTS, ATTEMPT_BYTES_S = 3, 128 * 1024
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a server bears; None is no limit. `watch_head_s`: how often a head that another process writes is read."""
+    """Limits of a server; None is no limit. `watch_head_s`: between two looks for a head of another process."""
 
     max_connections: int = 512
     connections_per_client: int | None = None
     idle_s: float = 30.0
-    hold_s: float = 8.0  # below the time a client waits for a first byte, so that it hears "busy", not silence
+    hold_s: float = 8.0  # less than a client waits for the first byte, so that it gets a 503, not silence
     min_rate_bytes_s: float = 32 * 1024
     watch_head_s: float = 0.05
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """`min_rate_bytes_s`: a source slower than this is left in the middle of a chunk, whatever the others do."""
+    """`min_rate_bytes_s`: a source that is slower is left in the middle of a chunk."""
 
     connections: int = 8
     min_rate_bytes_s: float = 32 * 1024
@@ -38,16 +38,16 @@ class PoolSettings:
 
     @classmethod
     def throttled(cls, rate_bytes_s: float | None, reach: Reach | None = None) -> PoolSettings:
-        """With so few connections that each is worth having; no source is left because this side is slow."""
+        """Settings for a limited rate: fewer connections, and no source is left because this side is slow."""
         if rate_bytes_s is None:
             return cls(timeouts=Timeouts(reach=reach))
-        connections = max(1, min(cls.connections, int(rate_bytes_s / FLIGHT_BYTES_S)))
+        connections = max(1, min(cls.connections, int(rate_bytes_s / ATTEMPT_BYTES_S)))
         least = min(cls.min_rate_bytes_s, rate_bytes_s / connections / 4)
         return cls(connections, least, Timeouts(throttle=Throttle(rate_bytes_s), reach=reach))
 
 
 def client_of(address: str) -> str:
-    """Whom an address belongs to, as far as limits go; of IPv6 the /64 network: who has one address there has all.
+    """The client of an address for limits; of IPv6 the /64 network, since a client has all addresses in it.
 
     >>> client_of("::ffff:192.0.2.7"), client_of("2001:db8::1:2:3:4%eth0")
     ('192.0.2.7', '2001:db8::/64')
@@ -62,11 +62,9 @@ def client_of(address: str) -> str:
 
 
 class RelaySettings(BaseModel):
-    """How a relay mirrors and serves."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kept_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
+    keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
     disk_budget_gb: float | None = Field(
         default=None, gt=0, description="bytes of chunks kept on disk at most; the oldest versions go first"
     )
@@ -78,9 +76,9 @@ class RelaySettings(BaseModel):
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """`peers` are relays of the same level; the relay's own address among them is left out. `reach`: which addresses
-    upstreams may have, if a hub has named them. An upstream may hold a question for `long_poll_s`; one that does not is
-    asked every `poll_s`."""
+    """`peers` are relays of the same level; the relay's own address among them is left out. `reach`: allowed addresses
+    of upstreams, if a hub has named them. Long polls last `long_poll_s`; an upstream without them is asked every
+    `poll_s`."""
 
     folder: Path
     upstreams: tuple[str, ...]

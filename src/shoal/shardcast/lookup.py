@@ -1,15 +1,15 @@
-"""Finding signed documents (heads, manifests) at whichever source has them, and the cheapest route to a version.
+"""Finds signed documents (heads, manifests) at the sources, and the cheapest route to a version.
 
-A source that lacks a version may be behind, so it is asked again; once a signed head says that a version is no longer
-kept, the search ends at once. A relay cannot fake that: only the trainer signs heads.
+A source without a version may be behind, so it is asked again. When a signed head shows that a version is no longer
+kept, the search ends. A relay cannot fake that: only the trainer signs heads.
 
-    here ── delta ──► target                     one step
-    here ── delta ── delta ── delta ──► target   a chain, when far behind
-    anchor ── delta ── delta ──► target          nothing here, and the target is no anchor itself
-    target                                       its whole payload
+    local ── delta ──► target                     one step
+    local ── delta ── delta ── delta ──► target   a chain, when far behind
+    anchor ── delta ── delta ──► target           without a local payload, if the target is no anchor
+    target                                        its whole payload
 
-Routes are searched backwards from the target, the cheapest so far first; the manifest of a version in between is asked
-for only when its route may still be the cheapest. What a route makes has the target's digest or is thrown away.
+Routes are searched backwards from the target, the cheapest first; the manifest of an intermediate version is requested
+only while its route may be the cheapest. The result must have the target's digest.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from shoal.runtime.text import count_of
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
-from shoal.shardcast.plan import SourceScores
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.tree import HEAD, manifest_key
 
 PAUSE_S = 0.05
-ABSENT = (403, 404, 429, 503)  # a public bucket says 403 of what it does not hold
+ABSENT = (403, 404, 429, 503)  # a public bucket answers 403 for missing objects
 MANIFEST_S = 60.0
 HEAD_S = 5.0
 
 
 def get_document(connection: Connection, target: str, max_bytes: int, deadline: Deadline) -> bytes | None:
-    """The body at `target` (a key, perhaps with a query); None if the source does not have it (yet)."""
+    """The body at `target` (a key, perhaps with a query); None if the source does not have it yet."""
     answer = connection.get("/" + target, deadline)
     if answer.status == 200:
         return connection.read(max_bytes, deadline)
@@ -47,12 +47,12 @@ def get_document(connection: Connection, target: str, max_bytes: int, deadline: 
 
 
 def get_head(connection: Connection, known: BroadcastHead | None, wait_s: float, answer_s: float) -> bytes | None:
-    """A head, newer than `known` if there is one; the source may hold the question for `wait_s`."""
+    """A head; the source may hold the request for `wait_s` until there is one newer than `known`."""
     after = "" if known is None else f"&after={known.policy.label}"
     return get_document(connection, f"{HEAD}?wait_s={wait_s:g}{after}", MAX_HEAD_BYTES, Deadline(wait_s + answer_s))
 
 
-SignedHead = tuple[BroadcastHead, bytes]  # a head that was believed, and the bytes that it was read from
+SignedHead = tuple[BroadcastHead, bytes]  # a verified head, and its bytes
 
 
 class Lookup:
@@ -68,7 +68,7 @@ class Lookup:
         self.known: BroadcastHead | None = None  # the newest that `newer` has seen
 
     def manifest(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes]:
-        """The manifest of exactly `ref`, and its bytes; asks until it is found, gone, or too late."""
+        """The manifest of exactly `ref`, and its bytes; asks until it is found, gone, or the deadline has passed."""
         absent: set[str] = set()
         answered = False
         refusal: ManifestRefused | None = None
@@ -103,7 +103,7 @@ class Lookup:
         raise VersionNotFound(f"no source had policy {ref.label} before the deadline: {self._scores.describe()}")
 
     def manifest_now(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
-        """The manifest of exactly that, every source asked at most once: None if none has it."""
+        """The manifest of exactly `ref`; every source is asked at most once. None if none has it."""
         for source in sorted(self._scores.usable()):
             try:
                 if (found := self._ask_manifest(source, ref, deadline)) is not None:
@@ -113,7 +113,7 @@ class Lookup:
         return None
 
     def heads(self, deadline: Deadline) -> dict[str, SignedHead]:
-        """The valid heads that sources offer now. A source without one, or with a bad one, is left out and noted."""
+        """The valid heads that sources offer now; sources without one are noted."""
         heads: dict[str, SignedHead] = {}
         for source in sorted(self._scores.usable()):
             try:
@@ -127,7 +127,7 @@ class Lookup:
         return heads
 
     def newest(self, known: BroadcastHead | None, deadline: Deadline) -> SignedHead:
-        """The newest valid head of all sources, never older than `known`; why one was refused if there is none."""
+        """The newest valid head of all sources, never older than `known`; without any the last refusal is raised."""
         self._refusal = None
         while True:
             if heads := self.heads(deadline).values():
@@ -140,8 +140,8 @@ class Lookup:
                 raise VersionNotFound(f"no source offers a head that can be trusted: {self._scores.describe()}")
 
     def newer(self, wait_s: float) -> PolicyRef | None:
-        """A newer version than all before, from the source that seems best, which may hold the question for `wait_s`;
-        None if there is none (perhaps at once: ask at a pace)."""
+        """A version newer than all before, from one source, which may hold the request for `wait_s`. Without one
+        None, perhaps at once."""
         if (source := self._scores.choose()) is None:
             return None
         try:
@@ -156,7 +156,7 @@ class Lookup:
         return found.policy
 
     def check_not_gone(self, ref: PolicyRef, heads: Mapping[str, SignedHead]) -> None:
-        """Raise `VersionNotFound` if the trainer has signed that it does not offer `ref` any more."""
+        """Raise `VersionNotFound` if a signed head shows that `ref` is no longer offered."""
         for source, (head, _) in heads.items():
             if head.policy.place >= ref.place and ref.label not in head.kept_versions:
                 now = f"{source} is at {head.policy.label} and keeps {', '.join(head.kept_versions)}"
@@ -181,7 +181,7 @@ class Lookup:
         return head
 
 
-MAX_STEPS = 64  # deltas applied in one go, whose files are open at the same time; and versions that are looked at
+MAX_STEPS = 64  # deltas of a route, whose files are open at the same time; also versions that are searched
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """Start with `begin` (fetched whole if `whole`, else it is here), then take `steps` in order."""
+    """Start with `begin` (fetched whole if `whole`, else local), then apply `steps` in order."""
 
     begin: PolicyRef
     whole: PolicyManifest | None
@@ -211,22 +211,21 @@ class Route:
         return (self.whole.size_bytes if self.whole else 0) + self.delta_bytes
 
     def manifests(self) -> list[PolicyManifest]:
-        """Of the versions whose chunks are fetched."""
         return [*([self.whole] if self.whole else []), *(step.manifest for step in self.steps)]
 
     def describe(self) -> str:
-        begin = f"all of policy {self.begin.label}" if self.whole else f"policy {self.begin.label}, which is here"
+        begin = f"all of policy {self.begin.label}" if self.whole else f"the local policy {self.begin.label}"
         return f"{begin} and {count_of(len(self.steps), 'delta')}" if self.steps else begin
 
 
-def plan(
+def find_route(
     target: PolicyManifest, held: Collection[str], manifest_of: Callable[[PolicyRef], PolicyManifest | None],
     closed: Collection[str] = (),
 ) -> Route:  # fmt: skip
     """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor. `closed`: names of steps
     and digests of anchors that have failed."""
-    order = count()  # breaks ties, so that nothing else is ever compared
-    ahead = 0 if held else target.size_bytes  # with nothing here, every route begins with a payload as large as this
+    order = count()  # breaks ties
+    ahead = 0 if held else target.size_bytes  # without local payloads every route begins with a whole one of this size
     frontier: list[tuple[int, int, PolicyRef, tuple[Step, ...], PolicyManifest | None]] = []
     heapq.heappush(frontier, (ahead, next(order), target.policy, (), None))
     visited: set[PolicyRef] = set()
@@ -241,7 +240,7 @@ def plan(
         if manifest is None:
             continue
         for index, step in enumerate(steps):
-            if step.manifest.policy.digest == ref.digest:  # the same weights under two numbers: nothing lies between
+            if step.manifest.policy.digest == ref.digest:  # the same weights under two version numbers
                 steps = steps[index + 1 :]
                 break
         if manifest.anchor and ref.digest not in closed:

@@ -1,10 +1,10 @@
-"""The rules that a manifest and a head must keep before anything in them is used: signature, caps, layout.
+"""Checks of manifests and heads before use: signature, limits, layout; and which versions are kept.
 
-Which versions stay: the newest few, and behind them what they are reached from. Of these a relay mirrors as many as its
-disk budget allows; if not even the route to the newest one fits, a person has to know:
+The newest versions are kept, and older ones that they are made from. A relay mirrors as many as its disk budget allows;
+if the route to the newest version does not fit, it reports a problem:
 
     wanted    the newest `count`, back to an anchor                     0.4 0.5 0.6 0.7 0.8 0.9
-    mirrored  of them as many as fit, the oldest left out first                 0.6 0.7 0.8 0.9
+    mirrored  as many of them as fit, without the oldest                        0.6 0.7 0.8 0.9
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 CHUNK_SIZE_BYTES = 4 * MIB
 MIN_CHUNK_BYTES = 256 * 1024
 CHUNKS_WANTED = 128
-MAX_CHUNK_BYTES = 64 * MIB  # a receiver holds one chunk per connection in memory
+MAX_CHUNK_BYTES = 64 * MIB  # a receiver has one chunk per connection in memory
 MAX_CHUNKS = 1 << 18  # 1 TiB at the usual chunk size
 MAX_ENTRIES = 100_000
 MAX_DIMENSIONS = 16
@@ -42,13 +42,13 @@ Place = tuple[int, int]  # (incarnation, version): compared in this order
 
 
 def offered(manifest: PolicyManifest) -> tuple[Chunk, ...]:
-    """The chunks that a version offers for download: those of its deltas, then, if it is an anchor, the payload's."""
+    """The chunks that can be downloaded of a version: those of its deltas, and for an anchor those of the payload."""
     deltas = tuple(chunk for delta in manifest.deltas for chunk in delta.chunks)
     return (*deltas, *manifest.chunks) if manifest.anchor else deltas
 
 
 def chunk_size_for(size_bytes: int) -> int:
-    """About a hundred chunks of a payload, so that several sources can share the work; of 256 KiB to 4 MiB each."""
+    """About a hundred chunks per payload, so that several sources can share the work; of 256 KiB to 4 MiB each."""
     size = MIN_CHUNK_BYTES
     while size < CHUNK_SIZE_BYTES and size * CHUNKS_WANTED < size_bytes:
         size *= 2
@@ -64,7 +64,7 @@ def manifest_hash(data: bytes) -> str:
 
 
 def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
-    """The manifest in `data`: sound, and signed by the trusted key for this run (None: for any)."""
+    """The manifest in `data`, checked, and signed by the trusted key for this run (None: for any)."""
     manifest = _opened(data, MAX_MANIFEST_BYTES, PolicyManifest, "a manifest", run, trusted_key)
     problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
     problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)
@@ -96,7 +96,7 @@ def _opened(data: bytes, max_bytes: int, kind: type[D], what: str, run: str | No
 
 
 def check_not_rolled_back(head: BroadcastHead, known: BroadcastHead | None) -> None:
-    """Raise `ManifestRefused` if `head` is older than `known`, or names other weights for the same version."""
+    """Raise `ManifestRefused` if `head` is older than `known`, or has other weights for the same version."""
     if known is None:
         return
     if head.policy.place < known.policy.place:
@@ -159,7 +159,7 @@ def entries_problem(entries: tuple[Entry, ...], size_bytes: int) -> str:
 
 
 def kept_places(anchors: Mapping[Place, bool], count: int) -> set[Place]:
-    """Of the versions known (and whether each is an anchor): the newest `count`, back to an anchor.
+    """The newest `count` of the known versions (with whether each is an anchor), back to an anchor.
 
     >>> sorted(kept_places({(0, 1): True, (0, 2): True, (0, 3): False, (0, 4): False}, count=1))
     [(0, 2), (0, 3), (0, 4)]
@@ -187,7 +187,7 @@ class Selection:
 
 
 def select_versions(manifests: Manifests, count: int, budget_bytes: int | None) -> Selection:
-    """A manifest that is not known yet counts as a small anchor: when it is here, the choice is made anew."""
+    """A manifest that is not known yet counts as a small anchor; with it, the selection is made again."""
     anchors = {place: manifest is None or manifest.anchor for place, manifest in manifests.items()}
 
     def needed_bytes(versions: int) -> int:
@@ -208,6 +208,6 @@ def select_versions(manifests: Manifests, count: int, budget_bytes: int | None) 
 
 
 def size_of(manifests: Iterable[PolicyManifest | None]) -> int:
-    """The bytes that these versions offer together; a chunk that several have counts once."""
+    """The bytes of all offered chunks of these versions; a common chunk counts once."""
     known = (manifest for manifest in manifests if manifest is not None)
     return sum({chunk.hash: chunk.size_bytes for manifest in known for chunk in offered(manifest)}.values())

@@ -1,21 +1,20 @@
-"""The origin: where the trainer publishes. Every publication is whole or not there.
+"""The origin: the trainer publishes here, atomically.
 
     content ─► deltas to earlier versions ─► payload, chunk by chunk ─► names synced ─► manifest ─► head ─► remove old
                a few MiB in memory           hashed; written if anchor                              ▲
-                                                      a crash before this leaves the version before served
+                                                      after a crash before this the old version is served
 
-A version is an anchor (its whole payload is offered) if it is the first, if a delta would not pay, if the deltas from
-the last anchor are together larger than the payload, or if that anchor lies far enough back; all others are offered as
-deltas alone. Whoever serves (`run_origin`, nginx, a bucket) shares only the folder.
+A version is an anchor (its whole payload is offered) if it is the first, if a delta would save too little, if the
+deltas from the last anchor are together larger than the payload, or if that anchor is too old; all others are offered
+as deltas only. Any server of the folder can be used (`run_origin`, nginx, a bucket).
 
-Earlier payloads are made again from the tree for the next delta, block by block. Chunks that this process did not write
-are hashed before that: a torn one would give every client the wrong weights.
+For the next delta earlier payloads are made again from the tree, block by block. Chunks that this process did not write
+are hashed before: a damaged one would give every client wrong weights.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.content import THREADS, Content, chunk_of, in_order
-from shoal.shardcast.lookup import Route, plan
+from shoal.shardcast.lookup import Route, find_route
 from shoal.shardcast.manifest import Place, offered
 from shoal.shardcast.tree import HEAD, ChunkFiles, Tree, chunk_key, manifest_key
 
@@ -41,26 +40,26 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0
 DELTA_STRIDES = (2, 4, 8)  # besides a delta to the version before
-DELTA_PAYS = 0.6  # of the whole payload's bytes; a larger one saves too little to be worth its detour
-JUDGED_AFTER = 32 * 1024 * 1024  # bytes of the payload: before, a few blocks that changed much say little
-WRITERS = 32  # threads that hash chunks and wait for the disk: it is fastest when many wait together
+DELTA_PAYS = 0.6  # of the whole payload's bytes; a larger delta saves too little
+JUDGED_AFTER = 32 * 1024 * 1024  # bytes of the payload, before which the share is not judged
+WRITERS = 32  # threads that hash chunks and wait for the disk
 
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class OriginSettings(BaseModel):
-    """`kept_versions` must cover the versions that open leases may still name (max_staleness + 2)."""
+    """`keep_versions` must cover the versions that open leases may still name (max_staleness + 2)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     chunk_size_bytes: int | None = Field(default=None, gt=0, le=manifests.MAX_CHUNK_BYTES)
-    kept_versions: int = Field(default=5, ge=1, le=500)
+    keep_versions: int = Field(default=5, ge=1, le=500)
     anchor_every: int = Field(default=16, ge=1, le=60)
     delta_from_bytes: int = Field(default=128 * 1024, ge=0)
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     place: Place
     content: Content
     chunk_size_bytes: int
@@ -106,8 +105,8 @@ class Origin:
         self._tree = Tree(Path(folder))
         self._run, self._key, self._clock, self._settings = run, key, clock, settings
         self._tree.prepare()
-        self._written: set[str] = set()  # chunks that are known to be whole
-        self._read: dict[Place, tuple[bytes, PolicyManifest]] = {}  # a large one takes a while to check
+        self._written: set[str] = set()  # chunks that are known to be intact
+        self._read: dict[Place, tuple[bytes, PolicyManifest]] = {}  # checked manifests
 
     def head(self) -> BroadcastHead | None:
         data = self._tree.read(HEAD)
@@ -117,9 +116,9 @@ class Origin:
         self, version: int, content: Content | Path | str | Sequence[TensorView], *, incarnation: int = 0,
         ledger_head: LedgerHead | None = None, on_progress: OnProgress | None = None,
     ) -> PolicyManifest:  # fmt: skip
-        """The same version with the same content again is harmless; with another it is an error. A version behind the
-        head that is not kept any more (a trainer resumed from an old checkpoint) is signed and returned but not
-        written: the head never goes back."""
+        """Publishing the same version with the same content again is allowed; with other content it is an error. A
+        version behind the head that is no longer kept (after a resume from an old checkpoint) is signed and returned
+        but not written: the head never goes back."""
         if isinstance(content, Path | str):
             content = Content.at(Path(content))
         elif not isinstance(content, Content):
@@ -129,33 +128,33 @@ class Origin:
             head, published = self.head(), self._published(place)
             superseded = head is not None and place < head.policy.place
             if head is None or place > head.policy.place:
-                published = None  # written before a crash and never announced: nobody knows it
+                published = None  # written before a crash and never announced
             size = self._settings.chunk_size_bytes or manifests.chunk_size_for(content.size_bytes)
             size = size if published is None else published.chunk_size_bytes
-            draft = _Draft(place, content, size, head, ledger_head)
+            draft = Draft(place, content, size, head, ledger_head)
             if published is not None or superseded:
-                manifest = self._again(draft, published)
+                manifest = self._republish(draft, published)
             else:
                 try:
-                    manifest = self._first_time(draft, on_progress)
+                    manifest = self._publish_new(draft, on_progress)
                 except Exception:
-                    self._collect(self.known())  # what it has written is of no use, and the disk may be full of it
+                    self._remove_old(self.known())  # remove its chunks: the disk may be full
                     raise
             if not superseded and (head is None or head.policy.place != place):
-                self._advance(manifest, self._settings.kept_versions)
+                self._advance(manifest, self._settings.keep_versions)
             return manifest
 
     def keep_newest(self, versions: int) -> None:
-        """The run is finished: so many versions stay, back to an anchor."""
+        """The run is finished: keep so many versions, back to an anchor."""
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
             newest = None if head is None else self._published(head.policy.place)
             if newest is not None:
                 self._advance(newest, versions)
 
-    def _again(self, draft: _Draft, published: PolicyManifest | None) -> PolicyManifest:
-        """A version that was published before, or is too old to be: nothing is written."""
-        chunks = [chunk_of(data) for data in draft.content.cut(draft.chunk_size_bytes)]
+    def _republish(self, draft: Draft, published: PolicyManifest | None) -> PolicyManifest:
+        """A version that was published before, or is too old: nothing is written."""
+        chunks = list(draft.content.chunks(draft.chunk_size_bytes, chunk_of))
         manifest = self._manifest(draft, chunks, True, ())
         if published is None:
             log.info("policy %d.%d is behind the head and not kept: signed, not served", *draft.place)
@@ -165,55 +164,49 @@ class Origin:
             raise PolicyMismatch(f"{what}; continue under a new incarnation")
         return published
 
-    def _first_time(self, draft: _Draft, on_progress: OnProgress | None) -> PolicyManifest:
+    def _publish_new(self, draft: Draft, on_progress: OnProgress | None) -> PolicyManifest:
         content, chunk_size = draft.content, draft.chunk_size_bytes
         routes = self._routes(draft.place)
-        # A small payload (an adapter) travels whole: one chunk more or less costs nobody anything.
+        # A small payload (an adapter) is published whole.
         small = not content.entries or content.size_bytes <= self._settings.delta_from_bytes
         deltas = () if small or not routes else self._deltas(draft, routes[max(routes)])
-        # Every version kept is reached from an anchor, by deltas that are together no larger than the payload.
+        # Every kept version can be made from an anchor, by deltas that are together no larger than the payload.
         anchors = (place for place, route in routes.items() if not route.steps)
         (incarnation, version), last = draft.place, max(anchors, default=None)
         costs = [routes[delta.base.place].delta_bytes + delta.size_bytes for delta in deltas]
         far = last is None or last[0] != incarnation or version - last[1] >= self._settings.anchor_every
         anchor = far or min(costs, default=content.size_bytes + 1) > content.size_bytes
-        scratch = threading.local()
-
-        def take(offset: int) -> Chunk:
-            """Read and hash one chunk, and write it if it is offered."""
-            if not hasattr(scratch, "buffer"):
-                scratch.buffer = memoryview(bytearray(chunk_size))
-            data = content.part(offset, min(chunk_size, content.size_bytes - offset), scratch.buffer)
-            return self._put(data) if anchor else chunk_of(data)
-
         chunks: list[Chunk] = []
-        for chunk in in_order(take, range(0, content.size_bytes, chunk_size), WRITERS if anchor else THREADS):
+        work, threads = (
+            (self._put, WRITERS) if anchor else (chunk_of, THREADS)
+        )  # chunks are written if they are offered
+        for chunk in content.chunks(chunk_size, work, threads):
             chunks.append(chunk)
             if on_progress is not None:
                 on_progress(min(len(chunks) * chunk_size, content.size_bytes), content.size_bytes)
         content.check_unchanged()
         manifest = self._manifest(draft, chunks, anchor, deltas)
         signed = manifests.encode(manifest, self._key)
-        manifests.read_manifest(signed, self._run, self._key.public_key)  # what nobody could read is not announced
+        manifests.read_manifest(signed, self._run, self._key.public_key)  # refuses what clients would refuse
         self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
         point("trainer.publish.before_manifest")
         self._tree.write(manifest_key(draft.place), signed)
         return manifest
 
     def _routes(self, place: Place) -> dict[Place, Route]:
-        """To each version before `place` from an anchor, by the fewest bytes."""
+        """The cheapest route from an anchor to each version before `place`."""
         known = {manifest.policy: manifest for other, manifest in self.known().items() if other < place}
         routes: dict[Place, Route] = {}
         for manifest in known.values():
             with suppress(VersionNotFound):
-                routes[manifest.policy.place] = plan(manifest, (), known.get)
+                routes[manifest.policy.place] = find_route(manifest, (), known.get)
         return routes
 
-    def _deltas(self, draft: _Draft, route: Route) -> tuple[Delta, ...]:
-        """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.
-        A version whose number is a multiple of a longer stride also skips back by that stride, so that whoever lags by
-        n versions needs about log n deltas. All these bases lie on the route to the version before, unless an anchor
-        lies between: its own delta leads there."""
+    def _deltas(self, draft: Draft, route: Route) -> tuple[Delta, ...]:
+        """The deltas that save enough, nearest base first, written as chunks; none if the delta to the version before
+        does not. A version whose number is a multiple of a longer stride also has a delta over that stride, so that a
+        client that is n versions behind needs about log n deltas. All these bases are on the route to the version
+        before, unless an anchor is between: then its own delta leads there."""
         incarnation, version = draft.place
         passed, anchor = route.manifests(), route.manifests()[0]
         chunked = [(step.delta.chunks, step.manifest.chunk_size_bytes) for step in route.steps]
@@ -225,7 +218,7 @@ class Origin:
         skipped = [(incarnation, version - stride) for stride in DELTA_STRIDES if version % stride == 0]
         last = len(passed) - 1
         wanted = [index for index, base in enumerate(passed) if index == last or base.policy.place in skipped]
-        from shoal.shardcast.delta import MAGIC, differences  # needs numpy; a first version does not
+        from shoal.shardcast.delta import MAGIC, differences  # numpy is needed for deltas only
 
         writers = {index: _DeltaWriter(self._put, draft.chunk_size_bytes, MAGIC) for index in reversed(wanted)}
         payload, *steps = (ChunkFiles(self._tree, *each) for each in chunked)
@@ -237,15 +230,13 @@ class Origin:
                     if writers[index].size_bytes > most:
                         del writers[index]
                 if last not in writers:
-                    return ()  # a longer stride pays even less
+                    return ()  # longer strides save even less
         except (FileNotFoundError, DeltaRefused) as error:
-            log.warning("policy %d.%d is offered whole: an earlier one is not all there: %s", *draft.place, error)
+            log.warning("policy %d.%d is offered whole: an earlier one is incomplete: %s", *draft.place, error)
             return ()
         return tuple(each.finish(passed[index].policy) for index, each in writers.items())
 
     def _is_whole(self, chunks: Mapping[str, Chunk]) -> bool:
-        """Whether each of these has the hash that was signed."""
-
         def check(chunk: Chunk) -> bool:
             data = self._tree.read(chunk_key(chunk.hash))
             return data is not None and chunk_of(memoryview(data)) == chunk
@@ -263,7 +254,7 @@ class Origin:
         return chunk
 
     def _manifest(
-        self, draft: _Draft, chunks: Sequence[Chunk], anchor: bool, deltas: tuple[Delta, ...]
+        self, draft: Draft, chunks: Sequence[Chunk], anchor: bool, deltas: tuple[Delta, ...]
     ) -> PolicyManifest:
         (incarnation, version), head, entries = draft.place, draft.head, draft.content.entries
         digest = content_digest(entries, draft.chunk_size_bytes, tuple(chunks))
@@ -282,14 +273,14 @@ class Origin:
             self._read[place] = data, manifests.read_manifest(data, self._run, self._key.public_key)
         return self._read[place][1]
 
-    def _advance(self, manifest: PolicyManifest, kept_versions: int) -> None:
-        """Make `manifest` the head, then remove what is no longer kept. Clients see the new head before that."""
+    def _advance(self, manifest: PolicyManifest, count: int) -> None:
+        """Make `manifest` the head, then remove versions that are no longer kept."""
         data = self._tree.read(manifest_key(manifest.policy.place))
         assert data is not None
         known = self.known()
         places = [place for place in self._tree.places() if place <= manifest.policy.place]
         anchors = {place: place not in known or known[place].anchor for place in places}
-        kept = manifests.kept_places(anchors, kept_versions)
+        kept = manifests.kept_places(anchors, count)
         head = BroadcastHead(
             run=self._run, policy=manifest.policy, manifest_hash=manifests.manifest_hash(data),
             kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),
@@ -297,10 +288,10 @@ class Origin:
         )  # fmt: skip
         point("trainer.publish.before_head")
         self._tree.write(HEAD, manifests.encode(head, self._key))
-        self._collect(known, kept)
+        self._remove_old(known, kept)
 
     def known(self) -> dict[Place, PolicyManifest]:
-        """The manifests here; one that cannot be read is left out (and no chunks are removed this time)."""
+        """All readable manifests (if one cannot be read, no chunks are removed)."""
         known: dict[Place, PolicyManifest] = {}
         for place in self._tree.places():
             try:
@@ -310,8 +301,8 @@ class Origin:
                 log.warning("%s", error)
         return known
 
-    def _collect(self, known: dict[Place, PolicyManifest], kept: Collection[Place] = ()) -> None:
-        """Remove the manifests behind the kept ones, then the chunks of none: no manifest here ever lacks a chunk."""
+    def _remove_old(self, known: dict[Place, PolicyManifest], kept: Collection[Place] = ()) -> None:
+        """Remove manifests that are not kept, then chunks without a manifest; so every manifest has all its chunks."""
         for place in self._tree.places():
             if kept and place not in kept and place < max(kept):
                 self._tree.remove_manifest(place)

@@ -1,4 +1,4 @@
-"""A version that has arrived: its files and tensors, and how it differs from the one it was made from."""
+"""A downloaded version: its files and tensors, and its changes from the version it was made from."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from shoal.protocol import PolicyManifest, PolicyRef, TensorView
 from shoal.runtime.files import ensure_folder, resource_error
 
 if TYPE_CHECKING:
-    from shoal.shardcast.delta import Bits, Integers, Made
+    from shoal.shardcast.delta import AppliedDeltas, Bits, Integers
 
 COPY_BYTES = 8 * 1024 * 1024
 
 
 class LazyFiles(UserDict[str, Any]):
-    """Views of the files of a payload by name; read when asked for."""
-
     def __getitem__(self, name: str) -> bytes:
         return bytes(self.data[name])
 
 
 @dataclass(frozen=True, eq=False)
 class ChangedValues:
-    """What changed in one tensor: positions, in units of `width` bytes, and the bits that are there now."""
+    """The changes in one tensor: positions, in units of `width` bytes, and the new bits."""
 
     name: str
     dtype: str
@@ -41,27 +39,27 @@ class ChangedValues:
 
 @dataclass(frozen=True, repr=False)
 class Payload:
-    """A version that has arrived and been verified. `tensors` are views of one read-only mapping, perhaps unaligned."""
+    """A downloaded and verified version. `tensors` are views of one read-only mapping, perhaps unaligned."""
 
     manifest: PolicyManifest
     files: Mapping[str, bytes]
     tensors: list[TensorView]
     path: Path | None = None
-    made: Made | None = field(default=None, repr=False)
+    applied: AppliedDeltas | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         what = f"{len(self.files)} files, {len(self.tensors)} tensors, {self.manifest.size_bytes} bytes"
         return f"Payload(policy {self.manifest.policy.label}: {what})"
 
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
-        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas. A
-        position may come twice. Files must be compared by their bytes."""
-        if ref is None or self.made is None or self.made.forgotten or self.made.begin.digest != ref.digest:
+        """The changes from the tensors of `ref`; None if this payload was not made from `ref` by deltas. A position may
+        occur twice. Files are not included: compare their bytes."""
+        if ref is None or self.applied is None or self.applied.forgotten or self.applied.begin.digest != ref.digest:
             return None
-        return self.made.changes()
+        return self.applied.changes()
 
     def export(self, target: Path) -> list[Path]:
-        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it."""
+        """Write the files into the folder `target`; no name can leave it, also not through a link."""
         ensure_folder(target)
         written = []
         for entry in (entry for entry in self.manifest.entries if entry.type == "file"):
@@ -72,11 +70,11 @@ class Payload:
                     raise BroadcastError(f"{entry.name} is not written: {path} is a link, and might lead elsewhere")
                 ensure_folder(path)
             written.append(path / entry.name.split("/")[-1])
-            with appearing(written[-1]) as temporary, temporary.open("xb") as output:
+            with atomic_file(written[-1]) as temporary, temporary.open("xb") as output:
                 if self.path is None:
                     output.write(self.files[entry.name])
                     continue
-                with self.path.open("rb") as source:  # what is read through a mapping counts as this process's memory
+                with self.path.open("rb") as source:  # mapped pages would count as this process's memory
                     source.seek(entry.offset)
                     for left in range(entry.size_bytes, 0, -COPY_BYTES):
                         output.write(source.read(min(COPY_BYTES, left)))
@@ -84,8 +82,8 @@ class Payload:
 
 
 @contextlib.contextmanager
-def reporting(action: str, path: Path) -> Iterator[None]:
-    """An `OSError` in the block becomes a `ResourceError` of one sentence."""
+def os_errors(action: str, path: Path) -> Iterator[None]:
+    """Turns an `OSError` in the block into a `ResourceError` of one sentence."""
     try:
         yield
     except OSError as error:
@@ -93,11 +91,11 @@ def reporting(action: str, path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A hidden name beside `target`, which becomes `target` at the end of the block, or goes."""
+def atomic_file(target: Path) -> Iterator[Path]:
+    """A hidden file beside `target`, which replaces `target` at the end of the block, or is removed."""
     temporary = target.with_name(f".shoal-{os.urandom(4).hex()}")
     try:
-        with reporting("write", target):
+        with os_errors("write", target):
             yield temporary
             temporary.replace(target)
     finally:
@@ -105,7 +103,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def open_payload(
-    manifest: PolicyManifest, whole: memoryview, path: Path | None = None, made: Made | None = None
+    manifest: PolicyManifest, whole: memoryview, path: Path | None = None, applied: AppliedDeltas | None = None
 ) -> Payload:
     files: dict[str, memoryview] = {}
     tensors: list[TensorView] = []
@@ -115,12 +113,12 @@ def open_payload(
             files[entry.name] = span
         elif entry.dtype is not None and entry.shape is not None:
             tensors.append(TensorView(entry.name, entry.dtype, entry.shape, span))
-    return Payload(manifest, LazyFiles(files), tensors, path, made)
+    return Payload(manifest, LazyFiles(files), tensors, path, applied)
 
 
 def copy_or_link(source: Path, target: Path) -> None:
-    """Give `source` a second name, or copy it where that is impossible (another disk)."""
-    with appearing(target) as temporary:
+    """Make a hard link, or a copy if that is impossible (another disk)."""
+    with atomic_file(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:
@@ -128,7 +126,7 @@ def copy_or_link(source: Path, target: Path) -> None:
 
 
 def read_fully(descriptor: int, offset: int, buffer: memoryview) -> bool:
-    """Fill `buffer` from a file; false if it ends before."""
+    """Fill `buffer` from a file; false if the file is too short."""
     filled = 0
     while filled < buffer.nbytes:
         if (count := os.preadv(descriptor, [buffer[filled:]], offset + filled)) == 0:

@@ -1,18 +1,17 @@
-"""A relay: follows its upstreams' head, mirrors what it offers, serves it on. Needs a disk and nothing else.
+"""A relay follows the head of its upstreams, mirrors the offered versions and serves them.
 
-    upstream ─(long poll)─► follower ─┐                      ┌─► TreeServer ─► clients, further relays
-    upstream ─(long poll)─► follower ─┼─► Mirror ─► pool ────┤
-    peer     ─(long poll)─► follower ─┘                      └─► … and its peers
-                                          chunks from whichever source serves best
+    upstream ─(long poll)─► poller ─┐                        ┌─► TreeServer ─► clients, further relays
+    upstream ─(long poll)─► poller ─┼─► Mirror ─► pool ──────┤
+    peer     ─(long poll)─► poller ─┘                        └─► … and its peers
 
-Peers are relays of the same level: they trade chunks, so that upstream sends each about once, and tell each other of
-new heads. A peer is first asked who it is, so that all can be given one list: a relay that meets itself is left out.
+Peers are relays of the same level. They trade chunks, so upstream sends each about once, and report new heads to each
+other. All peers can have the same list: a relay asks each peer for its identity and leaves itself out.
 
     head (signed) ─► manifest (signed, hash in head) ─► both on disk and served ─► chunks, newest version first
-                                                        requests for chunks on their way are held, not refused
+                                                        requests for chunks that are being fetched are held
 
 Invariants: the head never goes back; a manifest is served only with a valid signature; a chunk is served only if this
-process has seen its hash match; only what a version offers is fetched; no chunk of a mirrored version is removed.
+process has checked its hash; only offered chunks are fetched; no chunk of a mirrored version is removed.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.limits import PoolSettings, RelayConfig, ServerLimits
 from shoal.shardcast.lookup import MANIFEST_S, get_document, get_head
 from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, read_head
-from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, serve
 from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, chunk_key, have_key, manifest_key, parse_label
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
-FORGIVE_S = 60.0  # an upstream dropped for a lie is tried again after this: its disk may have been mended
-AGAIN = Backoff(first_s=0.1, most_s=5.0)
+RESTORE_S = 60.0  # a dropped upstream is tried again after this: its disk may have been repaired
+RETRY = Backoff(first_s=0.1, most_s=5.0)
 MAX_HEALTH_BYTES = 1024 * 1024
 
 
 def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-    """`on_ready` gets the URL as soon as it listens, whatever it holds by then."""
+    """`on_ready` gets the URL as soon as the relay listens."""
     if not config.upstreams:
         raise ConfigError("a relay needs at least one upstream: the URL of an origin or of another relay")
     for peer in config.peers:
@@ -61,15 +60,15 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
         server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
         mirror.load()
         sources = dict.fromkeys((*config.upstreams, *config.peers))
-        followers = [Follower(source, config, mirror, server.instance, closing) for source in sources]
+        pollers = [HeadPoller(source, config, mirror, server.instance, closing) for source in sources]
 
         def error() -> Exception | None:
-            return next(filter(None, [mirror.pool.error, *(follower.error for follower in followers)]), None)
+            return next(filter(None, [mirror.pool.error, *(poller.error for poller in pollers)]), None)
 
-        def ready(url: str) -> None:  # only once the port is ours
+        def ready(url: str) -> None:  # after the port was opened
             mirror.pool.start()
-            for follower in followers:
-                follower.thread.start()
+            for poller in pollers:
+                poller.thread.start()
             on_ready(url)
 
         try:
@@ -77,34 +76,34 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
         finally:
             closing.set(stop.reason or "closed")
             mirror.pool.close()
-            for follower in followers:
-                if follower.thread.ident is not None:
-                    follower.thread.join(Timeouts().connect_s + 2)
+            for poller in pollers:
+                if poller.thread.ident is not None:
+                    poller.thread.join(Timeouts().connect_s + 2)
         if (found := error()) is not None:
             raise found
 
 
-class Follower:
-    """Asks one upstream or peer for newer heads. `instance`: this relay's. `error`: what the thread ended by."""
+class HeadPoller:
+    """Polls one upstream or peer for newer heads. `instance` is this relay's own; `error` ended the thread."""
 
     def __init__(self, source: str, config: RelayConfig, mirror: Mirror, instance: str, stop: StopToken) -> None:
         self._source, self._config, self._mirror, self._instance, self._stop = source, config, mirror, instance, stop
         timeouts = Timeouts(stall_s=config.long_poll_s + Timeouts().stall_s, reach=config.reach)
-        self._connection, self._said = Connection(source, stop, timeouts), ""
+        self._connection, self._last_logged = Connection(source, stop, timeouts), ""
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         try:
-            if self._source in self._config.upstreams or self._meet():
+            if self._source in self._config.upstreams or self._identify_peer():
                 self._follow()
-        except Exception as error:  # noqa: BLE001  whoever runs the relay raises it
+        except Exception as error:  # noqa: BLE001  `run_relay` raises it
             self.error = error
         finally:
             self._connection.close()
 
-    def _meet(self) -> bool:
-        """Wait until a peer says who it is, and trade with it from then on; false if it is this relay itself."""
+    def _identify_peer(self) -> bool:
+        """Wait for the peer's identity, then trade with it; false if it is this relay itself."""
         attempt, instance, peer = 0, None, self._source
         while not self._stop.is_set():
             try:
@@ -113,42 +112,44 @@ class Follower:
                 break
             except BroadcastError as error:
                 log.debug("%s", error)
-                self._stop.wait(AGAIN.wait_s(attempt))
+                self._stop.wait(RETRY.wait_s(attempt))
                 attempt += 1
-            except (ValueError, AttributeError):  # no JSON, or none with names: any server of files
+            except (ValueError, AttributeError):  # no JSON object: a plain file server
                 break
         if instance == self._instance:
-            log.info("%s is this relay itself: left out of its peers", peer)
+            log.info("the peer %s is this relay itself: it is left out", peer)
             return False
         if isinstance(instance, str):
-            self._mirror.trade_with(peer)
+            self._mirror.add_peer(peer)
             log.info("trading chunks with %s", peer)
         elif not self._stop.is_set():
-            log.warning("%s is no relay: its heads are followed; to fetch chunks from it, name it as upstream", peer)
+            log.warning(
+                "the peer %s is not a relay: only its head is used; to fetch from it, name it as upstream", peer
+            )
         return True
 
     def _follow(self) -> None:
         attempt, forgiven_s = 0, time.monotonic()
         while not self._stop.is_set():
             started_s = time.monotonic()
-            if started_s - forgiven_s > FORGIVE_S:
+            if started_s - forgiven_s > RESTORE_S:
                 forgiven_s = started_s
                 self._mirror.scores.restore()
             try:
                 news, attempt = self._poll(), 0
             except BroadcastError as error:
-                self._say(str(error), logging.WARNING if isinstance(error, ManifestRefused) else logging.INFO)
-                self._stop.wait(AGAIN.wait_s(attempt))
+                self._log_once(str(error), logging.WARNING if isinstance(error, ManifestRefused) else logging.INFO)
+                self._stop.wait(RETRY.wait_s(attempt))
                 attempt += 1
                 continue
-            if not news:  # a plain file server answers at once, so the pace has to be ours
+            if not news:  # a plain file server answers at once, so wait here
                 self._stop.wait(max(0.0, self._config.poll_s - (time.monotonic() - started_s)))
 
     def _poll(self) -> bool:
-        """Whether something new was taken."""
+        """Whether a new head or manifest was stored."""
         known = self._mirror.head
         if (data := get_head(self._connection, known, self._config.long_poll_s, MANIFEST_S)) is None:
-            self._say(f"{self._source} has nothing published yet")
+            self._log_once(f"{self._source} has nothing published yet")
             return False
         head, news, known = read_head(data, self._config.run, self._config.trusted_key), False, self._mirror.head
         check_not_rolled_back(head, known)
@@ -156,9 +157,9 @@ class Follower:
             if (manifest := self._get_manifest(head.policy.place)) is None:
                 raise BroadcastError(f"{self._source} names policy {head.policy.label}, but not its manifest")
             if news := self._mirror.adopt_head(head, data, manifest):
-                self._say(f"policy {head.policy.label} from {self._source}")
-        # The manifests of older versions that are still offered; one that is not there is asked for later. One that
-        # turns out to be no anchor makes the mirror want the one before it.
+                self._log_once(f"policy {head.policy.label} from {self._source}")
+        # Manifests of older versions that are still offered; missing ones are asked for again later. A manifest that is
+        # not an anchor makes the mirror want the version before it.
         asked: set[Place] = set()
         while places := [place for place in self._mirror.missing_places() if place not in asked]:
             asked.update(places)
@@ -171,15 +172,15 @@ class Follower:
     def _get_manifest(self, place: Place) -> bytes | None:
         return get_document(self._connection, manifest_key(place), manifests.MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))
 
-    def _say(self, sentence: str, level: int = logging.INFO) -> None:
-        """Log a state once, not once per attempt."""
-        if sentence != self._said:
-            self._said = sentence
+    def _log_once(self, sentence: str, level: int = logging.INFO) -> None:
+        """Log a state only when it changes."""
+        if sentence != self._last_logged:
+            self._last_logged = sentence
             log.log(level, "%s", sentence)
 
 
 class Mirror(Catalogue):
-    """A relay's catalogue and its pool's keeper. Any thread may call it."""
+    """A relay's catalogue and its pool's store. Any thread may call it."""
 
     role = "relay"
 
@@ -188,20 +189,20 @@ class Mirror(Catalogue):
         self._tree.prepare()
         self.scores = SourceScores(config.upstreams)
         self._run, self._trusted_key, self._settings = config.run, config.trusted_key, config.settings
-        self._upstreams, self._met = config.upstreams, set[str]()  # peers that have said who they are
+        self._upstreams, self._peers = config.upstreams, set[str]()  # peers whose identity is known
         self._lock = threading.RLock()
-        # Replaced as a whole, never changed, so that the event loop can look at them at any time:
+        # Replaced as a whole, so that the event loop can read them without the lock:
         self._manifests: dict[Place, PolicyManifest] = {}
         self._sizes: dict[str, int] = {}  # of every chunk of every mirrored version, by hash
         self._selection = Selection()
-        # Changed in place, looked at one element at a time:
+        # Changed in place, read one element at a time:
         self._complete: set[str] = set()  # chunks that this process has verified
         self.head: BroadcastHead | None = None
         pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
         self.pool = ChunkPool(self.scores, self, pool)
 
-    # What the server asks. Without the lock, which is held while files are written: the event loop must not wait for a
-    # disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.
+    # For the server: without the lock, which is held while files are written, so that the event loop never waits for a
+    # disk. Each method reads one object; a file that is removed meanwhile gives a 404.
 
     def find(self, key: str) -> Blob | None:
         if match := CHUNK.fullmatch(key):
@@ -219,7 +220,7 @@ class Mirror(Catalogue):
         return self.pool.announced()
 
     def places(self) -> list[Place]:
-        """Whose chunks are here or coming, oldest first."""
+        """Versions whose chunks are here or being fetched, oldest first."""
         return sorted(self._selection.mirrored & self._manifests.keys())
 
     def health(self) -> dict[str, Any]:
@@ -233,10 +234,8 @@ class Mirror(Catalogue):
             "sources": dict.fromkeys(self.scores.kinds(), False) | dict.fromkeys(self.scores.ready(), True),
         }  # fmt: skip
 
-    # What the pool asks
-
     def has(self, chunk: Chunk, scratch: memoryview) -> bool:
-        """A chunk left by an earlier process counts once its bytes have been hashed again."""
+        """For the pool: a chunk of an earlier process is hashed again before it counts."""
         try:
             with self._tree.path(chunk_key(chunk.hash)).open("rb", buffering=0) as file:
                 whole = file.readinto(scratch) == chunk.size_bytes and not file.read(1)
@@ -250,7 +249,7 @@ class Mirror(Catalogue):
 
     def keep(self, chunk: Chunk, data: memoryview) -> None:
         self._tree.put_chunk(chunk.hash, data, durable=False)  # a restart hashes it again
-        with self._lock:  # a retirement may have removed it just now, although it has become wanted again
+        with self._lock:  # it may have been removed as old, and become wanted again, just now
             if chunk.hash in self._sizes and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
                 self._tree.put_chunk(chunk.hash, data, durable=False)
             self._arrived(chunk)
@@ -260,20 +259,18 @@ class Mirror(Catalogue):
             if chunk.hash not in self._sizes:
                 return
             self._complete.add(chunk.hash)
-            told = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
-            for place in told:
+            updated = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
+            for place in updated:
                 if self.inventories[place].complete:
                     size = manifests.size_of([self._manifests[place]])
                     log.info("policy %d.%d is whole: %.1f MB; from %s", *place, size / 1e6, self.pool.shares())
-        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
+        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, updated))
 
-    # What the followers say
-
-    def trade_with(self, peer: str) -> None:
+    def add_peer(self, peer: str) -> None:
         with self._lock:
-            self._met.add(peer)
-            self.scores.set_sources(self._upstreams, peers=sorted(self._met))
-        self.pool.follow_sources()
+            self._peers.add(peer)
+            self.scores.set_sources(self._upstreams, peers=sorted(self._peers))
+        self.pool.start_map_threads()
 
     def load(self) -> None:
         self._tree.sweep_temporaries()
@@ -290,10 +287,10 @@ class Mirror(Catalogue):
         except ManifestRefused as error:
             log.warning("%s; it is fetched again", error)
         with self._lock:
-            self._settle()
+            self._reselect()
 
     def adopt_head(self, head: BroadcastHead, head_data: bytes, manifest_data: bytes) -> bool:
-        """Take a newer head with its manifest; false if another upstream was faster with this or a newer one."""
+        """Store a newer head with its manifest; false if this or a newer one is stored already."""
         if manifests.manifest_hash(manifest_data) != head.manifest_hash:
             raise ManifestRefused(f"the manifest of policy {head.policy.label} is not the one that its head names")
         manifest = self._read(manifest_data, head.policy.place)
@@ -303,10 +300,10 @@ class Mirror(Catalogue):
             if self.head is not None and head.policy.place <= self.head.policy.place:
                 check_not_rolled_back(head, self.head)
                 return False
-            self._take(head.policy.place, manifest, manifest_data)
-            self._tree.write(HEAD, head_data)  # after its manifest, so that whoever sees the head finds the manifest
+            self._store_manifest(head.policy.place, manifest, manifest_data)
+            self._tree.write(HEAD, head_data)  # after its manifest, so that every reader of the head finds it
             self.head = head
-            self._settle()
+            self._reselect()
         self.arrivals.notify(HEAD)
         return True
 
@@ -314,21 +311,21 @@ class Mirror(Catalogue):
         manifest = self._read(data, place)
         with self._lock:
             if place in self.missing_places():
-                self._take(place, manifest, data)
-                self._settle()
+                self._store_manifest(place, manifest, data)
+                self._reselect()
 
     def missing_places(self) -> list[Place]:
-        """The older versions whose manifests should be here besides the head's, newest first."""
+        """Older versions whose manifests are still to be fetched, newest first."""
         with self._lock:
             return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
 
     def lost(self, key: str) -> None:
-        """A chunk has vanished from the disk: it is fetched again, and no longer promised."""
+        """A chunk is missing on the disk: fetch it again, and stop announcing it."""
         match = CHUNK.fullmatch(key)
         with self._lock:
             size = None if match is None else self._sizes.get(match[2])
             if match is None or size is None or self._tree.has_chunk(match[2], size):
-                return  # a version that was retired just now, or a chunk that is back already
+                return  # the version was removed just now, or the chunk is back already
             log.warning("chunk %s… has gone from this disk; it is fetched again", match[2][:16])
             self._complete.discard(match[2])
             known = self._manifests.items()
@@ -341,14 +338,12 @@ class Mirror(Catalogue):
             raise ManifestRefused(f"the manifest of policy {manifest.policy.label} is offered as another version")
         return manifest
 
-    def _take(self, place: Place, manifest: PolicyManifest, data: bytes) -> None:
+    def _store_manifest(self, place: Place, manifest: PolicyManifest, data: bytes) -> None:
         self._tree.write(manifest_key(place), data)
         self._manifests = self._manifests | {place: manifest}
 
-    # Deciding what to mirror; all of it under the lock
-
-    def _settle(self) -> None:
-        # Of what the head offers, and of what is whole here although it is offered no more.
+    def _reselect(self) -> None:
+        """Decide again what to mirror, under the lock: versions that the head offers, or that are complete here."""
         labels = self.head.kept_versions if self.head is not None else ()
         places = {place for place in map(parse_label, labels) if place is not None}
         whole = {place for place, inventory in self.inventories.items() if inventory.complete}
@@ -356,7 +351,7 @@ class Mirror(Catalogue):
         before, settings = self._selection, self._settings
         budget = None if settings.disk_budget_gb is None else int(settings.disk_budget_gb * 1e9)
         known = {place: self._manifests.get(place) for place in candidates}
-        self._selection = manifests.select_versions(known, settings.kept_versions, budget)
+        self._selection = manifests.select_versions(known, settings.keep_versions, budget)
         if (problem := self._budget_problem(self._selection)) != self._budget_problem(before):
             log.warning("%s", problem or "the newest version fits into the disk budget again")
         gone = self._manifests.keys() - self._selection.wanted
@@ -364,7 +359,7 @@ class Mirror(Catalogue):
         chunks = (chunk for place in self.places() for chunk in offered(self._manifests[place]))
         self._sizes = {chunk.hash: chunk.size_bytes for chunk in chunks}
         self._complete = {chunk_hash for chunk_hash in self._complete if chunk_hash in self._sizes}
-        # A map of a version whose chunks may have been removed meanwhile is made anew.
+        # A map of a version whose chunks may have been removed meanwhile is made again.
         unchanged = before.mirrored & self._selection.mirrored & self.inventories.keys()
         self.inventories = {
             place: self.inventories[place] if place in unchanged else Inventory(offered(manifest), self._complete)

@@ -1,8 +1,8 @@
-"""Serving a published tree: asyncio and `sendfile`, nothing but GET and HEAD of the names a tree can hold.
+"""An HTTP server for a published tree: asyncio and `sendfile`; GET and HEAD of the names that a tree can hold.
 
-    connection ─► caps ─► request head (bounded, timed) ─► name ─► catalogue ─┬─ there:  sendfile
-                   │                                                     ├─ on its way: held until it arrives, or 503
-                   └─ full: 503, or 429 if it is the client's own cap    └─ unknown: 404
+    connection ─► limits ─► request head (bounded, timed) ─► name ─► catalogue ─┬─ here:    sendfile
+                   │                                                            ├─ coming:  held, or 503
+                   └─ full: 503, or 429 for the limit of one client             └─ unknown: 404
 
     GET /head.json?after=0.12&wait_s=20       held until the head is newer than 0.12, at most wait_s seconds
     GET /have/0.12?count=5&wait_s=20          which chunks are here; held until they are more than 5
@@ -12,11 +12,9 @@
     HAVE                 1  1  0  1  0  0  0  0 │ 0          verified and served now
     SOON                 0  0  1  0  0  0  0  0 │ 0          being fetched from upstream now
 
-Back-pressure: a client that reads slowly holds only its own connection, and no longer than `min_rate_bytes_s` allows;
-a client that sends nothing is cut off after `idle_s`. A held request costs a future: what arrives wakes it, and so does
-a client that hangs up.
-
-Of HTTP it speaks little: requests without a body, answers whose length is known. A range is answered with the whole.
+A client that reads more slowly than `min_rate_bytes_s`, or sends nothing for `idle_s`, is disconnected. A held request
+costs one future, which an arrival or a disconnect wakes. Requests have no body, answers have a known length, and a
+range request gets the whole file.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ MAX_REQUEST_BYTES = 16 * 1024
 MAX_QUERY_FIELDS = 8
 MAX_WAIT_S = 60.0
 MAX_HAVE_WAIT_S = 20.0
-HAVE_PAUSE_S = 0.05  # what arrives together is told together
+HAVE_PAUSE_S = 0.05  # chunks that arrive within this time are reported together
 STOP_POLL_S = 0.1
 PART_S = 1.0
 BACKLOG = 1024
 JSON, BYTES, TEXT = "application/json", "application/octet-stream", "text/plain; charset=utf-8"
 IMMUTABLE, REPLACED, NO_STORE = "public, max-age=31536000, immutable", "no-cache", "no-store"
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
 class Blob(NamedTuple):
@@ -69,7 +67,7 @@ class Blob(NamedTuple):
 
 
 class Inventory:
-    """Which chunks of one version are here. One thread adds at a time; any thread may read."""
+    """The chunks of one version that are here. One thread at a time adds; any thread may read."""
 
     def __init__(self, chunks: Sequence[Chunk], here: Container[str] = ()) -> None:
         self._size_bytes, self._have = -(-len(chunks) // 8), 0
@@ -88,7 +86,7 @@ class Inventory:
         return self._have.bit_count()
 
     def add(self, chunk_hash: str) -> bool:
-        """Note that a chunk is here; false if it is none of this version's, or was here already."""
+        """Note that a chunk is here; false if it is not in this version, or was here before."""
         indices = self._missing.pop(chunk_hash, [])
         self._have |= sum(1 << index for index in indices)
         return bool(indices)
@@ -100,8 +98,8 @@ class Inventory:
 
 
 class Arrivals:
-    """Lets requests wait for a name, and any thread say that it is there. A waiter registers first and then looks;
-    whoever brings something puts it there first and then notifies: so one of the two always sees the other."""
+    """Requests wait here for a name; any thread announces one. A waiter registers before it looks, a writer stores
+    before it notifies, so no arrival is missed."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,7 +111,7 @@ class Arrivals:
             self._loop = loop
 
     def notify(self, *keys: str) -> None:
-        """From any thread. Before `attach` nobody can be waiting, so nothing is lost."""
+        """From any thread. Before `attach` no request waits."""
         for key in filter(self._waiting.__contains__, keys):
             with self._lock:
                 if self._loop is not None:
@@ -141,8 +139,8 @@ class Arrivals:
 
 
 class Catalogue:
-    """What a server may hand out: whatever is in a tree that somebody publishes into; a relay knows more. Asked on the
-    event loop, so no answer may wait for a disk that others write to."""
+    """The files that a server offers: here those of a folder that an origin publishes into. Called on the event loop,
+    so no method may wait for a disk."""
 
     role = "origin"
 
@@ -157,25 +155,24 @@ class Catalogue:
         return None
 
     def expects(self, key: str) -> bool:  # noqa: ARG002
-        """Whether a name that is not there now is on its way."""
         return False
 
     def announced(self) -> Iterable[str]:
         return ()
 
     def lost(self, key: str) -> None:
-        """A file that was found is not there, or too short: whoever can get it again does. Not in the event loop."""
+        """A file that `find` has named is missing or too short. Not called on the event loop."""
 
     def places(self) -> list[Place]:
         return self._tree.places()
 
     def health(self) -> dict[str, Any]:
-        """Numbers for /health; `ok` is false if a person has to look after it."""
+        """Numbers for /health; `ok` is false if a person must act."""
         return {"role": self.role, "versions": [f"{place[0]}.{place[1]}" for place in self.places()]}
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """A stream that also tells when the other side has hung up, so that nobody has to look."""
+    """A stream whose future `gone` ends when the client disconnects."""
 
     def __init__(self, accept: Callable[[StreamReader, StreamWriter], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
@@ -201,7 +198,7 @@ class Request:
 
     @classmethod
     def parse(cls, head: bytes, writer: StreamWriter) -> Request | None:
-        """None if it is not a request that this server understands: HTTP/1, no body."""
+        """None unless it is a request of HTTP/1 without a body."""
         first, *lines = head.decode("latin-1").split("\r\n")
         parts, headers = first.split(" "), parse_headers(lines)
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
@@ -219,14 +216,14 @@ class Request:
         return self.query.get(name, [""])[0]
 
     def seconds(self, name: str, most_s: float) -> float:
-        """A field as seconds from 0 to `most_s`; 0 if it is absent or nonsense."""
+        """A field as seconds from 0 to `most_s`; 0 if it is absent or not a number."""
         with contextlib.suppress(ValueError):
             seconds = float(self.field(name))
             return min(max(seconds, 0.0), most_s) if seconds == seconds else 0.0
         return 0.0
 
     async def wait_for(self, arrived: asyncio.Future[None]) -> None:
-        """Wait for what a held request waits for; a client that hangs up meanwhile gives its place to others."""
+        """Wait for an arrival; `ConnectionResetError` if the client disconnects before."""
         protocol = self.writer.transport.get_protocol()
         assert isinstance(protocol, _Protocol)
         await asyncio.wait([arrived, protocol.gone], return_when=asyncio.FIRST_COMPLETED)
@@ -235,8 +232,7 @@ class Request:
 
 
 class TreeServer:
-    """`await start()`, then it serves until `await close()`. `instance` is in /health: a relay that finds its own
-    address in a list of others can tell."""
+    """Serves from `await start()` to `await close()`. `instance`, in /health, lets a relay recognise itself."""
 
     def __init__(self, catalogue: Catalogue, limits: ServerLimits = ServerLimits()) -> None:
         self._catalogue, self._arrivals, self._limits = catalogue, catalogue.arrivals, limits
@@ -271,7 +267,7 @@ class TreeServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _watch_head(self) -> None:
-        """Notice a head that another process has replaced; costs nothing while nobody waits for one."""
+        """Notice a head that another process has replaced, while somebody waits for one."""
         seen: tuple[int, int] | None = None
         while True:
             await asyncio.sleep(self._limits.watch_head_s)
@@ -291,20 +287,20 @@ class TreeServer:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             log.debug("a connection ended: %r", error)
         except asyncio.CancelledError:
-            log.debug("a connection is cut: the server closes")  # the task ends here, so nobody is left to tell
+            log.debug("a connection is cut: the server closes")
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
 
     async def _receive(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Let a connection in, or say why not; beyond twice the cap not even that."""
+        """Serve a connection, or refuse it with a reason; beyond twice the limit it is closed without one."""
         address, most = client_of((writer.get_extra_info("peername") or ("",))[0]), self._limits.connections_per_client
         is_full = self.connections >= self._limits.max_connections
         if is_full or (most is not None and self._by_client[address] >= most):
             status, who = (503, "this server has") if is_full else (429, "your address has")
             if len(self._tasks) < 2 * self._limits.max_connections + 1:
-                await self._say(Request(writer), status, f"{who} as many connections as are allowed")
-                await _part(reader, writer)
+                await self._send_text(Request(writer), status, f"{who} as many connections as are allowed")
+                await _end_cleanly(reader, writer)
             return
         self.connections += 1
         self._by_client[address] += 1
@@ -314,12 +310,14 @@ class TreeServer:
                     head = await reader.readuntil(b"\r\n\r\n")
                 request = Request.parse(head, writer)
                 if request is None:
-                    await self._say(Request(writer), 400, "only plain HTTP/1.1 requests without a body are understood")
+                    await self._send_text(
+                        Request(writer), 400, "only plain HTTP/1.1 requests without a body are understood"
+                    )
                     break
                 await self._answer(request)
                 if not request.keep_alive:
                     break
-            await _part(reader, writer)
+            await _end_cleanly(reader, writer)
         finally:
             self.connections -= 1
             self._by_client[address] -= 1
@@ -329,7 +327,7 @@ class TreeServer:
         key = request.path[1:]
         place = parse_label(key.removeprefix("have/")) if key.startswith("have/") else None
         if request.method not in ("GET", "HEAD"):
-            await self._say(request, 405, "only GET and HEAD are allowed")
+            await self._send_text(request, 405, "only GET and HEAD are allowed")
         elif key == "health":
             own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
             await self._send(request, json.dumps(own | self._catalogue.health()).encode(), JSON)
@@ -340,10 +338,10 @@ class TreeServer:
         elif is_key(key):
             await self._send_key(key, request)
         else:
-            await self._say(request, 404, "there is no such name in a published tree")
+            await self._send_text(request, 404, "there is no such name in a published tree")
 
     async def _hold(self, request: Request, key: str, seconds: float, is_answered: Callable[[], bool]) -> None:
-        """Hold a request until it can be answered, or for so long; looked at whenever `key` arrives."""
+        """Hold a request until it can be answered, at most so long; checked whenever `key` arrives."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not is_answered():
@@ -352,7 +350,7 @@ class TreeServer:
                             await request.wait_for(arrived)
 
     async def _send_key(self, key: str, request: Request) -> None:
-        """A manifest or a chunk, which never change; waiting up to `hold_s` if it is on its way."""
+        """A manifest or a chunk, which never changes; waits up to `hold_s` if it is being fetched."""
         find, expects = self._catalogue.find, self._catalogue.expects
         await self._hold(request, key, self._limits.hold_s, lambda: find(key) is not None or not expects(key))
         if (blob := find(key)) is not None:
@@ -360,23 +358,23 @@ class TreeServer:
                 return
             await asyncio.to_thread(self._catalogue.lost, key)
         if blob is None and expects(key):
-            await self._say(request, 503, "it is on its way but not here yet")
+            await self._send_text(request, 503, "it is being fetched and is not here yet")
         else:
-            await self._say(request, 404, "this version or chunk is not here")
+            await self._send_text(request, 404, "this version or chunk is not here")
 
     async def _send_replaced(self, key: str, request: Request) -> None:
-        """A head, held until it is new enough, or what a witness signed: small, and replaced now and then."""
+        """A head, held until it is new enough, or a witness's document."""
         if key == HEAD:
             after = parse_label(request.field("after"))
             await self._hold(request, HEAD, request.seconds("wait_s", MAX_WAIT_S), lambda: self._is_newer_than(after))
         if (data := self._read(key)) is None or (key != HEAD and len(data) > MAX_WITNESS_BYTES):
-            await self._say(request, 404, "nothing has been published here yet")
+            await self._send_text(request, 404, "nothing has been published here yet")
             return
         await self._send(request, data, JSON, REPLACED)
         self.sent_bytes += len(data) if request.method == "GET" else 0
 
     def _is_newer_than(self, after: Place | None) -> bool:
-        """Of the head. The file is our own or was verified before it was written."""
+        """Of the head, which was verified before it was written."""
         try:
             policy = json.loads(self._read(HEAD) or b"")["document"]["policy"]
             return after is None or (int(policy["incarnation"]), int(policy["version"])) > after
@@ -384,7 +382,7 @@ class TreeServer:
             return False
 
     def _read(self, key: str) -> bytes | None:
-        """Read as one, because another process may replace it between two looks."""
+        """Read at once: another process may replace the file."""
         blob = self._catalogue.find(key)
         try:
             return None if blob is None else blob.path.read_bytes()
@@ -403,12 +401,12 @@ class TreeServer:
             await self._hold(request, key, request.seconds("wait_s", MAX_HAVE_WAIT_S), has_more)
             await asyncio.sleep(HAVE_PAUSE_S)
         if (inventory := self._catalogue.inventories.get(place)) is None:
-            await self._say(request, 404, "there is no map of this version here")
+            await self._send_text(request, 404, "there is no map of this version here")
             return
         await self._send(request, inventory.body(self._catalogue.announced()), BYTES)
 
     async def _send_blob(self, blob: Blob, key: str, request: Request) -> bool:
-        """False if the bytes are gone (retention); nothing has been sent then."""
+        """False, with nothing sent, if the file was removed."""
         try:
             file = blob.path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -427,7 +425,7 @@ class TreeServer:
                         raise ConnectionAbortedError("a file became shorter while it was sent")
         return True
 
-    async def _say(self, request: Request, status: int, sentence: str) -> None:
+    async def _send_text(self, request: Request, status: int, sentence: str) -> None:
         await self._send(request, f"{sentence}\n".encode(), TEXT, status=status)
 
     async def _send(self, request: Request, body: bytes, kind: str, cache: str = NO_STORE, status: int = 200) -> None:
@@ -446,8 +444,8 @@ def answer_head(status: int, size_bytes: int, keep_alive: bool, kind: str, cache
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def _part(reader: StreamReader, writer: StreamWriter) -> None:
-    """End a connection so that the last answer arrives: closing while bytes lie unread would reset it away."""
+async def _end_cleanly(reader: StreamReader, writer: StreamWriter) -> None:
+    """Close so that the last answer arrives: closing with unread input would reset the connection."""
     writer.write_eof()
     async with asyncio.timeout(PART_S):
         while await reader.read(MAX_REQUEST_BYTES):
@@ -474,5 +472,5 @@ def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Ca
 
 
 def local_url(host: str, port: int) -> str:
-    host = EVERYWHERE.get(host, host)
+    host = WILDCARD_HOSTS.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

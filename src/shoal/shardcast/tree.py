@@ -1,11 +1,11 @@
-"""The published tree: plain immutable files that any HTTP server can hand out, and the names that are allowed in it.
+"""The published tree: plain immutable files for any HTTP server, and the names that are allowed in it.
 
     head.json                               signed; replaced with every version
     manifests/<incarnation>.<version>.json  signed
     chunks/<2 hex>/<blake3 hex>             by content
     witness/<public key>.json               signed by that key: the newest ledger head that a witness saw; replaced, too
 
-A file appears under its name only when it is whole: it is written under a hidden name and renamed.
+Files appear atomically: each is written under a hidden name and renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.errors import DeltaRefused
 from shoal.protocol import Chunk
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.shardcast.manifest import Place
-from shoal.shardcast.payload import appearing, reporting
+from shoal.shardcast.payload import atomic_file, os_errors
 
 HEAD = "head.json"
 SYNCING = 32  # threads that wait for the disk
@@ -34,7 +34,7 @@ CHUNK = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})", re.ASCII)
 
 
 def is_key(key: str) -> bool:
-    """Whether `key` is one of the shapes of names in a tree; nothing else is ever looked up on disk."""
+    """Whether `key` is an allowed name; no other name is ever looked up on disk."""
     return key == HEAD or bool(MANIFEST.fullmatch(key) or CHUNK.fullmatch(key) or WITNESS.fullmatch(key))
 
 
@@ -56,12 +56,12 @@ def parse_label(label: str) -> Place | None:
 
 
 def have_key(place: Place) -> str:
-    """Under this name a server tells which chunks of a version it has; no file, so not a key of a tree."""
+    """The name of a server's map of a version; not a file, so not a key of a tree."""
     return f"have/{place[0]}.{place[1]}"
 
 
 class Tree:
-    """A folder that holds a published tree. Several threads may put files; one owner decides what is removed."""
+    """A folder with a published tree. Several threads may write files; one owner removes them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,12 +84,11 @@ class Tree:
             raise resource_error("read", self.path(key), error) from error
 
     def write(self, key: str, data: bytes) -> None:
-        """A head, a manifest or what a witness signed, durably."""
         ensure_folder(self.path(key).parent)
         write_atomically(self.path(key), data)
 
     def places(self) -> list[Place]:
-        """The versions whose manifests are here, oldest first."""
+        """The versions with a manifest here, oldest first."""
         names = (path.name.removesuffix(".json") for path in (self.folder / "manifests").glob("*.json"))
         return sorted(place for name in names if (place := parse_label(name)) is not None)
 
@@ -102,9 +101,9 @@ class Tree:
     def put_chunk(self, chunk_hash: str, data: memoryview, durable: bool) -> None:
         """Write a chunk. `durable`: its bytes are on the disk on return, its name after `sync_chunks`."""
         path = self.path(chunk_key(chunk_hash))
-        with reporting("write", path):
+        with os_errors("write", path):
             path.parent.mkdir(exist_ok=True)
-        with appearing(path) as temporary, temporary.open("xb", buffering=0) as file:
+        with atomic_file(path) as temporary, temporary.open("xb", buffering=0) as file:
             written = 0
             while written < data.nbytes:
                 written += file.write(data[written:]) or 0
@@ -125,15 +124,13 @@ class Tree:
                 path.unlink(missing_ok=True)
 
     def sweep_temporaries(self) -> None:
-        """Remove what a crash left half-written. Only while nobody else writes."""
+        """Remove unfinished files of a crash. Only while nobody else writes."""
         for pattern in ("chunks/??/.*", "manifests/.*", f".{HEAD}.*"):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
 
 class ChunkFiles(RawIOBase):
-    """Chunks of one size (but for the last), each in its file, read as if they were one."""
-
     def __init__(self, tree: Tree, chunks: Sequence[Chunk], chunk_size_bytes: int) -> None:
         self._paths = [tree.path(chunk_key(chunk.hash)) for chunk in chunks]
         self._chunk_size_bytes, self._at = chunk_size_bytes, 0
@@ -147,7 +144,7 @@ class ChunkFiles(RawIOBase):
         return count
 
     def read_at(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on; several threads may. `DeltaRefused` if there is less."""
+        """Fill `buffer` from `offset`; thread-safe. `DeltaRefused` if there are too few bytes."""
         while buffer.nbytes:
             if (count := self._read_once(offset, buffer)) == 0:
                 raise DeltaRefused("a version is shorter than its manifest says")

@@ -1,12 +1,12 @@
-"""TOPLOC: small proofs that a model was run, which anyone who can run it can check.
+"""TOPLOC: small proofs that a model was run. Anyone who can run the model can check them.
 
     points    PointBatch, top_points, chunk_rows, chunk_topk: the largest values of chunks of activations
-              commit, split_proofs: one polynomial through the points of each chunk, byte for byte as `toploc` writes it
+              commit, split_proofs: one polynomial through the points of each chunk, in the bytes of package `toploc`
     check     Comparisons, compare: proofs against the verifier's own points, in numbers
-              ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, or fine
+              ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, or passed
     package   the functions of the published package: ProofPoly, build_proofs_bytes, verify_proofs_bytes, …
 
-    backend ─► kernels (numba) or plain (numpy): the arithmetic on the CPU       device: the selection on a GPU
+    plain: the arithmetic in numpy     kernels: the same compiled (`backend` chooses)     device: selection on GPUs
 
 Activations are the last hidden states after the final norm, one row for each token. Prover and verifier:
 
@@ -17,7 +17,7 @@ Activations are the last hidden states after the final norm, one row for each to
 >>> check_proofs(compare(mine, proofs)).passed, check_proofs(compare(mine, [proofs[1], proofs[0], proofs[2]])).reason
 (True, 'mismatch')
 
-torch and numba are imported when they are first needed, not before.
+torch and numba are imported on first use.
 """
 
 from shoal.toploc.check import Comparisons, ProofCheck, ProofTolerance, check_proofs, compare

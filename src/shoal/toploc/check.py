@@ -1,17 +1,16 @@
-"""Were these proofs made by running the model? `compare` measures, `check_proofs` answers with its evidence.
+"""Decides whether proofs were made by running the model. `compare` measures, `check_proofs` decides.
 
-Evaluated at the verifier's own indices, an honest proof gives back the prover's values: exponents agree, mantissas
-nearly. Elsewhere it gives noise, since k coefficients went into k points. A proof made without computing anything must
-instead give a likely exponent everywhere, so it does so outside the points too: `outside_hits` counts that, at places
-that follow from the verifier's points.
+At the verifier's own indices an honest proof has the prover's values: exponents agree, mantissas nearly. Elsewhere it
+is noise, since k coefficients are used up by k points. A proof made without computing must have a likely exponent
+everywhere, also outside the points: `outside_hits` counts that, at places that follow from the verifier's points.
 
     malformed   bytes that no honest prover writes
-    forged      a proof that says the same everywhere: made without computing anything
-    mismatch    some chunk differs more than rounding explains: other weights, other tokens, another chunk's proof
+    forged      the same value everywhere: made without computing
+    mismatch    a chunk differs more than rounding explains: other weights, other tokens, another chunk's proof
 
-Whether chunks that pass one by one differ too much together (weights of lower precision) is for whoever knows how
-honest ones vary: `proof_sums` has the sums for it. The limits are a profile's; the defaults are for float32 on both
-sides, where only values next to a bfloat16 rounding boundary differ, by one, and seldom.
+Chunks that pass one by one may differ too much together (weights of lower precision): `proof_sums` has the sums for
+that decision. The limits come from a profile; the defaults are for float32 on both sides, where rarely a value at a
+bfloat16 rounding boundary differs by one.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ CHANCE = 256 / PRIME  # a field element drawn at random has a given exponent: 12
 LARGEST_ERROR = 127
 SEVERAL = 4  # chunks
 OUTSIDE = 256
-NO_MATCH = 2.0**64  # the mantissa error where no exponent agrees, as the published package has it
+NO_MATCH = 2.0**64  # the mantissa error if no exponent agrees, as in the published package
 
 
 @dataclass(frozen=True, eq=False)
 class Comparisons:
-    """One entry for each chunk. Where `malformed` has a sentence the numbers say "nothing agrees". `k`: points.
-    `exp_mismatches`: how many exponents differ. Over the others: `mant_err_sum` and `mant_err_median` (the upper one)
-    of the mantissas' differences, 0 to 127, and `sign_mismatches`. `outside_hits` of `outside_count` places outside the
-    points have the points' most frequent exponent. `constant`: the proof is a constant, the points are not. (Points
-    that are all equal, zeros for instance, honestly give a constant: then nothing is counted outside.)"""
+    """One entry for each chunk. If `malformed` has a sentence, nothing agrees in the numbers. `k`: points.
+    `exp_mismatches`: exponents that differ. Over the others: `mant_err_sum` and `mant_err_median` (the upper one) of
+    the mantissas' differences, 0 to 127, and `sign_mismatches`. `outside_hits` of `outside_count` places outside the
+    points have the points' most frequent exponent. `constant`: the proof is a constant, the points are not. (Equal
+    points, such as zeros, give a constant: then nothing is counted outside.)"""
 
     k: Ints
     exp_mismatches: Ints
@@ -83,7 +82,7 @@ def compare(points: PointBatch, proofs: Sequence[bytes], outside: int = OUTSIDE)
     table[bad, 0] = points.counts[bad]
     matched = points.counts > table[:, 0]
     firsts = np.cumsum(points.counts) - points.counts
-    # Chunks with one value at all their points (zeros, NaN): their honest polynomial is a constant.
+    # Chunks with equal points (zeros, NaN): their honest polynomial is a constant.
     equal = _none_of(points.bits != np.repeat(points.bits[firsts], points.counts), points.counts)
     table[equal, 4:] = 0
     higher = polynomials.coefficients != 0
@@ -97,8 +96,8 @@ def compare(points: PointBatch, proofs: Sequence[bytes], outside: int = OUTSIDE)
 
 
 def _small_moduli(points: PointBatch, polynomials: Polynomials) -> list[str | None]:
-    """What is malformed, the moduli included that are lower than chance explains and than these points need. A chunk of
-    no more than p values needs no modulus below p: then there is one proof, and no second way to write it."""
+    """Malformed proofs, with those whose modulus is lower than chance explains and than the verifier's points need. A
+    chunk of at most p values needs no modulus below p, so it has exactly one proof."""
     malformed = list(polynomials.malformed)
     floors = np.array([least_modulus(k) for k in points.counts.tolist()], dtype=np.int64)
     floors[points.sizes <= PRIME] = PRIME
@@ -111,7 +110,6 @@ def _small_moduli(points: PointBatch, polynomials: Polynomials) -> list[str | No
 
 
 def _none_of(marked: npt.NDArray[np.bool_], counts: Ints) -> npt.NDArray[np.bool_]:
-    """Of which chunks no point is marked."""
     if not len(counts):
         return np.zeros(0, dtype=bool)
     none: npt.NDArray[np.bool_] = np.add.reduceat(marked.astype(np.int64), np.cumsum(counts) - counts) == 0
@@ -120,9 +118,9 @@ def _none_of(marked: npt.NDArray[np.bool_], counts: Ints) -> npt.NDArray[np.bool
 
 @dataclass(frozen=True)
 class ProofTolerance:
-    """What rounding may explain in one chunk. `exponents`, `signs`: the shares of its points that may differ, though
-    `boundary` points always may (ties at the k-th place). `mantissa_mean`, `mantissa_median`: the errors of the others,
-    in units of bfloat16's last bit. `outside`: how unlikely hits outside the points must be before it is forged."""
+    """The differences that rounding may explain in one chunk. `exponents`, `signs`: shares of its points; `boundary`
+    points may always differ (ties at the k-th place). `mantissa_mean`, `mantissa_median`: errors of the others, in
+    units of bfloat16's last bit. `outside`: the probability below which hits outside the points mean forged."""
 
     exponents: float = 0.05
     signs: float = 0.02
@@ -139,8 +137,8 @@ class ProofTolerance:
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """`values`: points compared. `chunk`: the worst one, if any. `mantissa_mean` is over all values whose exponents
-    agree, `mantissa_median` and `outside_hits` are the largest of the chunks'; 2^64 where no exponent agrees."""
+    """`values`: compared points. `chunk`: the worst one. `mantissa_mean` is over all values whose exponents agree,
+    `mantissa_median` and `outside_hits` are the largest of all chunks; 2^64 if no exponent agrees."""
 
     reason: Reason | None
     detail: str
@@ -173,19 +171,19 @@ def check_proofs(comparisons: Comparisons, tolerance: ProofTolerance | None = No
 
 
 def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason | None, str, int | None]:
-    """The gravest complaint, in a sentence, and the chunk that shows it best."""
+    """The most serious problem, a sentence about it, and the worst chunk."""
     for chunk, sentence in enumerate(comparisons.malformed):
         if sentence is not None:
             return "malformed", f"the proof of chunk {chunk} is malformed: {sentence}", chunk
     if len(comparisons) == 0:
         return None, "no chunks", None
-    # More hits than noise has, and than points that only the prover chose: no more of these than exponents differ.
+    # More hits than noise has; points that only the prover chose may hit, too: at most as many as exponents differ.
     noise = [outside_limit(count, limits.outside) for count in comparisons.outside_count.tolist()]
     hits = comparisons.outside_hits > np.array(noise, np.int64) + comparisons.exp_mismatches
     forged = comparisons.constant | hits
     if forged.any():
         chunk = int(np.argmax(forged))
-        return "forged", f"the proof of chunk {chunk} says the same outside its points: nothing was computed", chunk
+        return "forged", f"the proof of chunk {chunk} has the same value outside its points: it was not computed", chunk
     severity = severity_of(comparisons, limits)
     worst = int(np.argmax(severity))
     if float(severity[worst]) <= 1:
@@ -200,7 +198,7 @@ def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason |
 
 @cache
 def outside_limit(count: int, significance: float) -> int:
-    """The hits that noise has more of, in `count` trials, with less than this probability.
+    """The number of hits that noise exceeds in `count` trials with less than this probability.
 
     >>> outside_limit(256, 1e-9)
     11
@@ -216,8 +214,8 @@ def outside_limit(count: int, significance: float) -> int:
 
 
 def severity_of(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.float64]:
-    """Of each chunk, the largest of its measures as a multiple of what is allowed. One mantissa error is forgiven: a
-    point that only the verifier chose, at a tie, is noise, which in one of 256 cases has the right exponent."""
+    """For each chunk the largest measure as a multiple of its limit. One mantissa error is ignored: a point that only
+    the verifier chose, at a tie, is noise, which has the right exponent in one of 256 cases."""
     exponents = _ratio(comparisons.exp_mismatches, np.maximum(limits.boundary, limits.exponents * comparisons.k))
     signs = _ratio(comparisons.sign_mismatches, np.maximum(limits.boundary, limits.signs * comparisons.k))
     forgiven = np.maximum(comparisons.mant_err_sum - LARGEST_ERROR, 0)
@@ -230,14 +228,14 @@ def severity_of(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray
 def _ratio(
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64], limit: float | npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """values / limit, where 0 is within every limit and a limit of 0 allows nothing else."""
+    """values / limit; 0 is within every limit, and a limit of 0 allows nothing else."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(values == 0, 0.0, values / np.asarray(limit, dtype=np.float64))
 
 
 @dataclass(frozen=True)
 class ProofSums:
-    """Over the chunks of a submission: `exponents` of `values` differ; the `matches` are off by `mantissa` in sum."""
+    """Sums over the chunks of a submission: `exponents` of `values` differ; the `matches` differ by `mantissa`."""
 
     values: int
     exponents: int
@@ -246,11 +244,10 @@ class ProofSums:
 
 
 def proof_sums(comparisons: Comparisons, most: float = math.inf) -> ProofSums:
-    """The sums that show weights of lower precision, without what chance and ties put into them. Forgiven are twice the
-    mantissa errors that noise is expected to give, and one more: of several chunks the worst is left out of the
-    mantissas' sum, of few it counts for one error less. So is one other exponent in every chunk: rollouts of a group
-    begin with the same state, and where that has a tie at the k-th place, all of them have it. No chunk counts for more
-    than a mean error of `most`."""
+    """The sums that show weights of lower precision, without the effects of chance and ties. Subtracted are twice the
+    mantissa errors that noise is expected to give, and of several chunks the worst one (of few chunks one error). One
+    different exponent is ignored in every chunk: all rollouts of a group begin with the same state, which may have a
+    tie at the k-th place. The mean error of a chunk counts up to `most`."""
     errors_C = np.minimum(comparisons.mant_err_sum, most * comparisons.matches)
     matches, errors = int(comparisons.matches.sum()), float(errors_C.sum())
     if len(comparisons) >= SEVERAL:

@@ -1,8 +1,8 @@
-"""The selection of `plain.select` on torch tensors: what runs where the activations are, so that only points leave.
+"""`plain.select` for torch tensors: runs where the activations are, so that only points leave the device.
 
-All chunks of one shape together. Block maxima first, then the values of the best blocks only. Both steps compare
-(magnitude, lowest index first) as one integer: no two candidates are equal, and no device has a choice. A value outside
-the `count` best blocks is preceded by a value of each of these: it is none of the `count` largest.
+All chunks of one shape together: block maxima first, then only the values of the best blocks. Both steps compare
+(magnitude, lowest index first) as one integer, so there are no ties, and all devices agree. Each of the `count` best
+blocks has a larger value than any value outside them, so no such value is among the `count` largest.
 
 G: chunks of one shape, S: values of one, B: blocks, K: points.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.toploc.plain import BLOCK, QUIET_NAN, Bits, Ints
 
-SLAB = 2**27  # values that are worked on at once: bounds the memory on top of the activations
+SLAB = 2**27  # values of one pass: bounds the memory besides the activations
 LOW_32 = 2**32 - 1
 
 

@@ -1,6 +1,6 @@
-"""The arithmetic of `plain`, compiled by numba: the same three functions, the same numbers. Types are spelled out
-because numba widens every integer expression to 64 bits: a cast back to 16 or 32 bits lets the loops run in wide
-registers. One thread, without the interpreter's lock."""
+"""The three functions of `plain`, compiled by numba, with the same results. Types are written out because numba widens
+integer expressions to 64 bits: a cast back to 16 or 32 bits lets the loops run in wide registers. One thread, without
+the interpreter's lock."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The functions of the published `toploc` package, with its names, so that its users can switch.
+"""The functions of the published `toploc` package, under its names, so that its users can switch.
 
-They differ where the package fails: float32 is rounded to bfloat16 instead of giving null proofs, a chunk with fewer
-than `topk` values and a malformed proof are a ProofError instead of a null proof or a crash, there must be exactly one
-proof for each chunk, and every form of input is judged by one rule (indices modulo m, the upper median). What passes
-here has not been checked for forgery: that is `compare` and `check_proofs`.
+They differ where the package fails: float32 is rounded to bfloat16 instead of giving null proofs; a chunk with fewer
+than `topk` values, or a malformed proof, is a ProofError instead of a null proof or a crash; there must be exactly one
+proof for each chunk; all forms of input follow one rule (indices modulo m, the upper median). These functions do not
+detect forgery: use `compare` and `check_proofs`.
 
 `activations`: a sequence whose element 0 is the whole prefill (unless `skip_prefill`), each further one the row of one
 token; or one tensor [tokens, hidden]. Each is a torch tensor, or a numpy array as in `top_points`.
@@ -62,7 +62,6 @@ class ProofPoly:
 
     @staticmethod
     def from_points(x: Sequence[int], y: Sequence[int]) -> ProofPoly:
-        """The polynomial through points (index, bits)."""
         if len(x) != len(y) or not len(x):
             raise ProofError(f"{len(x)} indices and {len(y)} values: there must be as many, and at least one")
         bits = np.array([value % PRIME for value in y], dtype=np.uint16)
@@ -85,12 +84,11 @@ class ProofPoly:
 
     @staticmethod
     def null(length: int) -> ProofPoly:
-        """What the package writes where it fails: zeros. Reading or verifying one is a `ProofError` here."""
+        """Zeros, which the package writes where it fails. Reading or verifying one is a `ProofError` here."""
         return ProofPoly([0] * length, 0)
 
     @staticmethod
     def from_bytes(data: bytes) -> ProofPoly:
-        """Read a proof of any number of points."""
         if len(data) < 4 or len(data) % 2:
             raise ProofError(f"a proof has 2 bytes and 2 for each point, not {len(data)}")
         read = decode([data], np.array([len(data) // 2 - 1], dtype=np.int64))
@@ -169,7 +167,7 @@ def from_base64(text: str) -> bytes:
 
 
 def _points(activations: Many, rows: int, topk: int, skip_prefill: bool, *, raw_float16: bool) -> PointBatch:
-    """The points of the package's chunks: `topk` of each, whatever its size."""
+    """The points of the package's chunks: `topk` of each, for any size."""
     if topk < 1 or rows < 1:
         raise ProofError(f"topk and decode_batching_size are 1 or more, not {topk} and {rows}")
     flat, widths = _flatten(activations)
@@ -200,7 +198,7 @@ def _flatten(activations: Any) -> tuple[Any, Ints]:
 
 
 def _float16_as_bits(flat: Any, *, allowed: bool) -> Any:
-    """The package builds from the bits of float16 as they are, and cannot verify such proofs: no more can we."""
+    """The package builds proofs from the bits of float16, and cannot verify them; this function does the same."""
     if "float16" not in str(flat.dtype) or "bfloat16" in str(flat.dtype):
         return flat
     if not allowed:

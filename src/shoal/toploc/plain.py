@@ -1,6 +1,5 @@
-"""The numbers of a proof, and its arithmetic in numpy: the plain statement, and what runs where numba is not installed.
-`kernels` has the same three functions, compiled. All is batched: C chunks, whose points lie end to end, `counts[c]` of
-them for chunk c (P in all)."""
+"""The arithmetic of proofs in numpy. `kernels` has the same three functions compiled, for large work. All functions
+take batches: C chunks whose points lie end to end, `counts[c]` of them for chunk c."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def _largest(magnitudes: Bits, count: int) -> Ints:
 
 
 def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
-    """For each chunk its modulus (0: there is none) and the coefficients of the polynomial through its points."""
+    """For each chunk its modulus (0: not found) and the coefficients of the polynomial through its points."""
     all_moduli = np.zeros(len(counts), dtype=np.int64)
     coefficients = np.zeros(len(indices), dtype=np.uint16)
     for chunks, at in _by_count(counts):
@@ -103,7 +102,7 @@ def _by_count(counts: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _moduli(x_CK: Ints) -> Ints:
-    """For each row the largest m <= PRIME under which all its indices differ; 0 if there is none."""
+    """For each row the largest m <= PRIME under which all its indices differ, or 0."""
     moduli = np.zeros(len(x_CK), dtype=np.int64)
     waiting = np.arange(len(x_CK))
     for modulus in range(PRIME, LEAST_MODULUS - 1, -1):

@@ -1,17 +1,17 @@
-"""Chunks of activations, their largest values, and the proofs that commit to these.
+"""Chunks of activations, their largest values, and the proofs that commit to them.
 
     activations [N, H], sequences end to end
         │ lengths, rows         chunks never cross sequences; the last chunk of one may have fewer rows
         ▼
     chunks, flattened           index = row in chunk · H + channel
-        │ chunk_topk            the k largest magnitudes; of equal ones the lowest index, on every device
+        │ chunk_topk            the k largest magnitudes; of equal ones the lowest indices, on every device
         ▼
     PointBatch                  (index, bfloat16 bits) of every chunk, by ascending index
 
 On CUDA the selection runs there, and only points leave the device. A proof of k points is 2 + 2k bytes, all numbers
 big-endian uint16: the modulus m, then the k coefficients, ascending powers, of the polynomial over GF(65497) that is y
-at (x mod m) for every point (x, y). It depends on the set of points, not on their order. There is no room for anything
-else: another length or a number >= 65497 is malformed.
+at (x mod m) for every point (x, y). It depends on the set of points, not on their order. Another length, or a number
+>= 65497, is malformed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Activations: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
 
-MIN_POINTS = 8  # fewer say too little about a chunk
+MIN_POINTS = 8  # in one chunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,8 @@ def chunk_rows(length: int, rows: int) -> list[int]:
 
 
 def chunk_topk(r: int, hidden: int, topk: int, rows: int) -> int:
-    """How many points a chunk of `r` rows is committed to by: in proportion to its rows, at least 8, at most a quarter
-    of its values (so that "outside the largest" means something), at least 1. A full chunk has exactly `topk`, unless
-    the quarter forbids it.
+    """The number of points of a chunk with `r` rows: in proportion to its rows, at least 8, at most a quarter of its
+    values (so that there is an outside), at least 1. A full chunk has exactly `topk`, unless that is over the quarter.
 
     >>> [chunk_topk(r, 4096, 128, 32) for r in (32, 16, 3, 1)]
     [128, 64, 12, 8]
@@ -98,7 +97,7 @@ def chunk_topk(r: int, hidden: int, topk: int, rows: int) -> int:
 
 def top_points(activations: Activations, lengths: Sequence[int], topk: int, rows: int) -> PointBatch:
     """The points of sequences that lie end to end in `activations` [sum(lengths), H]: numpy (float32, float16, bfloat16
-    bits as uint16) or torch (float32, float16, bfloat16). Wider types are rounded to bfloat16, to nearest even."""
+    bits as uint16) or torch (float32, float16, bfloat16). Other types are rounded to bfloat16, to nearest even."""
     if activations.ndim != 2:
         raise ValueError(f"activations are [rows, channels], not of {activations.ndim} dimensions")
     total, hidden = activations.shape
@@ -142,14 +141,13 @@ def host_array(flat: Activations) -> npt.NDArray[Any]:
 
 
 def _is_torch(value: object) -> bool:
-    """Without importing torch to ask."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
 class Polynomials:
-    """Decoded proofs, their coefficients end to end. A malformed one has a sentence in `malformed`, zeros elsewhere."""
+    """Decoded proofs, their coefficients end to end. A malformed one has a sentence in `malformed` and zeros."""
 
     moduli: Ints
     coefficients: Bits
@@ -161,11 +159,11 @@ def proof_size(k: int) -> int:
 
 
 def compile_kernels() -> None:
-    """Compile now what large work will need: the first time ever it takes some ten seconds."""
+    """Compile the kernels now; the first time on a machine takes about ten seconds."""
     from shoal.toploc.check import compare
 
-    with contextlib.suppress(ImportError):  # of numba: then numpy does the work
-        import shoal.toploc.kernels  # noqa: F401  from now on it does small work, too
+    with contextlib.suppress(ImportError):  # without numba, numpy is used
+        import shoal.toploc.kernels  # noqa: F401  from now on it is used for small work, too
 
     points = top_points(np.arange(1.0, 4097.0, dtype=np.float32).reshape(64, 64), [64], 8, 32)
     compare(points, commit(points))
@@ -199,7 +197,7 @@ def split_proofs(data: bytes, length: int, hidden: int, topk: int, rows: int) ->
 
 
 def decode(proofs: Sequence[bytes], counts: Ints) -> Polynomials:
-    """Read proofs of `counts[c]` points each. Nothing is repaired: what is not canonical is malformed."""
+    """Read proofs of `counts[c]` points each. Anything but the canonical form is malformed."""
     if len(proofs) != len(counts):
         raise ProofError(f"{len(proofs)} proofs for {len(counts)} chunks: there must be one for each")
     sizes = [proof_size(count) for count in counts.tolist()]

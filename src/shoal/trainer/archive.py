@@ -1,7 +1,7 @@
-"""What was trained on, for people: every batch as a Parquet file with texts, tokens, log-probabilities and rewards.
+"""What was trained on, for people: each batch as a Parquet file with texts, tokens, log-probabilities and rewards.
 
-A file is written while its step is trained, so that one that diverges can be looked at. A step that is repeated has the
-same batch, and its file the same bytes. A step without any group has a file without rows. shoal never reads them back.
+A file is written while its step is trained, so that a step that diverges can be examined. A repeated step writes the
+same bytes. A step without groups has a file without rows. shoal never reads these files.
 
     pyarrow.parquet.read_table("runs/NAME/trainer/rollouts").to_pandas()     # the whole run
 """
@@ -22,7 +22,7 @@ from shoal.protocol import Batch, TrainingBatch, TrainingRollout, unpack_tokens
 from shoal.runtime.files import ensure_folder, write_atomically
 
 TEXT, COUNT, TOKENS = pa.string(), pa.int64(), pa.list_(pa.int32())
-# `sample` is the rollout's place in its group; `given` start, length, … of the tokens that a tool said.
+# `sample` is the number of the rollout in its group; `given` holds start, length, … of tool tokens.
 SCHEMA = pa.schema({
     "step": COUNT, "unit": COUNT, "sample": pa.int32(), "task": TEXT, "node": TEXT, "version": COUNT,
     "staleness": COUNT, "prompt": TEXT, "completion": TEXT, "prompt_ids": TOKENS, "token_ids": TOKENS,
@@ -33,19 +33,19 @@ Decode = Callable[[Iterable[int]], str]
 
 
 class RolloutArchive:
-    """The folder of these files; its one writer is the trainer, which holds the lock on the folder around it."""
+    """The folder of these files. Its one writer is the trainer, which holds the lock of the parent folder."""
 
     def __init__(self, folder: Path, decode: Decode) -> None:
         self.folder = folder
         self._decode = decode
 
     def open(self) -> None:
-        """Make the folder, and remove what a trainer that was killed left half-written."""
+        """Make the folder, and remove files that a killed trainer left half-written."""
         for left in ensure_folder(self.folder).glob(".step-*.parquet.*"):
             left.unlink(missing_ok=True)
 
     def write(self, batch: Batch, rollouts: TrainingBatch) -> Path:
-        """Put the file of one step in place, whole; the same batch gives the same bytes."""
+        """Write the file of one step atomically; the same batch gives the same bytes."""
         sink = pa.BufferOutputStream()
         pq.write_table(as_table(batch, rollouts, self._decode), sink, compression="zstd")
         path = self.folder / f"step-{batch.step:05d}.parquet"
@@ -54,8 +54,8 @@ class RolloutArchive:
 
 
 def as_table(batch: Batch, rollouts: TrainingBatch, decode: Decode) -> Any:
-    """One row per rollout, in order of unit and sample. Who generated a group only the batch knows."""
-    said: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
+    """One row per rollout, in order of unit and sample. Only the batch names the node of a group."""
+    trained: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
     columns: dict[str, Any] = {name: [] for name in SCHEMA.names}
     for written, group in zip(batch.groups, rollouts.groups, strict=True):
         same = {
@@ -67,17 +67,18 @@ def as_table(batch: Batch, rollouts: TrainingBatch, decode: Decode) -> Any:
             columns[name] += [value] * len(group.rollouts)
         columns["sample"] += range(len(group.rollouts))
     columns |= {
-        "completion": [decode(each.token_ids.tolist()) for each in said], "finish": [each.finish for each in said],
-        "reward": [each.reward for each in said], "prompt_ids": _lists(columns["prompt_ids"], pa.int32()),
-        "token_ids": _lists([each.token_ids for each in said], pa.int32()),
-        "logprobs": _lists([each.logprob_values for each in said], pa.float32()),
-        "given": _lists([unpack_tokens(each.given) for each in said], pa.int32()),
+        "completion": [decode(each.token_ids.tolist()) for each in trained],
+        "finish": [each.finish for each in trained], "reward": [each.reward for each in trained],
+        "prompt_ids": _lists(columns["prompt_ids"], pa.int32()),
+        "token_ids": _lists([each.token_ids for each in trained], pa.int32()),
+        "logprobs": _lists([each.logprob_values for each in trained], pa.float32()),
+        "given": _lists([unpack_tokens(each.given) for each in trained], pa.int32()),
     }  # fmt: skip
     return pa.table(columns, schema=SCHEMA)
 
 
 def _lists(arrays: Sequence[npt.NDArray[Any]], kind: Any) -> Any:
-    """A list column made of its values and offsets, without a Python object per token."""
+    """A list column from values and offsets, without a Python object per token."""
     offsets = [0, *itertools.accumulate(len(array) for array in arrays)]
     values = np.concatenate(arrays) if arrays else np.zeros(0)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values).cast(kind))

@@ -1,20 +1,20 @@
-"""Checkpoints: everything that a resume needs, whole or not at all, and never trusted unread.
+"""Checkpoints: everything that a resume needs, written completely or not at all, and verified when read.
 
     checkpoints/12.0/                     version 12 of incarnation 0; a Hugging Face folder by itself
       checkpoint.json                     run, version, incarnation, hash of every file, hash of this
       model.safetensors                   weights in float32
-      training.safetensors                the optimizer's moments, the state of torch's generators; if large, in parts
-      config.json tokenizer.json …        what describes the model
+      training.safetensors                optimizer moments, state of torch's generators; in parts if large
+      config.json tokenizer.json …        the description of the model
 
     hidden folder ─► files, several at a time, each synced and hashed ─► checkpoint.json ─► rename ─► parent synced
                                                                               `folder.Retention` removes others ◄─┘
 
-What is written is a copy (`Copies`), so that training continues meanwhile: taken in front of the next step on a CPU,
-beside it on a GPU, where the optimizer waits for it.
+A copy of the state is written (`Copies`), so training continues meanwhile. On a CPU it is taken before the next step;
+on a GPU during that step, and only the optimizer waits for it.
 
-Of several ranks the first gathers all rows and writes; any number of ranks reads them again, each its own rows. The
-version is the only cursor: rates, the order of minibatches, rows and batches follow from it. No pickle: nothing in a
-checkpoint can run code.
+Of several ranks the first gathers all rows and writes; any number of ranks can read them, each its own rows. The
+version is the only cursor: learning rates, minibatch order and batches follow from it. No pickle, so a checkpoint
+contains no code.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ MOMENTS = "optimizer/"
 PART_BYTES = 2**30
 START = "start.json"
 
-Captured = Mapping[str, Mapping[str, Tensor]]
-"""The tensors of each large file of a checkpoint; nobody changes them before they are written."""
+CheckpointFiles = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of each large file of a checkpoint. They must not change before they are written."""
 
 
 def part_name(name: str, number: int, count: int) -> str:
@@ -74,14 +74,14 @@ def part_name(name: str, number: int, count: int) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file that is on the disk when the call returns."""
+    """Write a safetensors file; it is on the disk when the call returns."""
     save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata={"format": "pt"})
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def read_tensors(folder: Path, name: str) -> Iterator[tuple[str, tuple[int, ...], Callable[..., Tensor]]]:
-    """Name, shape and reader of every tensor of a file or its parts; the reader takes the rows that are wanted."""
+    """Name, shape and reader of every tensor of a file or its parts. The reader can be given the rows to read."""
     paths = [folder / name]
     if not paths[0].is_file():
         paths = sorted(folder.glob(part_name(name, 0, 1).replace("00001", "[0-9]" * 5)))
@@ -99,9 +99,9 @@ def read_tensors(folder: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]
             raise CheckpointError(f"{path} is not a part of a checkpoint: {error}") from error
 
 
-def captured_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
-    """The state of a learner in this process: weights, and `training_state`, in parts of about `PART_BYTES` where it is
-    large, which are written and hashed at the same time."""
+def checkpoint_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> CheckpointFiles:
+    """The files of a checkpoint: weights, and `training_state`, which is split into parts of about `PART_BYTES` so that
+    parts are written and hashed in parallel."""
     sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
     count = max(1, -(-sizes[-1] // PART_BYTES))
     parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
@@ -114,7 +114,7 @@ def captured_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint whose every byte has been checked."""
+    """A checkpoint of which every byte was verified."""
 
     folder: Path
     progress: Progress
@@ -125,7 +125,7 @@ class StoredCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in one folder; the caller sees to it that nobody else writes there."""
+    """The checkpoints of one run in one folder, which has no other writer."""
 
     def __init__(self, folder: Path, keep: int | Retention) -> None:
         self.folder = folder
@@ -133,18 +133,22 @@ class CheckpointStore:
         self._damaged: set[Place] = set()
 
     def save(self, learner: Learner, progress: Progress, files: Mapping[str, bytes]) -> Path:
-        """Make the learner's state durable, while nobody trains it. When the call returns, no crash loses it."""
-        return self.write(captured_files(learner.state(), training_state(learner)), progress, files)
+        """Write the state of a learner that is not being trained; no crash loses it after the call returns."""
+        return self.write(checkpoint_files(learner.state(), training_state(learner)), progress, files)
 
     def write(
-        self, captured: Captured, progress: Progress, files: Mapping[str, bytes], scores: Mapping[int, float] = {}
+        self,
+        captured: CheckpointFiles,
+        progress: Progress,
+        files: Mapping[str, bytes],
+        scores: Mapping[int, float] = {},
     ) -> Path:
-        """Make what was captured durable, then remove what need not be kept; `scores` are those known by version."""
+        """Write a captured state durably, then remove checkpoints that are no longer needed. `scores` are held-out
+        scores by version."""
         ensure_folder(self.folder)
         hidden, target = self.folder / f"{HIDDEN}{progress.name}", self.folder / progress.name
 
         def put(file: tuple[str, Mapping[str, Tensor]]) -> tuple[str, str]:
-            """Write one large file; its name and its hash, as it can be read."""
             save_tensors(hidden / file[0], file[1])
             return file[0], _file_hash(hidden / file[0])
 
@@ -159,7 +163,7 @@ class CheckpointStore:
             sealed = json.dumps({**content, "hash": _content_hash(content)}, indent=2).encode() + b"\n"
             write_atomically(hidden / MANIFEST, sealed)
             point("trainer.checkpoint.before_rename")
-            if target.exists():  # the same state again (it was damaged, or replayed); the one before it still stands
+            if target.exists():  # the same version again: it was damaged, or the step was replayed
                 target.rename(self.folder / f"{HIDDEN}replaced-{progress.name}")
             hidden.rename(target)
             sync_folder(self.folder)
@@ -169,23 +173,22 @@ class CheckpointStore:
             self.prune(scores, (progress.version, progress.incarnation))
             return target
         except (SafetensorError, OSError) as error:
-            shutil.rmtree(hidden, ignore_errors=True)  # where the disk is full, what is half-written fills it
+            shutil.rmtree(hidden, ignore_errors=True)  # frees space on a full disk
             raise resource_error("write the checkpoint", hidden, error) from error
 
     def prune(self, scores: Mapping[int, float], *written: Place) -> None:
-        """Remove the checkpoints that are kept for no reason any more, but none of those just `written`. One that is
-        known to be damaged keeps no other from being kept, and is left there: somebody may mend it."""
+        """Remove checkpoints that nothing requires any more, except those just `written`. A damaged one does not count
+        towards retention and is not removed: somebody may repair it."""
         sound = self.sound()
         for place in set(sound) - self._retention.kept(sound, scores) - set(written):
             shutil.rmtree(self.folder / "{}.{}".format(*place))
 
     def prune_finished(self, scores: Mapping[int, float]) -> None:
-        """The run is finished: only the newest and the best stay; no guard looks back, no score is waited for."""
         self._retention = Retention(self._retention.keep, self._retention.keep_best)
         self.prune(scores)
 
     def newest(self) -> StoredCheckpoint | None:
-        """The newest checkpoint that is undamaged; None if there is none at all."""
+        """The newest undamaged checkpoint; None if there is no checkpoint."""
         found, damage = self.places(), []
         for place in found:
             try:
@@ -202,7 +205,7 @@ class CheckpointStore:
         )
 
     def at(self, place: Place) -> StoredCheckpoint:
-        """The checkpoint of that place, if all its bytes are as they were written; else an error names the file."""
+        """The checkpoint of that version, if every byte is as it was written; else an error names the file."""
         folder, name = self.folder / "{}.{}".format(*place), MANIFEST
         try:
             content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
@@ -222,24 +225,22 @@ class CheckpointStore:
         return StoredCheckpoint(folder, progress, {name: (folder / name).read_bytes() for name in described})
 
     def places(self) -> list[Place]:
-        """Version and incarnation of the checkpoints, newest first."""
+        """(version, incarnation) of the checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
         found = [NAME.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir()]
         return sorted(((int(match[1]), int(match[2])) for match in found if match), reverse=True)
 
     def sound(self) -> list[Place]:
-        """The same without those that were found damaged."""
         return [place for place in self.places() if place not in self._damaged]
 
     def _sweep(self) -> None:
-        """Remove what a crash left half-written."""
         for entry in self.folder.glob(f"{HIDDEN}*"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def restore(learner: Learner, stored: StoredCheckpoint) -> None:
-    """Put weights, moments and generators in place; on the same machine, training continues bit for bit."""
+    """Restore weights, moments and generators. On the same machine training continues bit for bit."""
     learner.load_state(stored.tensors(MODEL))
     training = stored.tensors(TRAINING)
     learner.load_moments({name[len(MOMENTS) :]: each for name, each in training.items() if name.startswith(MOMENTS)})
@@ -247,7 +248,7 @@ def restore(learner: Learner, stored: StoredCheckpoint) -> None:
 
 
 def training_state(learner: Learner) -> dict[str, Tensor]:
-    """What a resume needs beside the weights: moments, and the state of torch's generators. Moments are not copied."""
+    """Moments, and the state of torch's generators. Moments are not copied."""
     state = {f"{MOMENTS}{name}": value for name, value in learner.moments().items()}
     state["generator/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -271,17 +272,17 @@ def _file_hash(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """The state of one version: may be read once `arrived` has returned, until the next copy is taken. `weights` are of
-    the type that is published; `captured` is None where no checkpoint is due."""
+class StateCopy:
+    """A copy of one version. It may be read from when `arrived` has returned until the next copy is taken. `weights`
+    have the published type; `captured` is None if no checkpoint is due."""
 
     weights: Mapping[str, Tensor]
-    captured: Captured | None
+    captured: CheckpointFiles | None
     arrived: Callable[[], None] = lambda: None
 
 
 class CopyStream:
-    """How copies reach the host. Those of a CPU's memory are there at once."""
+    """How copies reach the host. On a CPU they are there at once."""
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -291,15 +292,15 @@ class CopyStream:
         target.copy_(source, non_blocking=True)
 
     def before_update(self) -> None:
-        """The optimizer is about to change what is copied."""
+        """Called before the optimizer changes what is being copied."""
 
     def wait(self) -> None:
-        """Until the host may read the copies."""
+        """Wait until the host may read the copies."""
 
 
 class GpuCopyStream(CopyStream):
-    """A stream of its own: copies run beside the next step's forward and backward passes, which only read weights. Only
-    the optimizer (on the device) and the publisher's thread (on the host) wait for them."""
+    """A stream of its own: copies run during the next forward and backward passes, which only read weights. The
+    optimizer (on the device) and the publisher (on the host) wait for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -321,17 +322,16 @@ class GpuCopyStream(CopyStream):
 
 
 class Copies:
-    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished. For a
-    GPU it is page-locked, so that copies run at the speed of the bus; locking takes seconds, so it is done beside the
-    first step. Weights that are not trained are copied once."""
+    """Copies of one learner; each reuses the memory of the one before, so nobody may use that any more. Host memory for
+    a GPU is page-locked for speed; locking takes seconds and runs during the first step. Frozen weights are copied
+    once."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
         self._stream: CopyStream | None = None
         self._reserving: threading.Thread | None = None
 
-    def take(self, learner: Learner, with_training: bool) -> Copied:
-        """The state as it is now; training may continue at once."""
+    def take(self, learner: Learner, with_training: bool) -> StateCopy:
         if self._stream is None:
             stream = self._stream = self._new_stream(learner.device)
             learner.optimizer.register_step_pre_hook(lambda *_: stream.before_update())
@@ -347,29 +347,29 @@ class Copies:
     def _new_stream(self, device: torch.device) -> CopyStream:
         return GpuCopyStream(device) if device.type == "cuda" else CopyStream()
 
-    def _begin(self, learner: Learner, with_training: bool) -> Copied:
-        """Nobody reads what it returns before it has arrived."""
-        # Adapters are published as they are: they are small, and are merged exactly when they are exported.
+    def _begin(self, learner: Learner, with_training: bool) -> StateCopy:
+        """The result may be read only when it has arrived."""
+        # Adapters are published in float32: they are small, and are merged at export.
         published = DTYPES[learner.settings.publish_dtype] if learner.settings.lora is None else None
         frozen = {name for name, weight in learner.model.named_parameters() if not weight.requires_grad}
-        kept = {} if learner.masters is None else learner.masters.frozen  # on the CPU already, and nobody changes them
+        kept = {} if learner.masters is None else learner.masters.frozen  # on the CPU already, never changed
         weights, exact = dict[str, Tensor](), dict[str, Tensor]()
         for name, value in learner.state().items():
             if name in kept:
                 weights[name] = exact[name] = value
                 continue
-            whole = learner.ranks.whole(value)  # one at a time: all of them may be more than a device can hold
+            whole = learner.ranks.whole(value)  # one at a time, to limit memory
             weights[name] = self._copy_one(name, whole, name in frozen, published)
             if with_training:
                 exact[name] = self._copy_one(name, whole, name in frozen)
         if not with_training:
-            return Copied(weights, None)
+            return StateCopy(weights, None)
         state = training_state(learner)
         training = {name: self._copy_one(name, learner.ranks.whole(value), False) for name, value in state.items()}
-        return Copied(weights, captured_files(exact, training))
+        return StateCopy(weights, checkpoint_files(exact, training))
 
     def _copy_one(self, name: str, tensor: Tensor, unchanging: bool, floating: torch.dtype | None = None) -> Tensor:
-        """`floating` is what floating-point numbers are rounded to, on the device where they are."""
+        """`floating`: the type to which floating-point numbers are rounded, on their device."""
         dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
         copied = unchanging and (name, dtype) in self._memory
         held = self._room(name, tensor, dtype)
@@ -386,7 +386,8 @@ class Copies:
         return held
 
     def _reserve(self, learner: Learner) -> None:
-        """Lock the memory that the first checkpoint with moments needs. What fails here fails again when it is used."""
+        """Lock the memory for the first checkpoint with moments. An error here will appear again when the memory is
+        used."""
         with contextlib.suppress(RuntimeError):
             for name, weight in learner.trained().items():
                 for kept in (name, *(f"{MOMENTS}{name}/{slot}" for slot in ("exp_avg", "exp_avg_sq"))):
@@ -394,14 +395,14 @@ class Copies:
 
 
 def weights_digest(model: str | Path) -> str:
-    """Of all weight files of a model folder, names included: the same folder, or a copy of it, has the same digest."""
+    """A digest of all weight files of a model folder with their names; copies of the folder have the same digest."""
     paths = sorted(model_folder(model).glob("*.safetensors"))
     return blake3("".join(f"{path.name} {_file_hash(path)}\n" for path in paths).encode()).hexdigest()
 
 
-def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
-    """When a run begins, write down from which weights; when it resumes and the reference (a KL term) is needed,
-    compare: `model.path` may point at another folder by then."""
+def check_start_weights(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
+    """When a run begins, write down the digest of its starting weights. When it resumes and needs them as the reference
+    of a KL term, compare: `model.path` may have changed."""
     path = folder / START
     if begins:
         ensure_folder(folder)
@@ -412,6 +413,6 @@ def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed:
         except (OSError, ValueError, KeyError, TypeError) as error:
             recorded = f"unknown: {error}"
         if digest() != recorded:
-            said = f"measured from the weights that this run began with ({path}: {recorded})"
+            message = f"measured from the weights that this run began with ({path}: {recorded})"
             todo = "put them back into the model folder, or begin a new run"
-            raise CheckpointError(f"trainer.objective.kl is {said}: {todo}")
+            raise CheckpointError(f"trainer.objective.kl is {message}: {todo}")

@@ -1,10 +1,10 @@
-"""Export: a Hugging Face folder that plain `transformers` loads, with a card that says where it came from.
+"""Export: a Hugging Face folder that plain `transformers` loads, with a card that tells its origin.
 
     hidden folder ─► weights, configuration, tokenizer, README.md, shoal.json, all synced ─► rename
 
-`shoal.json` marks an export and lists its files; a folder without it is never overwritten. In an older export, or an
-empty folder, files take the places of the older ones, the weights last; whatever else is there (LICENSE, .git) stays. A
-kill in between leaves a folder without weights, which nobody takes for a model.
+`shoal.json` marks an export and lists its files; a folder without it is never overwritten. An export into an older
+export, or into an empty folder, replaces the listed files, the weights last; other files (LICENSE, .git) stay. If it is
+killed in between, the folder has no weights and cannot be mistaken for a model.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 That of the model it was trained from, where nothing else was agreed.
 """
-Which = int | Literal["newest", "best"]  # a version, the newest checkpoint, or that with the best held-out score
+Which = int | Literal["newest", "best"]  # version, newest checkpoint, or best held-out score
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a reader of the exported model wants to know. `metrics` is the last row that measured each number, `scores`
-    the held-out score by version, `chosen` which of the run's versions this is."""
+    """Facts about the exported model. `metrics`: the newest value of each number; `scores`: held-out scores by version;
+    `chosen`: which version of the run this is."""
 
     progress: Progress
     base_model: str = ""
@@ -93,14 +93,14 @@ class ModelCard:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     def as_readme(self, dtype: str) -> str:
-        """README.md for people and for the Hugging Face hub, which refuses names of models that it does not know."""
+        """README.md for people and for the Hugging Face hub, which refuses unknown model names in `base_model`."""
         progress, head, base = self.progress, self.ledger_head, self.base_model or "not recorded"
         on_the_hub = bool(ON_THE_HUB.fullmatch(self.base_model))
         facts = {"run": f"`{progress.run}`", "version": f"{progress.version} (incarnation {progress.incarnation})"}
         facts |= {"this version is": self.chosen} if self.chosen else {}
         facts["trained from"] = base if on_the_hub or not self.base_model else f"{base} (a local model)"
         facts |= {"environment": self.environment or "not recorded", "weights": dtype}
-        if self.trained_on == "rollouts":  # demonstrations need no hub: nothing is published, and there is no ledger
+        if self.trained_on == "rollouts":  # demonstrations have no published policy and no ledger
             facts["policy digest"] = f"`{self.digest}`" if self.digest else "not recorded"
             facts["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
         return README.format(
@@ -117,7 +117,7 @@ def _table(title: str, rows: Mapping[str, str]) -> str:
 
 
 def hub_name(path: str | Path) -> str:
-    """What to call a model: as the Hugging Face hub does where the path tells, else as its folder.
+    """A model's name on the Hugging Face hub if the path contains it, else the name of its folder.
 
     >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899d")
     'Qwen/Qwen3-0.6B'
@@ -130,8 +130,8 @@ def export_policy(
     destination: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], card: ModelCard,
     dtype: str = "float32",
 ) -> Path:  # fmt: skip
-    """Write the folder, and return where it is; an older export there is replaced, anything else is left alone.
-    Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them."""
+    """Write the folder and return its path. An older export is replaced; another folder is refused. Adapters are merged
+    into the weights."""
     refuse_foreign(destination)
     destination = destination.resolve()
     tensors, files = merged(tensors, files)
@@ -144,7 +144,7 @@ def export_policy(
         hidden.mkdir()
         weights = {name: cast(tensor, DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
         save_file(weights, hidden / MODEL, metadata={"format": "pt"})
-        (hidden / MODEL).chmod(0o644)  # the library makes it private; a model is there to be read
+        (hidden / MODEL).chmod(0o644)  # the library makes it private
         with (hidden / MODEL).open("rb") as file:
             os.fsync(file.fileno())
         # With the type of the exported weights, so that a loader does not cast them.
@@ -171,7 +171,7 @@ def export_policy(
 
 
 def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> None:
-    """Put a card into an export, also later: what became known of its model. The list of files stays."""
+    """Write the card of an export, also later, when more is known. The list of files stays."""
     write_atomically(destination / "README.md", card.as_readme(dtype).encode())
     write_atomically(destination / MARK, replace(card, files=card.files or written_files(destination)).as_json())
 
@@ -180,8 +180,8 @@ def export_checkpoint(
     trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32",
     manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
 ) -> Path:  # fmt: skip
-    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. The card is
-    completed by what the folder tells, and by the manifest of that version (digest, ledger head)."""
+    """Export a checkpoint of a trainer's folder at any time, without hub, model folder or trainer. The card is
+    completed from the folder and from the manifest of the version (digest, ledger head)."""
     rows = MetricsLog(trainer_folder / "metrics.jsonl")
     scores, store = scores_of(rows), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     stored, chosen = _choose(store, which, scores)
@@ -195,7 +195,7 @@ def export_checkpoint(
 
 
 def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
-    """The checkpoint asked for, and why it is this one."""
+    """The checkpoint asked for, and a phrase that says why it is this one."""
     places = store.places()
     if not places:
         raise CheckpointError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
@@ -206,8 +206,8 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
     if which == "best":
         best = ranked(places, scores)
         if not best:
-            told = "has a held-out score yet (trainer.evaluate_every): export the newest one by leaving out --best"
-            raise ConfigError(f"no checkpoint in {store.folder} {told}")
+            details = "has a held-out score yet (trainer.evaluate_every): export the newest one by leaving out --best"
+            raise ConfigError(f"no checkpoint in {store.folder} {details}")
         if scores[best[0][0]] < max(scores.values()):
             log.warning("version %d has the best score of the checkpoints kept, but not of the run", best[0][0])
         return store.at(best[0]), f"the best of {len(best)} kept, by held-out score"
@@ -219,7 +219,7 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
 
 
 def beside_the_best(version: int, scores: Mapping[int, float]) -> str:
-    """How a version compares with the best that was measured; nothing where there is nothing to compare."""
+    """A phrase that compares a version with the best measured one; empty without scores."""
     if not scores:
         return ""
     best = max(scores, key=lambda number: (scores[number], number))

@@ -1,14 +1,14 @@
-"""What is in a trainer's folder, without torch: where a run stands, which checkpoints are kept, where an export may go.
+"""The files in a trainer's folder, without torch: progress, checkpoint retention, where an export may go.
 
-Which checkpoints are kept is a function of their numbers and of the scores known, so that a resume decides the same:
+Which checkpoints are kept depends only on their numbers and the known scores, so a resume decides the same:
 
-    newest `keep`                  what a resume needs, and one more should it be damaged
-    best `keep_best`               by held-out score; of equal ones the newer, which was trained on more
-    newest `AWAITED` of those      that are measured but have no score yet: one of them may turn out to be the best
-    first of every block           of `lookback` versions, back to one that is that old: whatever a guard stops the run
-                                   for, there is a checkpoint from before it began
+    newest `keep`                  what a resume needs, and one more in case it is damaged
+    best `keep_best`               by held-out score; of equal ones the newer
+    newest `AWAITED` of those      that will be measured but have no score yet: one of them may become the best
+    first of every block           of `lookback` versions, back to one that is that old: a guard that stops the run can
+                                   name a checkpoint from before the cause
 
-A version that was trained twice (two incarnations) counts as the newer one.
+Of a version that was trained twice (two incarnations) the newer one counts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Place = tuple[int, int]
 """Version and incarnation: newer ones are greater."""
 
 AWAITED = 2
-"""The hub never has more versions than that measured at a time."""
+"""The most versions that the hub has measured at a time."""
 
 MARK = "shoal.json"
-"""Marks an export, by what is in it. A folder without it is somebody's and is never overwritten."""
+"""Marks an export. A folder without it is never overwritten."""
 
 HIDDEN = ".exporting"
-"""Where an export into a folder that is there is written first."""
+"""Folder for the files of an unfinished export."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Retention:
-    """`is_measured` tells which versions get a held-out score sooner or later.
+    """`is_measured` tells which versions will get a held-out score.
 
     >>> rule = Retention(keep=1, keep_best=1, is_measured=lambda version: version % 2 == 0)
     >>> sorted(rule.kept([(version, 0) for version in range(10)], {0: 0.1, 2: 0.7, 4: 0.3}))
@@ -63,9 +63,9 @@ class Retention:
     lookback: int = 0
 
     def kept(self, places: Sequence[Place], scores: Mapping[int, float]) -> set[Place]:
-        kept, lives = set(sorted(places, reverse=True)[: self.keep]), _last_lives(places)
-        if self.lookback:  # while version n is the newest, one is at least that old (or the first that there was)
-            # Newest first, so that the oldest of a block is the one that stays.
+        kept, lives = set(sorted(places, reverse=True)[: self.keep]), _newest_incarnations(places)
+        if self.lookback:
+            # Newest first, so that the dictionary keeps the oldest of each block.
             first = sorted({place[0] // self.lookback: place for place in lives}.values())
             old = [place for place in first if place[0] <= max(places)[0] - self.lookback]
             kept |= set(first[max(0, len(old) - 1) :])
@@ -76,23 +76,21 @@ class Retention:
 
 
 def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:
-    """Those that have a score, the best first; of equal ones the newer."""
-    scored = [place for place in _last_lives(places) if place[0] in scores]
+    """The checkpoints with a score, best first; of equal scores the newer first."""
+    scored = [place for place in _newest_incarnations(places) if place[0] in scores]
     return sorted(scored, key=lambda place: (scores[place[0]], place), reverse=True)
 
 
-def _last_lives(places: Sequence[Place]) -> list[Place]:
-    """The newest incarnation of every version, newest first: scores are of that one."""
+def _newest_incarnations(places: Sequence[Place]) -> list[Place]:
     return sorted(dict(sorted(places)).items(), reverse=True)
 
 
 def scores_of(metrics: MetricsLog) -> dict[int, float]:
-    """The held-out score of every version that has one."""
     return {int(row["step"]): row["held_out"] for row in metrics.rows() if "held_out" in row}
 
 
 def refuse_foreign(destination: Path) -> None:
-    """Whatever is at the destination must be an export, an empty folder, or nothing."""
+    """Refuse a destination that is neither an export, nor an empty folder, nor absent."""
     if not destination.exists() and not destination.is_symlink():
         return
     if destination.is_dir() and ({entry.name for entry in destination.iterdir()} <= {HIDDEN} or _facts(destination)):
@@ -101,14 +99,13 @@ def refuse_foreign(destination: Path) -> None:
 
 
 def written_files(folder: Path) -> tuple[str, ...]:
-    """The files that the export in a folder consists of, as it says itself; none if it does not say so."""
     listed = _facts(folder).get("files")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return tuple(name for name in names if name not in ("", ".", "..") and Path(name).name == name)
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """What the mark of an export says; nothing if there is none, or a file of that name that no export wrote."""
+    """The content of the mark of an export; empty without one."""
     try:
         facts: dict[str, Any] = json.loads((folder / MARK).read_bytes())
         types = [type(facts["progress"][name]) for name in ("run", "version", "incarnation")]

@@ -1,10 +1,10 @@
-"""Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
+"""Guards: a run that goes wrong raises an alarm early, and ends as a failure instead of as a model.
 
-    rows so far ─┬► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
-                 └► judge ◄─ the step's numbers ─► alarm_NAME in the row, sentences for log and hub; stop: the run ends
+    rows so far ─┬► veto ◄─ the numbers of each update, before it is applied     skip or stop: it is not applied
+                 └► judge ◄─ the numbers of the step ─► alarm_NAME in the row, messages for log and hub; stop: run ends
 
-A measure is a function of the rows in metrics.jsonl (never `held_out`, which may come later) and of the numbers at
-hand, so that a resumed run decides the same. It is None where there is too little to judge by. Imports no torch.
+A measure is a function of the rows in metrics.jsonl (never of `held_out`, which may come later) and of the current
+numbers, so a resumed run decides the same. It returns None if there is too little to judge by. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 
 Row = Mapping[str, float]
 Measure = Callable[[Sequence[Row], Row], float | None]
-SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend
+SMOOTH = 5  # rows that are averaged, so that one unusual batch is no trend
 SLOPE_ROWS = 16
-HISTORY = 2000  # rows that are looked back upon
-LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
-NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
+HISTORY = 2000  # rows that measures look at
+LEAST_LOSS = 0.05  # of reward: a smaller loss is noise
+NOISE = 4.0  # times the mean difference of two rows
 CALM = 5  # rows without an alarm end its episode
-LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
+LOOKBACK = 20  # versions: more than any guard needs to notice; one older checkpoint is kept
 ALARM = "alarm_"
-RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
+RUN_OF_NOT_FINITE = "not_finite_updates"  # consecutive ones at the end of the step
 LARGEST = 3.4028234663852886e38  # that float32 holds
 
 
@@ -51,22 +51,22 @@ Real = Annotated[float, AfterValidator(holds)]
 
 
 def values_of(rows: Sequence[Row], *names: str) -> list[float]:
-    """The numbers of this name, or of the next one where a row lacks it; rows without any are left out."""
+    """The finite numbers under the first of `names` that each row has."""
     found = (next((row[name] for name in names if name in row), None) for row in rows)
     return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def mean_of(values: Sequence[float]) -> float:
-    return sum(value / len(values) for value in values)  # divided first: the sum of huge ones would be infinite
+    return sum(value / len(values) for value in values)  # divided first: a sum of huge values would be infinite
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Means of the last five each: [1, 2, 3, 4] → [1.5, 2, 2.5]."""
+    """Means of the last five values each: [1, 2, 3, 4] → [1.5, 2, 2.5]."""
     return [mean_of(values[max(0, end - SMOOTH) : end]) for end in range(2, len(values) + 1)]
 
 
 def noise(values: Sequence[float]) -> float:
-    """What chance explains: some times how far one value is from the next on average, which hardly has a trend."""
+    """The change that chance explains: `NOISE` times the mean difference of neighbouring values."""
     return NOISE * mean_of([abs(after - before) for before, after in itertools.pairwise(values)] or [0.0])
 
 
@@ -75,25 +75,25 @@ def latest(name: str) -> Measure:
 
 
 def recent(name: str) -> Measure:
-    """Its mean over the last rows."""
+    """The mean over the last rows."""
     return lambda rows, row: next(reversed(smoothed(values_of([*rows[-SMOOTH + 1 :], row], name))), None)
 
 
 def without_tokens(rows: Sequence[Row], row: Row) -> float | None:
-    """How many steps in a row, this one included, had no token to train on."""
+    """The number of consecutive steps, up to this one, without a token to train on."""
     counts = reversed(values_of([*rows[-HISTORY:], row], "tokens"))
     return float(sum(1 for _ in itertools.takewhile(lambda tokens: not tokens, counts)))
 
 
 def spike(name: str, rows: Sequence[Row], row: Row) -> float | None:
-    """How many times the median gradient norm of the last rows it is."""
+    """The ratio to the median gradient norm of the last rows."""
     before, now = values_of(rows[-SLOPE_ROWS:], "grad_norm"), values_of([row], name)
     median = statistics.median(before) if len(before) >= SMOOTH else 0.0
     return now[0] / median if now and median > 0 else None
 
 
 def growth(rows: Sequence[Row], row: Row) -> float | None:
-    """The factor that the gradient norm grew by over `SLOPE_ROWS` rows: the exponential that fits best, end to end."""
+    """The growth factor of the gradient norm over `SLOPE_ROWS` rows, by an exponential fit."""
     norms = [math.log(value) for value in values_of([*rows[-SLOPE_ROWS + 1 :], row], "grad_norm") if value > 0]
     if len(norms) < SLOPE_ROWS:
         return None
@@ -101,7 +101,7 @@ def growth(rows: Sequence[Row], row: Row) -> float | None:
 
 
 def rise_again(rows: Sequence[Row], row: Row) -> float | None:
-    """Which share of its fall the entropy has regained since its lowest point; None unless it has fallen."""
+    """The share of its fall that the entropy has regained since its lowest point; None if it has not fallen."""
     entropies = values_of([*rows[-HISTORY:], row], "entropy")
     curve, chance = smoothed(entropies), noise(entropies)
     if not curve:
@@ -109,13 +109,13 @@ def rise_again(rows: Sequence[Row], row: Row) -> float | None:
     lowest = curve.index(min(curve))
     peak = max(curve[: lowest + 1])
     fall, rise = peak - curve[lowest], curve[-1] - curve[lowest]
-    if not max(0.2 * abs(peak), chance) < fall < math.inf:  # less is no fall, it wavers
+    if not max(0.2 * abs(peak), chance) < fall < math.inf:
         return None
     return rise / fall if rise > chance else 0.0
 
 
 def lost(rows: Sequence[Row], row: Row) -> float | None:
-    """Which share of the best mean reward is gone, counted from 0, or from the lowest reward if that is below."""
+    """The share of the best mean reward that is lost, measured from 0, or from the lowest reward if that is below 0."""
     if not values_of([row], "sampled_reward", "reward_mean"):
         return None
     looked_at = [*rows[-HISTORY:], row]
@@ -124,7 +124,7 @@ def lost(rows: Sequence[Row], row: Row) -> float | None:
     if not curve or not max(curve) - curve[-1] > max(LEAST_LOSS, noise(rewards)):
         return 0.0
     scale = max(curve) - min(0.0, *rewards)
-    if min(rewards) < 0:  # the lowest one seen is no natural zero: the spread of single rewards is a scale, too
+    if min(rewards) < 0:  # the lowest reward is no natural zero, so the spread of single rewards counts too
         scale = max(scale, mean_of(values_of(looked_at, "reward_std") or [0.0]))
     return (max(curve) - curve[-1]) / scale if scale < math.inf else None
 
@@ -134,16 +134,16 @@ LOWER = "What to do: lower trainer.learning_rate"
 
 @dataclass(frozen=True)
 class Guard:
-    """`of_step` judges a row, `of_update` an update before it is made; the cause may be `rows` older than what shows
-    it. `of_beginning`: of the policy that a step begins with: it refuses all its updates, and judges the last
-    version."""
+    """`of_step` judges a row, `of_update` an update before it is applied. The cause may be up to `rows` steps old.
+    `of_beginning`: it judges the policy that a step begins with, so it refuses all updates of the step and also checks
+    the last version. A limit must be above `least` and at most `most`."""
 
     name: str
     limit: float
     of_step: Measure
     of_update: Measure | None = None
-    react: str = "warn"
-    reactions: tuple[str, ...] = ("off", "warn", "stop")
+    action: str = "warn"
+    actions: tuple[str, ...] = ("off", "warn", "stop")
     seen: str = field(kw_only=True)
     advice: str = field(kw_only=True)
     below: bool = False
@@ -154,7 +154,7 @@ class Guard:
 
 
 GUARDS = (
-    # It can't be off: such an update would destroy the weights. With skip, so many of them in a row stop the run.
+    # Cannot be off: such an update would destroy the weights. With skip, `limit` of them in a row stop the run.
     Guard("not_finite", 3, lambda _rows, _: None, None, "stop", ("skip", "stop"), rows=1,
         seen="the loss or gradient of an update is NaN or infinite ({:.0f} in a row)",
         advice=f"Weights, rewards or recorded log-probabilities are broken. {LOWER}, look at the rollouts of the step"),
@@ -190,30 +190,30 @@ GUARDS = (
         advice=f"Hardly any rollout earns anything. {LOWER}, and begin again from an earlier version"),
 )  # fmt: skip
 RULES = {guard.name: guard for guard in GUARDS}
-# A warm start has no recorded log-probabilities: at its end, the loss of its last batch is judged.
+# A warm start has no recorded log-probabilities, so the loss of its last batch is judged at the end.
 RISEN = "the loss of its batch is {:.3g} nats per token higher than that of the first step"
 ENDING = replace(RULES["divergence"], of_step=latest("rise"), seen=RISEN)
 
 
 class GuardRule(BaseModel):
-    """`[trainer.guards.NAME]`: what is not given is as the table of guards says (docs/guides/guards.md)."""
+    """`[trainer.guards.NAME]`. Defaults are those of the table of guards (docs/guides/guards.md)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     limit: Real | None = Field(default=None, description="what the guard fires beyond")
-    react: Literal["off", "warn", "skip", "stop"] | None = Field(default=None, description="what is done then")
+    action: Literal["off", "warn", "skip", "stop"] | None = Field(default=None, description="what is done then")
 
 
 class GuardSettings(BaseModel):
-    """The [trainer.guards] table. A guard is a table of its own: `[trainer.guards.entropy_rise]`, `react = "off"`."""
+    """The [trainer.guards] table. Each guard is a table: `[trainer.guards.entropy_rise]`, `action = "off"`."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, GuardRule]
 
     @property
     def lookback(self) -> int:
-        """How old a checkpoint must be kept: some guard stops the run on what began some steps ago."""
-        stops = any(guard.rows > 1 and self.rule(guard.name).react == "stop" for guard in GUARDS)
+        """How many versions back a checkpoint must be kept, because a guard may stop the run for an older cause."""
+        stops = any(guard.rows > 1 and self.rule(guard.name).action == "stop" for guard in GUARDS)
         return LOOKBACK if stops else 0
 
     def rule(self, name: str) -> Any:
@@ -226,60 +226,58 @@ class GuardSettings(BaseModel):
             raise ValueError(f"there is no guard {unknown[0]!r}; there are {', '.join(RULES)}")
         for name, guard in RULES.items():
             given = rules.pop(name, GuardRule())
-            limit, react = guard.limit if given.limit is None else given.limit, given.react or guard.react
-            reactions = (*guard.reactions, *(["skip"] if guard.of_update else []))
+            limit, action = guard.limit if given.limit is None else given.limit, given.action or guard.action
+            actions = (*guard.actions, *(["skip"] if guard.of_update else []))
             if not guard.least < limit <= guard.most:
                 raise ValueError(f"{name}.limit = {limit:g} must be above {guard.least:g}, at most {guard.most:g}")
-            if react not in reactions:
-                raise ValueError(f"{name}.react = {react!r}: it may be {', '.join(reactions)}")
-            rules[name] = given.model_copy(update={"limit": limit, "react": react})
+            if action not in actions:
+                raise ValueError(f"{name}.action = {action!r}: it may be {', '.join(actions)}")
+            rules[name] = given.model_copy(update={"limit": limit, "action": action})
         return self
 
 
 class Alarm(NamedTuple):
-    """A guard whose limit is passed. `is_new`: it was calm before, so people hear of it."""
+    """A guard whose limit is exceeded. `is_new`: there was no such alarm in the last rows, so people are told."""
 
     name: str
     step: int
     value: float
-    react: str
+    action: str
     is_new: bool
     message: str
 
 
-class Judged(NamedTuple):
-    """What the guards say of a step: alarms, and numbers for its row."""
-
+class GuardReport(NamedTuple):
     alarms: tuple[Alarm, ...]
     numbers: Mapping[str, float]
 
     def news(self) -> dict[str, str]:
-        """Code → sentence, of those that people should hear of now."""
-        return {f"guard.{each.name}": each.message for each in self.alarms if each.is_new or each.react == "stop"}
+        """Code → message, of the alarms that people are told now."""
+        return {f"guard.{each.name}": each.message for each in self.alarms if each.is_new or each.action == "stop"}
 
     @property
     def stopping(self) -> Alarm | None:
-        return next((alarm for alarm in self.alarms if alarm.react == "stop"), None)
+        return next((alarm for alarm in self.alarms if alarm.action == "stop"), None)
 
     def refuse(self, folder: Path, versions: Iterable[int]) -> None:
-        """Raise `TrainingDiverged` if a guard stops the run; `versions` are those of the checkpoints in `folder`."""
+        """Raise `TrainingDiverged` if a guard stops the run. `versions` are the checkpoints in `folder`."""
         if (alarm := self.stopping) is None:
             return
-        # Which checkpoint to go back to: the newest from before whatever the guard looked at.
+        # The last good checkpoint is the newest from before the rows that the guard looked at.
         kept, oldest = sorted(versions), max(0, alarm.step - RULES[alarm.name].rows + 1)
         good = max((version for version in kept if version <= oldest), default=None)
         newer = "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
-        said = f"There is no checkpoint from before it began in {folder}; there are versions {kept}"
+        message = f"There is no checkpoint from before it began in {folder}; there are versions {kept}"
         if good is not None:
-            said = f"The last good checkpoint, from before it began, is version {good} in {folder}"
-            if folder.parent.name == "trainer":  # of a run, which can export it
-                said += f"; to take it out: {shoal_command()} export {folder.parent.parent} OUT --version {good}"
-        raise TrainingDiverged(f"{alarm.message}. The run was stopped at version {alarm.step}{newer}. {said}")
+            message = f"The last good checkpoint, from before it began, is version {good} in {folder}"
+            if folder.parent.name == "trainer":  # of a run, which has `shoal export`
+                message += f"; to export it: {shoal_command()} export {folder.parent.parent} OUT --version {good}"
+        raise TrainingDiverged(f"{alarm.message}. The run was stopped at version {alarm.step}{newer}. {message}")
 
 
 @dataclass
-class Watch:
-    """The guards of a run. `rows` are those of the steps so far; for every step: `begin`, `veto`, `judge`, its row."""
+class GuardMonitor:
+    """The guards of a run. For each step: `begin`, `veto` for each update, `judge`, then its row is added to `rows`."""
 
     settings: GuardSettings
     rows: list[Row] = field(default_factory=list)
@@ -292,55 +290,55 @@ class Watch:
         self._not_finite = int(self.rows[-1].get(RUN_OF_NOT_FINITE, 0)) if self.rows else 0
 
     def veto(self, numbers: Row) -> str | None:
-        """Why this update must not be made; None if it may. A stop, or `of_beginning`, refuses the whole step."""
+        """Why this update must not be applied, or None. A stop, or a guard `of_beginning`, refuses the whole step."""
         for refused in self._refused.values():
-            if refused.react == "stop" or RULES[refused.name].of_beginning:
+            if refused.action == "stop" or RULES[refused.name].of_beginning:
                 return refused.message
         if all(math.isfinite(numbers.get(name, 0.0)) for name in ("loss", "grad_norm")):
             self._not_finite = 0
             found = (self._alarm(each, each.of_update(self.rows, numbers)) for each in GUARDS if each.of_update)
-            alarm = next((alarm for alarm in found if alarm and alarm.react in ("skip", "stop")), None)
+            alarm = next((alarm for alarm in found if alarm and alarm.action in ("skip", "stop")), None)
         else:
             self._not_finite += 1
             own = self.settings.rule("not_finite")
-            react = "stop" if own.react == "stop" or self._not_finite >= own.limit else "skip"
-            alarm = self._alarm(RULES["not_finite"], float(self._not_finite), react=react)
+            action = "stop" if own.action == "stop" or self._not_finite >= own.limit else "skip"
+            alarm = self._alarm(RULES["not_finite"], float(self._not_finite), action=action)
         self._refused |= {alarm.name: alarm} if alarm else {}
         return alarm.message if alarm else None
 
-    def judge(self, metrics: Row) -> Judged:
-        """What is wrong with the step that was trained, and the numbers that its row must hold."""
+    def judge(self, metrics: Row) -> GuardReport:
+        """The alarms of the step, and the numbers that its row must hold."""
         measured = (self._alarm(guard, guard.of_step(self.rows, metrics)) for guard in GUARDS)
         count = {RUN_OF_NOT_FINITE: float(self._not_finite)} if self._not_finite else {}
         return self._judged([*filter(None, measured), *self._refused.values()], count)
 
-    def conclude(self, step: int, seen: Row) -> Judged:
-        """What is wrong with the version that the last step made. `seen`: how it sees the batch that it was made of."""
+    def check_last_version(self, step: int, seen: Row) -> GuardReport:
+        """`seen`: measurements of the last version on its own batch."""
         self._step, when = step, f"after step {step}, the last"
         if not all(map(math.isfinite, seen.values())):
-            said = f"{when}: weights, or log-probabilities by them, are NaN, infinite or huge. {LOWER} or grad_clip"
-            return self._judged([Alarm("not_finite", step, 1.0, "stop", True, said)])
+            message = f"{when}: weights, or log-probabilities by them, are NaN, infinite or huge. {LOWER} or grad_clip"
+            return self._judged([Alarm("not_finite", step, 1.0, "stop", True, message)])
         judging = (ENDING, *(guard for guard in GUARDS if guard.of_beginning))
         found = (self._alarm(guard, guard.of_step(self.rows, seen), when) for guard in judging)
         return self._judged(filter(None, found))
 
-    def _judged(self, alarms: Iterable[Alarm], numbers: Mapping[str, float] = {}) -> Judged:
-        """One alarm of each guard, the last; what is news is logged."""
+    def _judged(self, alarms: Iterable[Alarm], numbers: Mapping[str, float] = {}) -> GuardReport:
+        """One alarm for each guard (the last one); new alarms are logged."""
         by_name = {alarm.name: alarm for alarm in alarms}
         values = {f"{ALARM}{name}": alarm.value for name, alarm in by_name.items()}
-        judged = Judged(tuple(by_name.values()), {**numbers, **values})
+        judged = GuardReport(tuple(by_name.values()), {**numbers, **values})
         for sentence in judged.news().values():
             log.warning("%s", sentence)
         return judged
 
-    def _alarm(self, guard: Guard, value: float | None, when: str = "", react: str = "") -> Alarm | None:
-        """The alarm of a guard that is not off and has measured something beyond its limit. `react`: it surely has."""
+    def _alarm(self, guard: Guard, value: float | None, when: str = "", action: str = "") -> Alarm | None:
+        """The alarm of a guard that is on, if `value` is beyond its limit, or if `action` is given."""
         name, own = guard.name, self.settings.rule(guard.name)
-        beyond = value is not None and (react or (value < own.limit if guard.below else value > own.limit))
-        if value is None or not beyond or own.react == "off":
+        beyond = value is not None and (action or (value < own.limit if guard.below else value > own.limit))
+        if value is None or not beyond or own.action == "off":
             return None
-        value = min(value, sys.float_info.max)  # a quotient of huge numbers may be infinite, which no row holds
+        value = min(value, sys.float_info.max)  # rows hold no infinite numbers
         is_new = not any(f"{ALARM}{name}" in row for row in self.rows[-CALM:])
         limit = f"trainer.guards.{name}.limit = {own.limit:g}"
-        said = f"{when or f'step {self._step}'}: {guard.seen.format(value)} ({limit}). {guard.advice}"
-        return Alarm(name, self._step, value, react or own.react, is_new, said)
+        message = f"{when or f'step {self._step}'}: {guard.seen.format(value)} ({limit}). {guard.advice}"
+        return Alarm(name, self._step, value, action or own.action, is_new, message)

@@ -1,12 +1,12 @@
-"""What training changes (weights, moments), and by which rules (advantage, loss, schedule).
+"""What training changes (weights, moments) and by which rules (advantage, loss, schedule).
 
     model (bfloat16) ──forward, backward──► gradient of one weight ──added in float32──► master.grad
          ▲                                                                                  │ optimizer, on masters
          └───────────────────────────── rounded once ──────────────────────── master ◄──────┘
 
-A step moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away. Gradients
-in bfloat16 never exist all at once. Weights that are not trained have no masters: their exact values stay in the host's
-memory, and are saved, published and exported.
+A step changes most weights by less than bfloat16 can represent; the float32 masters keep these changes. Gradients in
+bfloat16 never exist all at once. Frozen weights have no masters: their exact values stay in host memory, for saving,
+publishing and exporting.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Masters:
         copied = {name: weight.detach().to(torch.float32, copy=True) for name, weight in trained.items()}
         self.named: Mapping[str, Tensor] = {name: nn.Parameter(weight) for name, weight in copied.items()}
         untrained = {name: weight.detach() for name, weight in model.named_parameters() if not weight.requires_grad}
-        # On a CPU the memory that they lay in: `attach` gives the model other.
+        # On a CPU this keeps the original memory: `attach` gives the model new tensors.
         self.frozen: Mapping[str, Tensor] = {n: each.to("cpu", torch.float32) for n, each in untrained.items()}
         self._untrained = [weight for weight in model.parameters() if not weight.requires_grad]
         self._weights: list[Tensor] = list(trained.values())
         self._masters: list[Tensor] = list(self.named.values())
 
     def attach(self, dtype: torch.dtype) -> None:
-        """Round the model's weights to `dtype`, and take over their gradients from now on. Buffers keep their type:
-        rotary frequencies would lose what tells far positions apart."""
+        """Round the model's weights to `dtype`, and take over their gradients. Buffers keep their type: rotary
+        frequencies need float32."""
         for own in self._model.parameters():
             own.data = own.data.to(dtype)
 
@@ -72,15 +72,15 @@ class Masters:
 
     @torch.no_grad()
     def write_back(self, frozen: bool = False) -> None:
-        """The model computes with what the masters have become; if they were loaded, `frozen` weights, too."""
+        """Copy the masters into the model; with `frozen`, also the frozen weights."""
         torch._foreach_copy_(self._weights, self._masters)
         for weight, exact in zip(self._untrained, self.frozen.values(), strict=True) if frozen else ():
             weight.copy_(exact)
 
 
 def recompute_layers(model: Any) -> None:
-    """From now on the backward pass computes every decoder layer again. The gradients are the same. transformers' own
-    switch works in training mode only, where dropout would be noise in the ratio."""
+    """Recompute every decoder layer in the backward pass. transformers' own switch needs training mode, where dropout
+    would disturb the ratio."""
 
     def call(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -93,7 +93,7 @@ def recompute_layers(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model with its optimizer. `state` is always float32, also where the model computes in bfloat16 (`masters`)."""
+    """A model with its optimizer. `state` is always float32, also if the model computes in bfloat16 (`masters`)."""
 
     model: Any
     optimizer: torch.optim.AdamW
@@ -103,8 +103,8 @@ class Learner:
     loss_parameters: LossParameters
     ranks: Ranks = Ranks()  # noqa: RUF009 - it has no state
     masters: Masters | None = None
-    reference: Any = None  # the policy that training began with, for a KL term; with adapters `model` itself
-    packed: bool = False  # sequences end to end, or in padded rows where the model cannot be computed so
+    reference: Any = None  # the starting policy, for a KL term; with adapters `model` itself
+    packed: bool = False  # sequences end to end; else in padded rows
     cost: Cost = Cost(linear=1, quadratic=0)  # noqa: RUF009 - it is frozen
 
     @property
@@ -118,41 +118,40 @@ class Learner:
         return own if self.masters is None else {name: self.masters.named[name] for name in own}
 
     def state(self) -> dict[str, Tensor]:
-        """The policy's weights by name, as `policy_state` gives them, masters where there are any. Not copied."""
+        """The policy's weights by name as in `policy_state`, from the masters if there are any. Not copied."""
         exact = {} if self.masters is None else {**self.masters.named, **self.masters.frozen}
         return {name: exact.get(name, own).detach() for name, own in policy_state(self.model).items()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite the weights in place; nothing is written unless every name, shape and type is right."""
+        """Overwrite the weights in place; nothing is written unless every name, shape and type fits."""
         overwrite(self.state(), tensors)
         if self.masters is not None:
             self.masters.write_back(frozen=True)
 
     def moments(self) -> dict[str, Tensor]:
-        """What the optimizer remembers, as `weight/slot`; empty before the first update. Not copied."""
+        """The state of the optimizer as `weight/slot`; empty before the first update. Not copied."""
         slots = {name: self.optimizer.state.get(weight, {}) for name, weight in self.trained().items()}
         return {f"{name}/{slot}": value for name, values in slots.items() for slot, value in values.items()}
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Let the optimizer remember these and nothing else."""
         trained = self.trained()
         self.optimizer.state.clear()
         for name, value in moments.items():
             weight, _, slot = name.rpartition("/")
             if weight not in trained:
                 raise CheckpointError(f"there are moments of weight {weight}, which is not trained here")
-            # The count of updates stays where AdamW keeps it; moments live beside their weights.
+            # AdamW keeps the count of updates on the CPU (unless fused), moments beside their weights.
             count_stays = slot == "step" and not self.optimizer.defaults["fused"]
             self.optimizer.state[trained[weight]][slot] = value if count_stays else value.to(trained[weight].device)
 
 
 def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:
-    """The model is put in evaluation mode: dropout would be noise in the ratio. One that is spread over the ranks
-    already comes in float32 and with its `reference`, if that is another model."""
+    """The model is put in evaluation mode, because dropout would disturb the ratio. A sharded model comes in float32
+    and with its `reference`, if that is another model."""
     model.eval()
     ranks = ranks or Ranks()
     masters = None
-    if settings.memory.precision != "float32" and not ranks.sharded:  # FSDP rounds what it gathers by itself
+    if settings.memory.precision != "float32" and not ranks.sharded:  # FSDP rounds gathered weights itself
         masters = Masters(model)
         masters.attach(DTYPES[settings.memory.precision])
     if settings.objective.kl > 0 and reference is None:
@@ -183,23 +182,22 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
 
 
 def cost_of(model: Any) -> Cost:
-    """Multiplications of a forward pass, by the model's shape: each weight once per token; queries with keys, and
-    weights with values, once per pair of tokens that see each other."""
+    """The multiplications of a forward pass: each weight once per token; attention once per pair of tokens."""
     shape = model.config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 0)
-    size = vars(shape).get("head_dim") or shape.hidden_size // max(1, heads)  # layers of some models differ in it
+    size = vars(shape).get("head_dim") or shape.hidden_size // max(1, heads)  # may differ between layers
     weights = sum(weight.numel() for weight in model.parameters())
     return Cost(linear=weights, quadratic=shape.num_hidden_layers * heads * size)
 
 
 def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> float:
-    """The rate of an optimizer step: a function of its number alone, so that a resume has no schedule to restore."""
+    """The rate of an optimizer step, from its number alone: a resume has no schedule to restore."""
     updates = step * settings.minibatches + minibatch + 1
     return settings.learning_rate * min(1.0, updates / max(1, settings.warmup_steps))
 
 
 def starting_model(name: str, settings: TrainerSettings, device: str | None = None) -> LoadedModel:
-    """The model that training starts from, with adapters if it is they that are trained."""
+    """The model that training starts from, with adapters if those are trained."""
     loaded = load_model(name, device=device or choose_device(settings.device))
     if settings.lora is None:
         return loaded
@@ -214,7 +212,7 @@ def choose_device(wanted: str) -> str:
 
 
 def make_deterministic(settings: TrainerSettings) -> None:
-    """The same batch must give the same weights after a crash. These switches are the process's, not the learner's."""
+    """The same batch must give the same weights after a crash. These switches hold for the whole process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,24 +1,24 @@
-"""The trainer process, and what it does from wherever the run stands to its last step.
+"""The trainer process: resume, train every remaining step, export.
 
                  ┌───────────────────────────── the hub ────────────────────────────┐
                  │ status      batch n (long poll)    rollouts n                    │ report n     announce n+1
                  ▼                  ▼                     ▼                         ▲              ▲
     resume ─► replay ─► publish ─► [ wait ─► train ─► row n ─► copy ┄┄► publisher: report ─► save ─► publish ]
                                       ▲         archive                   thread
-                                      └─────────── next step ◄──┘               … the last: look back ─► export
+                                      └─────────── next step ◄──┘        … after the last: check policy ─► export
 
-The batch is only asked for when it is wanted: the hub writes it down then, and rollouts would be older than they need
-be. The trainer waits for it up to `batch_deadline_s`, naming what the hub waits for, and before it writes the row of a
-step for the version that the step began with to be out. The order that a crash anywhere relies on, for every version n:
+The trainer asks for a batch only when it needs it: the hub chooses the batch then, so its rollouts are as new as
+possible. It waits up to `batch_deadline_s` and logs what the hub waits for. Before it writes the row of a step it waits
+until the version that the step began with is published. The order for every version n, which crash recovery relies on:
 
     row n-1 in the metrics ─► report n-1 at the hub ─► checkpoint n durable ─► n at the origin ─► n announced ─► row n
 
-So a version goes out only if its checkpoint (where one is due) is durable, and the newest checkpoint is at most one
-version ahead of the hub. A resume loads it, trains on the batches written down since then again (their rows are
-dropped, and reported again), and compares what comes out with what was published.
+So a version is published only after its checkpoint (where one is due) is durable, and the newest checkpoint is at most
+one version ahead of the hub. A resume loads it, trains again on the batches that the hub has since written down (their
+rows are dropped and reported again), and compares the digests with those that were published.
 
-Guards judge what a step begins with. So that nothing ends as a model unjudged, the last version looks back at the batch
-that it was made of before it is saved, published and exported.
+Guards judge the policy that a step begins with. The last version has no next step: it is checked on its own batch
+before it is saved, published and exported.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer.archive import RolloutArchive
-from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start, weights_digest
+from shoal.trainer.checkpoint import CheckpointStore, StateCopy, check_start_weights, weights_digest
 from shoal.trainer.export import ModelCard, beside_the_best, export_policy, hub_name, write_card
 from shoal.trainer.folder import Progress, Retention, refuse_foreign
-from shoal.trainer.guards import Judged, Watch
+from shoal.trainer.guards import GuardMonitor, GuardReport
 from shoal.trainer.learner import Learner, make_deterministic, new_learner, starting_model
 from shoal.trainer.memory import within_memory
 from shoal.trainer.publisher import Publisher
 from shoal.trainer.ranks import RankGroup, join_ranks, lost_peers
 from shoal.trainer.record import RunRecord, Stopwatch, Tracked, Trackers, open_trackers, require_trackers
 from shoal.trainer.settings import TrainerConfig
-from shoal.trainer.shards import Actions, lead
+from shoal.trainer.shards import Actions, lead_ranks
 from shoal.trainer.step import StepWork, Stopped
 
 log = logging.getLogger(__name__)
 
-POLL_S = 2.0  # a failed publication, or a request to stop, is noticed within this
+POLL_S = 2.0  # a failed publication or a request to stop is noticed within this time
 LAST_WAIT_S = 120.0  # for the score of the last version
 LOOK_S = 0.5
 HEARTBEAT_S = 5.0
-LOCK_WAIT_S = 10.0  # a supervisor may start the next trainer while the last one is still ending
+LOCK_WAIT_S = 10.0  # the previous trainer may still be ending
 
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Everything that a training run talks to. The process puts real ones together; tests pass others."""
+    """Everything that a training run uses. `start` gives a digest of the weights that training begins with."""
 
     folder: Path
     hub: HubClient
@@ -79,12 +79,10 @@ class TrainingParts:
     seed: int = 0
     clock: Clock = field(default_factory=SystemClock)
     trackers: Trackers = field(default_factory=Trackers)
-    start: Callable[[], str] = lambda: ""  # tells the weights that the run begins with from others
+    start: Callable[[], str] = lambda: ""
 
 
 class TrainingRun:
-    """One run from wherever it stands to its last step. `version` counts the steps done."""
-
     def __init__(self, parts: TrainingParts, stop: StopToken) -> None:
         self._parts, self._stop, self._info = parts, stop, parts.hub.run_info()
         settings = self._settings = parts.learner.settings
@@ -94,22 +92,21 @@ class TrainingRun:
         self._record = RunRecord(parts.folder / "metrics.jsonl", parts.hub, parts.trackers, parts.clock)
         self._archive = RolloutArchive(parts.folder / "rollouts", TextTokenizer(parts.files).decode)
         self._actions = Actions()
-        self._copied: Copied | None = None  # of the version that was handed over last
+        self._copied: StateCopy | None = None  # of the version that was handed over last
         self._saved: int | None = None  # the newest version that is in a checkpoint, or on its way into one
         self._last: StepWork | None = None  # what the run's last step was trained on
-        self._watch = Watch(settings.guards)
+        self._watch = GuardMonitor(settings.guards)
         self._stopwatch = Stopwatch(parts.clock)
         self.activity = Activity(parts.clock)
         self.version = 0
         self._held_out = HeldOut(settings.evaluate_every, parts.hub.evaluations, parts.clock, stop)
 
     def _is_measured(self, version: int) -> bool:
-        """Whether a version gets a held-out score sooner or later."""
         every = self._settings.evaluate_every
         return every > 0 and (version % every == 0 or version == self._info.steps)
 
     def run(self) -> None:
-        """The story: resume, catch up with what the hub has seen, continue to the last step, export."""
+        """Resume, replay what the hub has seen, train to the last step, export."""
         refuse_foreign(self._parts.folder / "export")
         self._archive.open()
         published = self._parts.hub.status().policy
@@ -118,12 +115,12 @@ class TrainingRun:
             while published is not None and self.version < published.version:
                 self._advance()  # a replay: the batches are those of the first time
                 if self.version < published.version:
-                    self._hand_over(publish=False)
+                    self._submit_version(publish=False)
             while self.version < self._info.steps:
-                self._hand_over()
+                self._submit_version()
                 self._advance()
-            self._look_back()
-            self._hand_over()
+            self._check_last_version()
+            self._submit_version()
             self._finish()
         except Stopped:
             log.info("the trainer stopped (%s) at version %d", self._stop.reason, self.version)
@@ -132,19 +129,21 @@ class TrainingRun:
             self._publisher.close()
 
     def _resume(self, published: PolicyRef | None) -> Publisher:
-        """Load the newest checkpoint, if there is one; a publisher that continues with its incarnation."""
+        """Load the newest checkpoint, if any. The publisher continues with the incarnation that was published last."""
         parts, stored, settings, head = self._parts, self._store.newest(), self._settings, self._parts.origin.head()
         incarnation = published.incarnation if published else 0
         held = parts.learner.reference is not None
-        hold_start(parts.folder, parts.start, begins=stored is None, needed=held)
+        check_start_weights(parts.folder, parts.start, begins=stored is None, needed=held)
         if stored is None:
             log.info("no checkpoint: starting from %s", parts.base_model or "the model")
         else:
             progress, seen = stored.progress, published.version if published else -1
             if progress.run != self._info.run or progress.version > seen + 1:
                 here = f"version {progress.version} of run {progress.run}"
-                told = f"the hub has seen version {seen} of run {self._info.run} at most: restore the hub's folder, or"
-                raise CheckpointError(f"{self._store.folder} holds {here}, but {told} move the checkpoints away")
+                details = (
+                    f"the hub has seen version {seen} of run {self._info.run} at most: restore the hub's folder, or"
+                )
+                raise CheckpointError(f"{self._store.folder} holds {here}, but {details} move the checkpoints away")
             self._actions.restore(parts.learner, stored)
             self.version = self._saved = progress.version
             incarnation = max(incarnation, progress.incarnation)
@@ -164,39 +163,39 @@ class TrainingRun:
             batch, rollouts = self._batch_of(step)
         metrics = self._train(batch, rollouts)
         with watch.lap("publish_wait_s"):
-            self._publisher.wait()  # so that the hub is never more than one version behind a checkpoint
+            self._publisher.wait()  # the hub is never more than one version behind a checkpoint
         times = {"hidden_s": self._publisher.worked_s, "save_s": self._publisher.saved_s, **watch.row()}
         times["tokens_per_s"] = metrics["tokens"] / times["train_s"] if times["train_s"] else 0.0
         judged = self._watch.judge(metrics)
         self._record.add(step, {**metrics, **times, **judged.numbers}, self._held_out.known(step))
-        self._heed(judged)
+        self._report_alarms(judged)
         self._watch.rows.append({"step": step, **metrics, **judged.numbers})
         self.version = step + 1
 
-    def _heed(self, judged: Judged) -> None:
-        """A guard may end the run here, before the version is saved or published; the hub hears why first."""
+    def _report_alarms(self, judged: GuardReport) -> None:
+        """A guard may stop the run here, before the version is saved or published. The hub hears the reason first."""
         self._record.warn(judged)
         if judged.stopping:
             self._publisher.wait()
             self._record.report(self._record.take())
             judged.refuse(self._store.folder, [version for version, _ in self._store.sound()])
 
-    def _look_back(self) -> None:
-        """The last version is judged as if a step began with it: by the batch that it was made of, forward only."""
+    def _check_last_version(self) -> None:
+        """Judge the last version by its own batch, with a forward pass only."""
         step = self._info.steps - 1
         work = self._last or self._work(*self._batch_of(step))
         with self.activity.busy(f"looking at version {self.version}, the last"):
-            seen = self._actions.look_back(self._parts.learner, work, self._stop.is_set)
-        judged = self._watch.conclude(step, seen)
+            seen = self._actions.check_policy(self._parts.learner, work, self._stop.is_set)
+        judged = self._watch.check_last_version(step, seen)
         self._record.amend(step, judged.numbers)
-        self._heed(judged)
+        self._report_alarms(judged)
         self._last = None
 
-    def _hand_over(self, publish: bool = True) -> None:
-        """Copy this version; the publisher's thread reports the rows before it, saves it if that is due, and publishes
-        it. Nothing that it uses changes before it is done: the next copy waits for it."""
+    def _submit_version(self, publish: bool = True) -> None:
+        """Copy this version for the publisher's thread, which reports rows, saves if due, and publishes. The next copy
+        waits for it, so the copied memory does not change meanwhile."""
         self._publisher.wait()
-        # Whether it is to be in a checkpoint and is in none; one that is measured may be the best.
+        # A version that validators measure may become the best one, so it is saved too.
         version, may_be_best = self.version, self._settings.keep_best > 0 and self._is_measured(self.version)
         asked_for = version % self._chosen.checkpoint_every == 0 or version == self._info.steps
         save = version != self._saved and (asked_for or may_be_best)
@@ -208,7 +207,7 @@ class TrainingRun:
         self._publisher.submit(self.version, self._copied, rows, scores, publish)
 
     def _batch_of(self, step: int) -> tuple[Batch, TrainingBatch]:
-        """The written-down batch of a step and its rollouts."""
+        """The batch of a step as the hub wrote it down, with its rollouts."""
         clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._settings.batch_deadline_s
         began_s, waiting = clock.monotonic_s(), "nothing was said"
@@ -227,8 +226,8 @@ class TrainingRun:
         batch, rollouts = reply.batch, hub.rollouts(step)
         written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
         if rollouts.step != step or written != sent:
-            told = f"sent {sent[:8]} for step {rollouts.step}"
-            raise ProtocolError(f"the hub wrote down units {written[:8]} for step {step} but {told}")
+            details = f"sent {sent[:8]} for step {rollouts.step}"
+            raise ProtocolError(f"the hub wrote down units {written[:8]} for step {step} but {details}")
         return batch, rollouts
 
     def _work(self, batch: Batch, rollouts: TrainingBatch) -> StepWork:
@@ -237,7 +236,8 @@ class TrainingRun:
         return StepWork(batch.step, rollouts.groups, sampling.temperature, bound, seed, longest)
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
-        """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
+        """Train on a batch. It is archived at the same time, also if training fails: then somebody will want to read
+        it."""
         self._watch.begin(batch.step)
         work = self._work(batch, rollouts)
         self._last = work if batch.step == self._info.steps - 1 else None
@@ -252,7 +252,8 @@ class TrainingRun:
         return metrics
 
     def _finish(self) -> None:
-        """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""
+        """Export the published last version, then wait for its score. Nothing that may fail or wait comes before the
+        export."""
         manifest = self._publisher.wait()
         assert manifest is not None, "a version was handed over before"
         assert self._copied is not None
@@ -280,8 +281,8 @@ class TrainingRun:
 
 @dataclass
 class HeldOut:
-    """The greedy scores on held-out tasks, by validators: `page` asks the hub for those of versions from a number on. A
-    score of a part of the tasks (`Evaluation.partial`) is none: it would be read as a rise or a fall."""
+    """Held-out scores by version, measured by validators. `page` asks the hub for evaluations from a version on. A
+    score of only a part of the tasks (`Evaluation.partial`) is ignored: it would look like a rise or a fall."""
 
     every: int
     page: Callable[[int], EvaluationPage]
@@ -291,21 +292,21 @@ class HeldOut:
     _since: int = 0
 
     def known(self, version: int) -> dict[int, float]:
-        """The row of this version is about to be written: its score, and those of earlier ones that came since."""
+        """Scores that are new since the last call, of versions up to this one."""
         if not self.every:
             return {}
         listed = self.page(self._since).evaluations
         found = {each.policy.version: None if each.partial else each.mean for each in listed if each.complete}
-        # What a replay has not come to yet is known already; it is told with its own row.
+        # During a replay, scores of later versions are known already; each is reported with its own row.
         open_ones = [each.policy.version for each in listed if not each.complete or each.policy.version > version]
         self._since = min(open_ones, default=max(found, default=self._since - 1) + 1)
-        told = {number: mean for number, mean in found.items() if mean is not None and number <= version}
-        news = dict(told.items() - self._told.items())
+        scores = {number: mean for number, mean in found.items() if mean is not None and number <= version}
+        news = dict(scores.items() - self._told.items())
         self._told |= news
         return news
 
     def last(self, version: int) -> float | None:
-        """The run is over: the score of its last version, if validators measure all of it."""
+        """The score of the last version, or None if validators do not measure all of it in time."""
         until_s = self.clock.monotonic_s() + LAST_WAIT_S
         while self.every and self.clock.monotonic_s() < until_s:
             listed = self.page(version).evaluations
@@ -321,7 +322,7 @@ class HeldOut:
 
 
 def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
-    """Train until the run's last step, or until told to stop. Failures are `ShoalError`s; stopping is none."""
+    """Train until the last step, or until told to stop. Failures raise `ShoalError`; stopping does not."""
     settings = config.settings
     require_trackers(settings.tracking)
     make_deterministic(settings)
@@ -349,7 +350,7 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
 
 @contextmanager
 def _in_ranks() -> Iterator[RankGroup | None]:
-    """The other processes that `torchrun` has started, of which this is the first; None without it."""
+    """The group of processes that `torchrun` started, of which this is rank 0; None in a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
@@ -364,8 +365,8 @@ def _in_ranks() -> Iterator[RankGroup | None]:
 def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGroup | None) -> TrainingParts:
     settings = config.settings
     loaded = starting_model(config.model, settings, device=None if ranks is None else "cpu")
-    learner = new_learner(loaded.model, settings) if ranks is None else lead(loaded, settings, ranks)
-    kept = OriginSettings(kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2))
+    learner = new_learner(loaded.model, settings) if ranks is None else lead_ranks(loaded, settings, ranks)
+    kept = OriginSettings(keep_versions=max(OriginSettings().keep_versions, info.max_staleness + 2))
     shown = {**settings.model_dump(mode="json"), "model": Path(config.model).name, "seed": config.seed}
     return TrainingParts(
         folder=config.folder, hub=hub, origin=Origin(config.origin_folder, info.run, config.key, settings=kept),

@@ -1,15 +1,15 @@
 """How much memory training takes on each device, computed from config.json before any weight is loaded.
 
     fixed        weights, float32 masters, gradients, two moments, the reference      exact: from the shapes
-    gathered     with several processes: the layer that computes, and embeddings and head, whole
-    activations  what the backward pass keeps of one micro-batch: counted in a forward pass on torch's meta device;
-                 attention is taken to keep its inputs and output (flash)
-    head         the tile of logits and what the softmax makes of it; on a CPU also copies of the head's size
-    copy         the state that is saved and published: in the memory of a GPU's host, or beside it all on a CPU
-    copying      on a GPU, of that: the one weight that leaves it while training continues
-    holes        on a CPU: what is free, and is not given back to the system
+    gathered     with several processes: the layer that computes; embeddings and head, whole
+    activations  what the backward pass keeps of one micro-batch, counted in a forward pass on torch's meta device;
+                 attention is assumed to keep its inputs and output (flash)
+    head         a tile of logits with its softmax; on a CPU also copies of the size of the head
+    copy         the state that is saved and published: in host memory for a GPU, beside the model on a CPU
+    copying      on a GPU: the one weight that is copied out while training continues
+    holes        on a CPU: free memory that is not returned to the system
 
-What is compiled keeps less, by COMPILED. That and HOLES are measured, not derived.
+Compiled layers keep less (`COMPILED`). `COMPILED` and `HOLES` are measured, not derived.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from shoal.trainer.settings import TrainerSettings
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-SMALL = 40  # a model's weights, so many times, are more than its training ever takes with the default settings
+SMALL = 40  # training takes less than its weights times this, with default settings
 PROBE_TOKENS = 512
 COMPILED = 0.5
 TILES = 3  # logits, their softmax, and its gradient
 HOLES = 0.4  # of the activations of all layers; see `_holes`
-MAPPED_BYTES = 32 * 2**20  # from here on glibc takes each block from the system, and gives it back at once
-CONTEXT_BYTES = {"cuda": GIB, "cpu": GIB // 2}  # what torch itself takes, before anything is in it
+MAPPED_BYTES = 32 * 2**20  # glibc maps larger blocks, and returns them to the system at once
+CONTEXT_BYTES = {"cuda": GIB, "cpu": GIB // 2}  # torch itself, empty
 ATTENTION = "shoal_planned"
-COPIES = ("copy of the state", "published copy")  # what the first process holds beside what it trains
+COPIES = ("copy of the state", "published copy")  # only in the first process
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What memory depends on of a model. Bytes are those of one token, in the type that it computes in."""
+    """The properties of a model that memory depends on. Bytes are per token, in the type that it computes in."""
 
     kind: str
     weights: int
@@ -68,7 +68,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by what they are for: on one device, and in the host memory of the first process."""
+    """Bytes by purpose: on one device, and in the host memory of the first process."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -79,18 +79,16 @@ class Plan:
 
     @property
     def others(self) -> int:
-        """Bytes of a process that is not the first: it holds no copies."""
         return sum(size for name, size in self.device.items() if name not in COPIES)
 
     @property
     def certain(self) -> int:
-        """Without what is estimated."""
         estimated = ("activations", "head", "copying", "holes", "torch itself")
         return sum(size for name, size in self.device.items() if name not in estimated)
 
 
 def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
-    """Read from the files that describe a model. No weight is made."""
+    """From the files that describe a model. No weight is created."""
     dtype = DTYPES[settings.memory.precision]
     with torch.device("meta"):
         model = model_from_files(files, dtype=settings.memory.precision, device="meta")
@@ -109,10 +107,10 @@ def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
 
 
 def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> Plan:
-    """What each of so many processes needs, for micro-batches as the settings say, or one sequence of `longest`."""
+    """The memory of each process for micro-batches as in the settings, or for one sequence of `longest` tokens."""
     tokens, on_host, alone = max(settings.micro_batch_tokens, longest), kind == "cpu", processes == 1
     width, table = shape.dtype.itemsize, shape.vocabulary * shape.hidden
-    stored = shape.weights * (width if alone else 4)  # spread weights are float32, rounded when gathered
+    stored = shape.weights * (width if alone else 4)  # sharded weights are float32
     fixed = {
         "weights": stored // processes,
         "masters": 4 * shape.trained if alone and width < 4 else 0,
@@ -120,25 +118,25 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
         "moments": 8 * shape.trained // processes,
         # With adapters it is the model itself, computed without them.
         "reference": stored // processes if settings.objective.kl > 0 and settings.lora is None else 0,
-        # Two layers, since the next one is fetched meanwhile; gradients of one before they are summed, in float32.
+        # Two layers, because the next one is prefetched; and the float32 gradients of one.
         "gathered": 0 if alone else (2 * shape.largest_layer + shape.outside_layers) * width + 4 * shape.largest_layer,
     }
-    # Host memory of the first process for saving and publishing (`Copies`): weights that are published in another type
-    # than they are saved in are there in both. On a GPU the largest weight leaves it gathered and rounded.
+    # For saving and publishing (`Copies`): weights in the saved type and in the published type, if that is another. On
+    # a GPU the largest weight is gathered and rounded before it is copied out.
     rounds = settings.publish_dtype == "bfloat16" and settings.lora is None
     sizes = (4 * shape.weights + 8 * shape.trained, 2 * shape.weights * rounds)
     copied = {name: size for name, size in zip(COPIES, sizes, strict=True) if size}
     copying = ((0 if alone else 4) + (2 if rounds else 0)) * table
     kept = shape.activation_bytes * tokens
-    # glibc seldom puts an aligned block where one of the same size was, so that what layers compute by the way leaves
-    # holes, whether they are recomputed or not. Larger blocks leave none.
+    # glibc seldom reuses an aligned block for one of the same size, so temporary tensors leave holes. Larger blocks do
+    # not.
     holes = {} if tokens * shape.hidden * width >= MAPPED_BYTES else {"holes": int(HOLES * kept)}
     if settings.memory.compile and kind == "cuda" and width == 2:
         kept = int(kept * COMPILED)
     if settings.memory.recompute:
         kept = shape.layers * shape.hidden * width * tokens + kept // shape.layers
-    # The kernels of a GPU make fewer tables than are counted, by more than the gradient of the head's weights. A CPU
-    # has that gradient before it is added to the one that is there, and 16-bit weights in float32.
+    # GPU kernels need less than is counted here, by more than the gradient of the head. A CPU holds that gradient twice
+    # for a moment, and 16-bit weights also in float32.
     tile = 4 * min(TILE_ELEMENTS if on_host else GPU_TILE_ELEMENTS, tokens * shape.vocabulary)
     head = 2 * 4 * tokens * shape.hidden + TILES * tile
     if on_host:
@@ -153,7 +151,7 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
 def alternatives(
     shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda"
 ) -> dict[str, Plan]:
-    """What the same training takes with one setting changed; only changes that save memory."""
+    """The memory with one setting changed; only changes that save memory."""
 
     def planned(count: int = processes, of: Shape = shape, memory: Mapping[str, Any] = {}, **changes: Any) -> Plan:
         changes["memory"] = settings.memory.model_copy(update=memory)
@@ -169,14 +167,14 @@ def alternatives(
     for count in (2 * processes, 4 * processes, 8 * processes) if kind == "cuda" else ():  # CPUs share a memory
         found[f"trainer.processes={count}"] = planned(count)
     if settings.memory.precision == "float32":
-        # Half the bytes; those that are kept in float32 whatever the type make the saving a little smaller.
+        # Not half of the bytes, because some activations are always kept in float32.
         halved = replace(shape, activation_bytes=int(shape.activation_bytes * 0.6), dtype=torch.bfloat16)
         found['trainer.memory.precision="bfloat16"'] = planned(of=halved, memory={"precision": "bfloat16"})
     return {words: other for words, other in found.items() if other.total < planned().total}
 
 
 def available(settings: TrainerSettings, processes: int) -> tuple[str, int]:
-    """Where training would run here, "cuda" or "cpu", and the bytes that one process has there."""
+    """Where training would run here ("cuda" or "cpu"), and the bytes that one process has there."""
     if settings.device != "cpu" and torch.cuda.is_available():
         return "cuda", torch.cuda.get_device_properties(0).total_memory
     return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
@@ -186,9 +184,9 @@ def available(settings: TrainerSettings, processes: int) -> tuple[str, int]:
 def within_memory(
     settings: TrainerSettings, files: Mapping[str, bytes], processes: int, weight_bytes: int = 0
 ) -> Iterator[None]:
-    """Load and train a model inside: what cannot fit, and what does not after all, is a `ResourceError` with the
-    numbers. Before weights are loaded only what is certain refuses; an estimate that is too large is a warning. Models
-    that are small for this machine, by `weight_bytes` on disk, are not looked at."""
+    """Load and train a model inside this block. What does not fit becomes a `ResourceError` with the numbers. Before
+    loading, only certain numbers refuse; estimates that are too large are a warning. Models whose `weight_bytes` on
+    disk are small for this machine are not checked."""
     kind, memory_bytes = available(settings, processes)
     if weight_bytes * SMALL >= memory_bytes:
         planned = plan(shape_of(files, settings), settings, processes, kind=kind)
@@ -215,7 +213,7 @@ def does_not_fit(planned: Plan, memory_bytes: int) -> str:
 
 
 def _kept_bytes(model: Any) -> int:
-    """Bytes per token that a forward pass keeps for the backward pass, weights left out."""
+    """Bytes per token that a forward pass keeps for the backward pass, without weights."""
     weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -224,7 +222,7 @@ def _kept_bytes(model: Any) -> int:
         return tensor
 
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device="meta")
-    no_mask = torch.zeros((1, 1, 1, 1), device="meta")  # of four dimensions: it is passed on, and none is built
+    no_mask = torch.zeros((1, 1, 1, 1), device="meta")  # a four-dimensional mask is passed on as it is
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, lambda *_arguments, **_named: None)
     before, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
@@ -233,8 +231,8 @@ def _kept_bytes(model: Any) -> int:
             model.base_model(input_ids=ids, attention_mask=no_mask, use_cache=False)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         log.debug("%s cannot be counted without numbers: %s", type(model).__name__, error)
-        # Some do not compute on the meta device (mixtures of experts, mostly): from the usual shape of a layer. Norms
-        # keep two copies of the hidden state each, attention its inputs and output, a gated layer four.
+        # Some models, mostly mixtures of experts, cannot run on the meta device. In a usual layer norms keep two
+        # copies of the hidden state each, attention its inputs and output, a gated layer four.
         config = model.config.get_text_config()
         wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
         inner = (wide or 4 * config.hidden_size) * (getattr(config, "num_experts_per_tok", None) or 1)
@@ -254,7 +252,7 @@ def _attention(
 
 
 class _Flash(torch.autograd.Function):
-    """What flash attention keeps, without the attention."""
+    """The memory behaviour of flash attention, without the computation."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.shardcast import Content
 from shoal.shardcast.origin import Origin
-from shoal.trainer.checkpoint import CheckpointStore, Copied
+from shoal.trainer.checkpoint import CheckpointStore, StateCopy
 from shoal.trainer.folder import Progress
 from shoal.trainer.record import Row, RunRecord
 
@@ -40,20 +40,20 @@ MAX_NEW_INCARNATIONS = 8
 
 
 def views_of(weights: Mapping[str, Tensor], dtype: str) -> list[TensorView]:
-    """The weights in the type that travels; those that have it already are lent, not copied."""
+    """The weights in the published type; those that have it already are borrowed, not copied."""
     return [lent_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in weights.items()]
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating-point values in `dtype`; counters and masks keep their type."""
+    """Floating-point values in `dtype`; integers and masks keep their type."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclass
 class Publisher:
-    """Publishes one version at a time in its own thread; its failures are raised in the main one. Versions up to
-    `republished_until` were out before this process started: past it a conflict of digests means a second trainer.
-    `worked_s` is how long the thread worked on the last version, `saved_s` the part before it was published."""
+    """Saves and publishes one version at a time in its own thread; failures are raised in the main thread. Versions up
+    to `republished_until` were published before this process started; a digest conflict after that means a second
+    trainer. `worked_s`: time for the last version; `saved_s`: the part before publishing."""
 
     origin: Origin
     hub: HubClient
@@ -75,38 +75,36 @@ class Publisher:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
     def submit(
-        self, version: int, copied: Copied, rows: Sequence[Row] = (), scores: Mapping[int, float] = {},
+        self, version: int, copied: StateCopy, rows: Sequence[Row] = (), scores: Mapping[int, float] = {},
         publish: bool = True,
     ) -> None:  # fmt: skip
-        """Start with a version, once the one before is out (or has failed: then its failure is raised). `rows` are
-        reported first; it is saved, with `scores`, if `copied` is captured, whose memory nobody writes to before it is
-        out."""
+        """Begin with a version, after the previous one is done (its failure is raised here). `rows` are reported first.
+        It is saved, with `scores`, if `copied` is captured; the copied memory must not change until it is done."""
         self.wait()
         self._current = self._pool.submit(self._work, version, copied, rows, scores, publish)
 
     def check(self) -> None:
-        """Raise the failure of the version on its way, if it has failed by now. Never waits."""
+        """Raise the failure of the current version, if it has failed. Never waits."""
         if self._current is not None and self._current.done():
             self._current.result()
 
     def wait(self) -> PolicyManifest | None:
-        """The manifest of the newest version, once it is out."""
+        """Wait until the newest version is published; its manifest."""
         if self._current is None:
             return None
         try:
             return self._current.result(self.deadline_s)
         except FutureTimeoutError as error:
-            told = f"publishing a policy took longer than {self.deadline_s:.0f} s; look at the origin and the hub"
-            raise DeadlineExceeded(told) from error
+            details = f"publishing a policy took longer than {self.deadline_s:.0f} s; look at the origin and the hub"
+            raise DeadlineExceeded(details) from error
 
     def close(self) -> None:
-        """End the thread, after what it is doing; what failed now is known to nobody, so it is logged."""
         self._pool.shutdown(wait=True)
         if self._current is not None and (failure := self._current.exception()) is not None:
             log.info("the last publication did not complete: %s", failure)
 
     def _work(
-        self, version: int, copied: Copied, rows: Sequence[Row], scores: Mapping[int, float], publish: bool
+        self, version: int, copied: StateCopy, rows: Sequence[Row], scores: Mapping[int, float], publish: bool
     ) -> PolicyManifest | None:
         began_s = self.clock.monotonic_s()
         self.record.report(rows)
@@ -140,6 +138,6 @@ class Publisher:
                 if refused or version > self.republished_until:
                     raise
                 self.incarnation += 1
-                said = "version %d could not be reproduced bit for bit; it goes out as incarnation %d: %s"
-                log.warning(said, version, self.incarnation, conflict)
+                message = "version %d could not be reproduced bit for bit; it goes out as incarnation %d: %s"
+                log.warning(message, version, self.incarnation, conflict)
         raise PolicyMismatch(f"version {version} conflicts with {MAX_NEW_INCARNATIONS} incarnations: a second trainer?")

@@ -1,20 +1,20 @@
 """The ranks that train together: one process by default, several under `torchrun`, or started by `run_group`.
 
-    Ranks       one process: every answer is its own
+    Ranks       one process: every collective returns its own value
     RankGroup   a `torchrun` group, each with a shard of every weight: gloo between CPUs, NCCL between GPUs
 
     rank 0 ──send──► the store: "message n, so many bytes" ──► every other rank: receive
            └───────────────── broadcast of its bytes ────────────────┘
 
-The others wait at the store and not in a collective: a wait that Python can leave when it is told to stop, as long as
-rank 0 waits for rollouts. A process that dies closes its connections, which ends the collectives of the others at once.
+While rank 0 waits for rollouts, the others wait at the store and not in a collective, so that Python can interrupt the
+wait. A process that dies closes its connections, which ends the collectives of the others at once.
 
     run_group ─► rank 0, rank 1, … (stdin: a pipe that only this process holds open)
-        │ one dies ─► the others are stopped, all are started again: they resume from the last checkpoint
-        │ one ends with 2, 3 or 5 ─► starting again cannot help: the group ends with that code and message
-        └ this process is gone, even by kill -9 ─► the pipes close ─► every rank stops
+        │ one dies ─► the others are stopped, all are started again and resume from the last checkpoint
+        │ one ends with 2, 3 or 5 ─► a restart cannot help: the group ends with that code and message
+        └ this process is killed ─► the pipes close ─► every rank stops
 
-The ranks meet at a store of this process, on the loopback address, by the variables that `torchrun` sets: by hand,
+The ranks meet at a store of this process on the loopback address, by the variables that `torchrun` sets. By hand,
 `torchrun … -m shoal.cli trainer --dir RUN` does the same, also over several machines.
 """
 
@@ -51,55 +51,51 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COLLECTIVE_S = 600.0  # ranks do the same work at the same time: none waits longer for another than for one micro-batch
+COLLECTIVE_S = 600.0  # ranks work in parallel, so none waits for another longer than for one micro-batch
 LISTEN_S = 0.02
-GRACE_S = 10.0  # rank 0, told to stop as well, needs a moment to say so
+GRACE_S = 10.0  # for rank 0, which is told to stop as well, to end the others
 OVER = "over"
 RUN_METHOD = "run_with_weights"
 RESTARTS = 3
 LOOK_S = 0.1
-LAST_WORDS_S = 1.0  # the others mostly end, too, with a collective that nobody answers: the cause is among the first
+LAST_WORDS_S = 1.0  # the others fail a moment later in their collectives; the cause is among the first
 SHUT_DOWN_S = 8  # less than the grace period of a supervisor
 
 
 class Ranks:
-    """The trainer's processes, of which this is the only one. All of them call these methods in the same order. Rank 0
-    leads: it alone talks to the hub, and sends the others what to do next (`shards`)."""
+    """The processes of a trainer; this class is for a single one. All processes call these methods in the same order.
+    Rank 0 talks to the hub and sends commands to the others (`shards`)."""
 
     rank = 0
     world = 1
     sharded = False
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all processes, the same in each."""
         return values
 
     def peak(self, values: Tensor) -> Tensor:
-        """The largest over all processes, the same in each."""
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true in any of them; the same answer in each."""
         return flag
 
     def run(self, model: Any, call: Callable[[], T]) -> T:  # noqa: ARG002
-        """`call()` with the model's weights whole: every use of a model, or of its head, happens inside one."""
+        """`call()` with gathered weights; every use of a model or of its head happens inside such a call."""
         return call()
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of a gradient of which each process may hold a shard; the same in each."""
         return self.whole(torch.nn.utils.get_total_norm(gradients))
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor with all its rows, where each process may hold a shard of them."""
+        """A tensor with all its rows, also if it is sharded."""
         return tensor
 
     def send(self, command: bytes) -> None:
-        """Rank 0: what the others do next. Nothing, if there are none."""
+        """Rank 0: send a command to the others."""
 
 
 class RankGroup(Ranks):
-    """A process of a group. `device` is where its weights are, e.g. `cuda:3`; `use` chooses it."""
+    """One process of a group. `device` is where its shards are, e.g. `cuda:3`; `use` sets it."""
 
     sharded = True
 
@@ -123,7 +119,7 @@ class RankGroup(Ranks):
 
     def run(self, model: Any, call: Callable[[], T]) -> T:
         result: T = getattr(model, RUN_METHOD)(call)
-        if not torch.is_grad_enabled():  # a backward pass lets go of the weights; without one somebody has to
+        if not torch.is_grad_enabled():  # a backward pass would release the weights
             model.reshard()
         return result
 
@@ -136,7 +132,7 @@ class RankGroup(Ranks):
         self._messages += 1
 
     def receive(self, stop: StopToken, silence_s: float, clock: Clock = SystemClock()) -> bytes | None:
-        """The next message of rank 0; None if there will be none, or this process is told to stop."""
+        """The next message of rank 0; None if rank 0 has ended, or if this process is told to stop."""
         key, end_s = f"message-{self._messages}", clock.monotonic_s() + silence_s
         while not self._store.check([key]):
             time.sleep(LISTEN_S)
@@ -156,16 +152,14 @@ class RankGroup(Ranks):
         return message.numpy().tobytes()
 
     def end(self) -> None:
-        """Rank 0: there is nothing more to do. No collective, so that it can be said after one that failed."""
+        """Rank 0: end the others. Not a collective, so it works after one that failed."""
         self._store.set(f"message-{self._messages}", OVER)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Every process gets rank 0's values, in place."""
         if tensor.numel():
             dist.broadcast(tensor, src=0)
 
     def use(self, kind: str) -> None:
-        """Compute on the CPU, or on the GPU that is this process's own ("cuda")."""
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if kind != "cuda":
             return
@@ -177,17 +171,16 @@ class RankGroup(Ranks):
         torch.cuda.set_device(self.device)
 
     def leave(self) -> None:
-        """Let go of the group; the others are expected to do the same."""
         dist.destroy_process_group()
 
 
 def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
-    """Meet the other processes; what `torchrun` put into the environment says who and where they are."""
+    """Meet the other processes, by the variables that `torchrun` sets."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=collective_s)
     store, rank, world = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    # An agent's store outlives the processes: what those of an earlier life left there is not for these.
+    # The store outlives the processes, so each restart uses keys of its own.
     life = PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     group = PrefixStore("group", life)
     dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=limit)
@@ -196,24 +189,24 @@ def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
 
 @contextmanager
 def lost_peers(ranks: RankGroup) -> Iterator[None]:
-    """A collective that failed because another process is gone is no fault of this one."""
+    """A collective that fails because another process is gone becomes a `ShoalError`."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error)
-        if not (isinstance(error, dist.DistError) or "gloo" in said or "Connection closed by peer" in said):
+        message = str(error)
+        if not (isinstance(error, dist.DistError) or "gloo" in message or "Connection closed by peer" in message):
             raise
         lost = f"rank {ranks.rank} of the trainer has lost another of its {ranks.world} processes: {error}"
         raise ShoalError(lost) from error
 
 
 def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restarts: int = RESTARTS) -> None:
-    """Run `python -m shoal.cli ARGUMENTS` in so many processes until all are done, or `stop` is set, or they fail."""
+    """Run `python -m shoal.cli ARGUMENTS` in so many processes until all are done, `stop` is set, or they fail."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "shoal.cli", *arguments]
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
         for life in range(restarts + 1):
-            told = [Path(folder) / f"{life}-{rank}.json" for rank in range(processes)]
+            error_files = [Path(folder) / f"{life}-{rank}.json" for rank in range(processes)]
             shared = {**os.environ, SUPERVISED: "1", "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
             shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
             shared |= {"TORCHELASTIC_RESTART_COUNT": str(life)}
@@ -222,7 +215,7 @@ def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restart
                     command, stdin=subprocess.PIPE,
                     env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(path)},
                 )
-                for rank, path in enumerate(told)
+                for rank, path in enumerate(error_files)
             ]  # fmt: skip
             try:
                 failed = _watch(ranks, stop)
@@ -230,14 +223,14 @@ def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restart
                 _end(ranks)
             if stop.is_set() or not failed:
                 return
-            error = group_error({rank: (code, _message(told[rank])) for rank, code in failed.items()})
+            error = group_error({rank: (code, _message(error_files[rank])) for rank, code in failed.items()})
             if error.exit_code in HOPELESS_CODES:
                 break
     raise error
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopToken) -> dict[int, int]:
-    """The codes of those that have failed; nothing once all are done, or `stop` is set."""
+    """The exit codes of failed processes; empty when all are done or `stop` is set."""
     until_s = float("inf")
     while not stop.wait(LOOK_S):
         codes = [rank.poll() for rank in ranks]
@@ -252,7 +245,6 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopToken) -> dict[in
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End those that still run, in good order if they can."""
     for rank in ranks:
         rank.terminate()
     until_s = time.monotonic() + SHUT_DOWN_S
@@ -271,10 +263,10 @@ def _message(path: Path) -> str:
 
 
 def group_error(failures: Mapping[int, tuple[int, str]]) -> ShoalError:
-    """Why a group has failed, by code and message of each: the rank that starting again cannot help, else the first."""
-    rank, (code, told) = min(failures.items(), key=lambda item: item[1][0] not in HOPELESS_CODES)
+    """Why a group failed: the rank with a code that a restart cannot help, else the first."""
+    rank, (code, message) = min(failures.items(), key=lambda item: item[1][0] not in HOPELESS_CODES)
     hopeless = code in HOPELESS_CODES
     named = f"rank {rank} of the trainer {describe_exit(code)}"
-    error = ShoalError(told if hopeless and told else ": ".join(filter(None, (named, told))))
+    error = ShoalError(message if hopeless and message else ": ".join(filter(None, (named, message))))
     error.exit_code = code if hopeless else 1
     return error

@@ -1,10 +1,10 @@
-"""The rows of a run: written to metrics.jsonl at once, told to the trackers, reported to the hub a version later.
+"""The metric rows of a run: written to metrics.jsonl at once, sent to trackers, reported to the hub one version later.
 
     add(step), amend(step) ─► row in the file, trackers, unreported ─take─► report ─► the hub, with alarms
 
-The file is what a resume relies on: a tracker (`trainer.tracking`: TensorBoard, Weights & Biases) that fails is warned
-about once and left alone. After a resume no step appears twice, and one that was never tracked is made up for. Torch is
-imported for TensorBoard only; nothing waits for a person, or without end.
+A resume relies on the file alone. A tracker (`trainer.tracking`: TensorBoard, Weights & Biases) that fails is warned
+about once and then left out. After a resume no step appears twice, and untracked steps are sent. torch is imported for
+TensorBoard only. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.text import install_command
 from shoal.trainer.folder import scores_of
-from shoal.trainer.guards import ALARM, CALM, RULES, Judged
+from shoal.trainer.guards import ALARM, CALM, RULES, GuardReport
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 
 ALWAYS = ("wait_s", "train_s", "copy_s", "publish_wait_s")
 PROJECT = "shoal"
-ANSWER_S = 30.0  # the longest wait for Weights & Biases, at the start and at the end
+ANSWER_S = 30.0  # longest wait for Weights & Biases
 NOT_SHOWN = ("step", "at_ms")
 SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")
 Row = Mapping[str, float]
 
 
 class Stopwatch:
-    """Laps by name, added up until `row` begins anew. `idle_fraction`: the trainer waited for rollouts;
-    `overhead_fraction`: it neither trained nor waited for them (copying, publishing, files, the hub)."""
+    """Adds up times by name until `row` is called. `idle_fraction`: waiting for rollouts. `overhead_fraction`: neither
+    training nor waiting for rollouts (copying, publishing, files, the hub)."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -63,7 +63,6 @@ class Stopwatch:
             self._laps[name] += self._clock.monotonic_s() - began_s
 
     def row(self) -> dict[str, float]:
-        """How the time since the last row was spent."""
         now_s = self._clock.monotonic_s()
         step_s, self._began_s = now_s - self._began_s, now_s
         laps = {**dict.fromkeys(ALWAYS, 0.0), **self._laps}
@@ -75,7 +74,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Tracked:
-    """What is tracked: `run` names it wherever it is shown, and is the same after a resume."""
+    """What trackers are told of the run. `run` is its name there, the same after a resume."""
 
     folder: Path
     run: str
@@ -83,8 +82,8 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """Somewhere that rows go. Whatever it raises ends its part, never training. Training resumes (`begin`) after
-    `rows`; `write` gets the row of a step, `amend` what became known of an earlier one."""
+    """A destination for rows. `begin` gets the rows of earlier steps, `write` the row of a step, `amend` later numbers
+    of an earlier step. An exception removes the tracker, and training continues."""
 
     def begin(self, rows: Sequence[Row]) -> None: ...
     def write(self, row: Row) -> None: ...
@@ -93,8 +92,6 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Implements `Tracker` for all that were asked for. No method raises."""
-
     def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
         self._trackers = dict(trackers or {})
 
@@ -115,14 +112,16 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
-            except Exception as error:  # noqa: BLE001 - a full disk, a network, a library: training needs none of them
+            except Exception as error:  # noqa: BLE001 - training must not depend on a tracker
                 del self._trackers[name]
-                said = "%s gets no more metrics until the trainer is started again (%s: %s); metrics.jsonl has them all"
-                log.warning(said, name, type(error).__name__, error)
+                message = (
+                    "%s gets no more metrics until the trainer is started again (%s: %s); metrics.jsonl has them all"
+                )
+                log.warning(message, name, type(error).__name__, error)
 
 
 def require_trackers(words: Iterable[str]) -> None:
-    """Say before anything is started what must be installed for it."""
+    """Refuse trackers that are not installed, before anything is started."""
     for word in words:
         if find_spec(word) is None:
             install = f"install it with: {install_command(word)}, or leave it out"
@@ -130,8 +129,7 @@ def require_trackers(words: Iterable[str]) -> None:
 
 
 class TensorBoard:
-    """Implements `Tracker`: an event file in `tensorboard/`, readable while training continues. Every start writes it
-    anew, with the rows of the steps before."""
+    """Event files in `tensorboard/`. Each start writes them again, with the rows of earlier steps."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._folder = tracked.folder / "tensorboard"
@@ -153,7 +151,7 @@ class TensorBoard:
         at_s = numbers["at_ms"] / 1000 if "at_ms" in numbers else time.time()
         for name in numbers.keys() - set(NOT_SHOWN):
             self._writer.add_scalar(name, numbers[name], step, at_s)
-        self._writer.flush()  # what a kill leaves is whole
+        self._writer.flush()  # a kill leaves a complete file
 
     def close(self) -> None:
         if self._writer is not None:
@@ -161,8 +159,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Implements `Tracker`: one W&B run per run of shoal, also after a resume. wandb/cursor.json has the newest step
-    whose row was logged, which is not logged again, and how often anything was."""
+    """One W&B run per run of shoal, also after a resume. wandb/cursor.json holds the newest logged step and the number
+    of log calls."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
@@ -194,21 +192,21 @@ class WeightsAndBiases:
 
     def _log(self, numbers: Row, newest: int) -> None:
         shown = {name: value for name, value in numbers.items() if name != "at_ms"}
-        self._run.log(shown, step=self._count)  # what W&B calls a step only ever rises
+        self._run.log(shown, step=self._count)  # must increase at every call
         self._step, self._count = newest, self._count + 1
-        # After the log, so that a crash between the two repeats one and loses none.
+        # Written after the log call: a crash in between repeats one row and loses none.
         write_atomically(self._cursor, json.dumps({"step": self._step, "count": self._count}).encode())
 
 
 def start_wandb(tracked: Tracked) -> Any:
-    """Offline or disabled by `WANDB_MODE`, else online if there is a key: without one, W&B would ask a person."""
+    """Mode from `WANDB_MODE`; else online if there is a key. Without a key W&B would ask a person: offline then."""
     import wandb
 
     mode = os.environ.get("WANDB_MODE", "")
     if mode not in ("offline", "disabled"):
         mode = "online" if wandb.api.api_key else "offline"
         if mode == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports of errors go over the network, too
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports use the network too
     log.info("metrics go to Weights & Biases (%s)", mode)
     settings = wandb.Settings(
         console="off", silent=True, disable_code=True, disable_git=True, init_timeout=ANSWER_S,
@@ -225,12 +223,11 @@ TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard,
 
 
 def open_trackers(words: Iterable[str], tracked: Tracked) -> Trackers:
-    """The trackers of these words."""
     return Trackers({word: TRACKERS[word](tracked) for word in words})
 
 
 class RunRecord:
-    """What is known of every step. `scores` are the held-out ones, by version. A warm start reports to no hub."""
+    """Everything measured of each step. `scores` are the held-out scores by version. A warm start has no hub."""
 
     def __init__(self, path: Path, hub: HubClient | None, trackers: Trackers, clock: Clock) -> None:
         self._metrics = MetricsLog(path)
@@ -240,22 +237,22 @@ class RunRecord:
         self.scores: dict[int, float] = {}
 
     def resume(self, version: int) -> list[Row]:
-        """The rows of the steps before a version; those that are trained again are dropped."""
+        """The rows of the steps before a version; later rows are dropped, because those steps are trained again."""
         self._metrics.rewind(version, keep=("held_out",))
         self.scores = scores_of(self._metrics)
         before: list[Row] = [row for row in self._metrics.rows() if row["step"] < version]
         if version > len(before):
-            said = "%s has %d of the %d steps that were done: guards, best score and a slowed rate go by these"
-            log.warning(said, self._metrics.path, len(before), version)
+            message = "%s has %d of the %d steps that were done: guards, best score and a slowed rate go by these"
+            log.warning(message, self._metrics.path, len(before), version)
         self._trackers.begin(before)
         return before
 
     def add(self, step: int, metrics: Row, measured: Mapping[int, float]) -> None:
-        """The row of a step, without numbers that overflowed (rewards of 1e200 have no variance). Of the held-out
-        scores that were `measured` meanwhile, its own goes into it, others into theirs."""
+        """Write the row of a step, without numbers that are NaN or infinite. `measured` are new held-out scores by
+        version; those of earlier steps go into their rows."""
         left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
         if left_out:
-            log.warning("step %d: no finite number, so not in its row: %s", step, ", ".join(left_out))
+            log.warning("step %d: NaN or infinite, so not in its row: %s", step, ", ".join(left_out))
         shown = {name: value for name, value in metrics.items() if name not in left_out}
         own = {"held_out": measured[step]} if step in measured else {}
         for earlier in sorted(measured.keys() - {step}):
@@ -267,24 +264,22 @@ class RunRecord:
         log.info("step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row))
 
     def amend(self, step: int, numbers: Row) -> None:
-        """Into the row of a step, once it is there; the hub is told with the next report."""
+        """Add numbers to the row of an earlier step; the hub gets them with the next report."""
         if numbers and (amended := self._metrics.amend(step, numbers)) is not None:
             self._unreported.append(amended)
             self._trackers.amend(step, numbers)
 
-    def warn(self, judged: Judged) -> None:
-        """What the guards have said goes to the hub with the report of its step."""
+    def warn(self, judged: GuardReport) -> None:
         if news := judged.news():
             self._alarms.setdefault(judged.alarms[0].step, {}).update(news)
 
     def take(self) -> list[Row]:
-        """The rows that the hub does not know yet; whoever takes them reports them."""
         rows, self._unreported = self._unreported, []
         return rows
 
     def report(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            assert self._hub is not None, "somebody takes rows to report them"
+            assert self._hub is not None
             step, measured = int(row["step"]), {name: value for name, value in row.items() if name != "step"}
             self._hub.report(StepReport(step=step, metrics=measured, alarms=self._alarms.pop(step, {})))
 
@@ -293,7 +288,6 @@ class RunRecord:
 
 
 def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
-    """The newest value of every number measured up to a version; when it was measured is no such number."""
     latest: dict[str, float] = {}
     for row in metrics.rows():
         if row["step"] <= version:
@@ -301,8 +295,8 @@ def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
     return {name: value for name, value in latest.items() if name not in NOT_SHOWN}
 
 
-def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
-    """Alarms whose episode has not ended with the last row: guard → the step that it began with, and what was seen."""
+def open_alarms(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
+    """Alarms that had not ended at the last row: guard → the step that it began with, and what was measured."""
     found = {}
     for name, guard in RULES.items():
         fired = [index for index, row in enumerate(rows) if f"{ALARM}{name}" in row]

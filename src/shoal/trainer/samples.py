@@ -2,11 +2,11 @@
 
     TrainingGroup ─► a reward missing? ─► equal? ─► advantage per rollout ─► truncated and masked? ─► Sample
                        └ counted: unscored   └ counted: without_signal         └ counted: truncated
-    samples ─lay─► Laid (tensors on the device) ─score(model)─► log-probability and entropy of every drawn token
+    samples ─to_tensors─► TensorBatch ─score(model)─► log-probability and entropy of every drawn token
 
-The hub has replaced groups whose *task* rewards are equal; here groups are left out whose rewards as a whole give no
-advantage. With one reward missing, the mean of a group means nothing: none of it is trained on. Samples are packed
-where the model can be (`models.packed`), in padded rows elsewhere: the same numbers up to rounding.
+The hub has replaced groups whose *task* rewards are equal. Here groups are left out whose total rewards give no
+advantage, or of which a reward is missing. Samples are packed end to end if the model supports it (`models.packed`),
+else they are padded rows; the numbers are the same up to rounding.
 
 Legend: T tokens end to end, B rows, L positions, N completion tokens that the model drew (flat), H hidden size.
 """
@@ -35,8 +35,8 @@ from shoal.protocol.submission import drawn_mask
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to train on. `behaviour` is the log-probability of each token when it was drawn, `drawn` whether
-    the model drew it; the others were given by the environment: they are read, and carry no loss."""
+    """One completion to train on. `behaviour`: log-probability of each token when it was drawn. `drawn`: whether the
+    model drew it; tool tokens are read but carry no loss."""
 
     prompt_ids: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
@@ -50,19 +50,18 @@ class Sample:
 
     @property
     def trained(self) -> int:
-        """How many of its tokens carry loss."""
         return int(self.drawn.sum())
 
     @property
     def is_recorded(self) -> bool:
-        """Whether every token that carries loss has a log-probability; without it there is no ratio."""
+        """Whether every token that carries loss has a finite log-probability."""
         return bool(np.isfinite(self.behaviour[self.drawn]).all())
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The groups that are trained on, each a list of samples, and what was left out. `unscored` rollouts lack a number:
-    the reward, or the log-probability of a token that was drawn."""
+    """The groups that are trained on, as lists of samples, and counts of the rest. `unscored` rollouts lack the reward,
+    or the log-probability of a drawn token."""
 
     groups: list[list[Sample]]
     without_signal: int
@@ -72,16 +71,15 @@ class Prepared:
 
     @property
     def tokens(self) -> int:
-        """Tokens that carry loss: the step's global count, by which its loss is normalised."""
+        """Tokens that carry loss, over the whole step; the loss is normalised by this count."""
         return sum(sample.trained for group in self.groups for sample in group)
 
 
 def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
-    """Samples with advantages, by group, in the order given."""
     kept, unrecorded = [], 0
     for group in groups:
         rewards = [rollout.reward for rollout in group.rollouts]
-        # In float64: the mean of large rewards is rounded, and a deviation of nearly nothing blows the rounding up.
+        # float64: with large rewards, float32 would round the mean, and a tiny deviation would amplify that.
         advantages = advantage(torch.tensor(rewards, dtype=torch.float64)).tolist() if carries_signal(rewards) else []
         samples = [
             _sample(group, rollout, value)
@@ -99,19 +97,19 @@ def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncate
 
 
 def all_recorded(groups: Sequence[TrainingGroup]) -> list[Sample]:
-    """Every completion whose log-probabilities are known, to be looked at; its advantage means nothing."""
+    """Every completion with known log-probabilities, with an advantage of 0."""
     made = [_sample(group, rollout, 0.0) for group in groups for rollout in group.rollouts if rollout.tokens]
     return [sample for sample in made if sample.trained and sample.is_recorded]
 
 
 def check_groups(groups: Sequence[TrainingGroup], step: int, max_staleness: int, vocabulary: int) -> None:
-    """A batch that breaks the staleness bound, or holds a token that the model does not have, is refused whole: such a
-    token would end the process without saying where it came from, on a GPU not at once."""
+    """Refuse a batch that breaks the staleness bound or holds a token that the model does not have. On a GPU such a
+    token would end the process later and without a reason."""
     for group in groups:
         if not 0 <= step - group.version <= max_staleness:
             versions = f"versions {max(0, step - max_staleness)}…{step} that max_staleness = {max_staleness} allows"
-            told = f"unit {group.unit} of version {group.version}, outside {versions}"
-            raise ProtocolError(f"the hub's batch for step {step} holds {told}")
+            details = f"unit {group.unit} of version {group.version}, outside {versions}"
+            raise ProtocolError(f"the hub's batch for step {step} holds {details}")
         if not group.prompt:
             raise ProtocolError(f"unit {group.unit} has an empty prompt: nothing predicts the first token after it")
         read = (group.prompt_ids, *(rollout.token_ids for rollout in group.rollouts))
@@ -132,22 +130,22 @@ def _sample(group: TrainingGroup, rollout: TrainingRollout, advantage: float) ->
 
 
 @dataclass(frozen=True)
-class Laid:
+class TensorBatch:
     """One micro-batch. `places_N` are the positions, counted through all rows, that predict the drawn tokens."""
 
     ids: Tensor
-    positions_T: Tensor | None  # None: padded rows. Else `ids` lie end to end, with these positions and bounds.
+    positions_T: Tensor | None  # None: padded rows; else `ids` are end to end
     bounds: tuple[int, ...]
     places_N: Tensor
     targets_N: Tensor
     behaviour_N: Tensor
     advantages_N: Tensor
     sequence_N: Tensor
-    inputs: int  # tokens that stand in it, of `ids.numel()` positions
+    inputs: int  # input tokens, of `ids.numel()` positions
 
 
-def lay(samples: Sequence[Sample], device: torch.device, *, packed: bool) -> Laid:
-    """Tokens that the environment gave are read, and are not among the N that are scored."""
+def to_tensors(samples: Sequence[Sample], device: torch.device, *, packed: bool) -> TensorBatch:
+    """Tool tokens are input only; they are not among the N scored tokens."""
     sequences = [(sample.prompt_ids, sample.token_ids) for sample in samples]
     batch = flatten(sequences) if packed else pad(sequences)
     drawn_N = torch.from_numpy(np.concatenate([sample.drawn for sample in samples]))
@@ -156,7 +154,7 @@ def lay(samples: Sequence[Sample], device: torch.device, *, packed: bool) -> Lai
     advantages_N = torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts)
     sequence_N = torch.arange(len(samples)).repeat_interleave(counts)
     inputs = sum(sample.length for sample in samples) - (len(samples) if packed else 0)
-    return Laid(
+    return TensorBatch(
         ids=batch.ids.to(device), positions_T=None if batch.positions_T is None else batch.positions_T.to(device),
         bounds=batch.bounds, places_N=batch.places_N[drawn_N].to(device), targets_N=batch.targets_N[drawn_N].to(device),
         behaviour_N=behaviour_N.to(device), advantages_N=advantages_N.to(device), sequence_N=sequence_N.to(device),
@@ -164,12 +162,12 @@ def lay(samples: Sequence[Sample], device: torch.device, *, packed: bool) -> Lai
     )  # fmt: skip
 
 
-def score(model: Any, laid: Laid, temperature: float) -> TokenLogprobs:
+def score(model: Any, laid: TensorBatch, temperature: float) -> TokenLogprobs:
     """Log-probability and entropy of every drawn token, [N]. Differentiable."""
     if laid.positions_T is None:
         hidden_TH = hidden_states(model, laid.ids).flatten(0, 1)
     else:
         hidden_TH = packed_states(model, Packed(laid.ids, laid.positions_T, laid.bounds))
-    # Selected, not indexed: going back, rows are added up in one order, the same every time.
+    # index_select adds rows in a fixed order in the backward pass; indexing does not.
     hidden_NH = hidden_TH.index_select(0, laid.places_N)
     return token_logprobs(hidden_NH, Head.of(model), laid.targets_N, temperature)

@@ -1,6 +1,5 @@
-"""The [trainer] section of a recipe, one declaration per setting; what one trainer process needs to start, and which
-process of a group it is. Imports no torch, since the CLI reads it.
-"""
+"""The [trainer] section of a recipe, one declaration per setting; the configuration of one trainer process; its rank in
+a group. Imports no torch, because the CLI reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from shoal.trainer.guards import LARGEST, GuardSettings, Real
 if TYPE_CHECKING:
     from shoal.protocol import SignedDocument, SigningKey
 
-# The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
+# The names in algorithms/registry.py, which imports torch; a test keeps them equal.
 AdvantageName = Literal["group_mean", "group_mean_std", "group_mean_sample_std", "rloo", "dr_grpo", "max_rl"]
 LossName = Literal[
     "two_sided_clip", "ppo_clip", "dppo", "gspo", "cispo", "decoupled", "tis", "geometric_mask", "plain",
@@ -28,7 +27,7 @@ LossName = Literal[
 ]  # fmt: skip
 Normalisation = Literal["tokens", "samples", "constant"]
 
-# What a word brings along where the recipe does not say otherwise: without it, it would not be its authors' algorithm.
+# Settings that a loss or an advantage implies unless the recipe sets them; without them it is another algorithm.
 CLIP_OF_GSPO = (3e-4, 4e-4)
 NORMALISATION_OF: dict[str, Normalisation] = {"gspo": "samples", "dr_grpo": "constant"}
 
@@ -117,7 +116,7 @@ class TrainerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> TrainerSettings:
-        """What the words bring along is filled in, here and nowhere else; whatever was given wins."""
+        """Fill in the settings that a loss or an advantage implies; given values win."""
         objective, brought = self.objective, dict[str, object]()
         if self.loss == "gspo" and "clip_epsilon" not in self.model_fields_set:
             low, brought["clip_high"] = CLIP_OF_GSPO
@@ -126,8 +125,8 @@ class TrainerSettings(BaseModel):
         brought["normalisation"] = by_loss or by_advantage or "tokens"
         undecided = "normalisation" not in objective.model_fields_set
         if by_loss and by_advantage and by_loss != by_advantage and undecided:
-            told = f'set objective.normalisation to "{by_loss}" or "{by_advantage}"'
-            raise ValueError(f"loss and advantage come with two normalisations: {told}")
+            details = f'set objective.normalisation to "{by_loss}" or "{by_advantage}"'
+            raise ValueError(f"loss and advantage come with two normalisations: {details}")
         brought = {name: value for name, value in brought.items() if name not in objective.model_fields_set}
         object.__setattr__(self, "objective", objective.model_copy(update=brought))
         return self
@@ -145,16 +144,14 @@ class TrainerSettings(BaseModel):
         return self
 
 
-# Harmless: nothing of what is learnt depends on it. Rounding: the same is computed in another order or place, so learnt
-# alike, not bit for bit. Guards: "skip" decides what is trained on then: the owner's decision. Everything else is
-# what the run is: `publish_dtype`, too, since workers generate with what was published, and `evaluate_tasks`, since
-# scores of other tasks could not be compared.
+# HARMLESS settings do not change the weights; ROUNDING settings change only the order of computation, so that weights
+# differ in the last bits. Guards are the owner's decision. All other settings define the run; also `publish_dtype`,
+# because workers generate with published weights, and `evaluate_tasks`, because scores of other tasks do not compare.
 ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
 HARMLESS = ("tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "evaluate_every")
 
 
 def is_changeable(key: str) -> bool:
-    """Whether a run may resume with another value of `trainer.KEY`."""
     return key in HARMLESS or key in ROUNDING or key.split(".")[0] == "guards"
 
 
@@ -177,12 +174,12 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def own_rank(values: Mapping[str, str] = os.environ) -> int | None:
-    """The number of this process in its group; None if `torchrun` did not start it."""
+    """The rank of this process in its group; None if `torchrun` did not start it."""
     return int(values["RANK"]) if "RANK" in values and "WORLD_SIZE" in values else None
 
 
 def report_to_agent(why: str) -> None:
-    """In a rank that ends: why, left where its agent looks for it. Does nothing in a process that has no agent."""
+    """In a rank that fails: write the reason where the agent that started it reads it."""
     if path := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):  # the exit code still tells
             Path(path).write_text(json.dumps({"message": why, "timestamp": 0}))

@@ -1,15 +1,16 @@
-"""A learner spread over ranks: each holds a shard of the rows of every weight (FSDP2), and does what rank 0 commands.
+"""A learner sharded over ranks: each rank holds a shard of the rows of every weight (FSDP2) and does what rank 0
+commands.
 
-    rank 0 (`loop`)                       the others (`follow`)
+    rank 0 (`loop`)                       the others (`follow_rank_0`)
     Begin(settings, config, folder) ────► build the model, take their rows
-    Train(work, look back?) ────────────► the same `train_step` or `look_back`, on their part of it
+    Train(work, check?) ────────────────► the same `train_step` or `check_policy`, on their part of the work
     Copy(with training) ────────────────► send their rows
     Restore(folder) ────────────────────► read their rows of a checkpoint
     (over) ─────────────────────────────► end
 
-Commands are msgpack of known structures, never pickles. Rank 0 alone talks to the hub, writes checkpoints, and ever
-holds a whole model, in the memory of its host; the others need config.json, and the same folder of checkpoints (on
-several machines: a shared file system). A layer's weights are gathered when it computes and dropped afterwards.
+Commands are msgpack of known structures, never pickles. Only rank 0 talks to the hub, writes checkpoints, and holds a
+whole model (in host memory). The others need config.json and the checkpoint folder (a shared file system, if they run
+on several machines). The weights of a layer are gathered when it computes, and dropped afterwards.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from shoal.models.load import DTYPES, LoadedModel, model_from_files
 from shoal.models.packed import decoder_layers
 from shoal.runtime.stop import StopToken
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copied, Copies, StoredCheckpoint
+from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies, StateCopy, StoredCheckpoint
 from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
 from shoal.trainer.memory import within_memory
 from shoal.trainer.ranks import COLLECTIVE_S, RUN_METHOD, RankGroup, Ranks, join_ranks, lost_peers
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.step import StepWork, Stopped, look_back, train_step
+from shoal.trainer.step import StepWork, Stopped, check_policy, train_step
 
 log = logging.getLogger(__name__)
 
-WAITS = 4  # rank 0 waits for a batch, for a publication, for the hub: each at most `batch_deadline_s`
+WAITS = 4  # rank 0 may wait `batch_deadline_s` each for a batch, a publication and the hub
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +53,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 class Train(msgspec.Struct, frozen=True, tag=True):
     work: StepWork
-    look_back: bool = False
+    check_policy: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
@@ -64,13 +65,12 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
 
 
 def _send(ranks: Ranks, command: Begin | Train | Copy | Restore) -> None:
-    """Rank 0: let the others do the same next. Costs nothing if there are none."""
     if ranks.world > 1:
         ranks.send(msgspec.msgpack.encode(command))
 
 
 class Actions:
-    """What a run does with its learner. Other ranks, if there are any, are told before, and do the same."""
+    """What a run does with its learner. The other ranks are told first and do the same."""
 
     def __init__(self) -> None:
         self._copies = Copies()
@@ -79,9 +79,9 @@ class Actions:
         _send(learner.ranks, Train(work))
         return train_step(learner, work, *arguments)
 
-    def look_back(self, learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
-        _send(learner.ranks, Train(work, look_back=True))
-        return look_back(learner, work, *arguments)
+    def check_policy(self, learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
+        _send(learner.ranks, Train(work, check_policy=True))
+        return check_policy(learner, work, *arguments)
 
     def restore(self, learner: Learner, stored: StoredCheckpoint) -> None:
         _send(learner.ranks, Restore(str(stored.folder)))
@@ -90,31 +90,30 @@ class Actions:
         else:
             checkpoint.restore(learner, stored)
 
-    def copy(self, learner: Learner, with_training: bool) -> Copied:
+    def copy(self, learner: Learner, with_training: bool) -> StateCopy:
         _send(learner.ranks, Copy(with_training))
         return self._copies.take(learner, with_training)
 
 
-def lead(loaded: LoadedModel, settings: TrainerSettings, ranks: RankGroup) -> Learner:
-    """Rank 0: a learner whose weights, those of `loaded`, are spread over the ranks."""
+def lead_ranks(loaded: LoadedModel, settings: TrainerSettings, ranks: RankGroup) -> Learner:
+    """Rank 0: a learner with the weights of `loaded`, sharded over the ranks."""
     ranks.use(choose_device(settings.device))
     _send(ranks, Begin(settings.model_dump_json(), dict(loaded.files)))
     return _learner(loaded.model, settings, loaded.files, ranks)
 
 
 def run_rank(stop: StopToken) -> None:
-    """Be one of the other ranks, until rank 0 says that it is over, or `stop` is set."""
+    """Be one of the other ranks until rank 0 ends, or `stop` is set."""
     ranks = join_ranks()
     try:
         with lost_peers(ranks):
-            follow(ranks, stop)
+            follow_rank_0(ranks, stop)
             ranks.leave()
     except Stopped:
         log.info("rank %d stopped (%s)", ranks.rank, stop.reason or "told by another")
 
 
-def follow(ranks: RankGroup, stop: StopToken) -> None:
-    """Do what rank 0 commands, to the end."""
+def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
     if (message := ranks.receive(stop, COLLECTIVE_S)) is None:
         return
     begin = msgspec.msgpack.decode(message, type=Begin)
@@ -125,8 +124,8 @@ def follow(ranks: RankGroup, stop: StopToken) -> None:
         learner = _learner(None, settings, begin.files, ranks)
         while (message := ranks.receive(stop, WAITS * settings.batch_deadline_s)) is not None:
             match msgspec.msgpack.decode(message, type=Train | Copy | Restore):
-                case Train(work=work, look_back=look):
-                    (look_back if look else train_step)(learner, work, stop.is_set)
+                case Train(work=work, check_policy=is_check):
+                    (check_policy if is_check else train_step)(learner, work, stop.is_set)
                 case Copy(with_training=with_training):
                     _send_rows(learner, with_training)
                 case Restore(folder=folder):
@@ -135,36 +134,36 @@ def follow(ranks: RankGroup, stop: StopToken) -> None:
 
 def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], ranks: RankGroup) -> Learner:
     precision, reference = settings.memory.precision, None
-    model = spread(whole, files, precision, ranks)
-    if settings.objective.kl > 0 and settings.lora is None:  # else it is the model without its adapters
-        reference = spread(whole, files, precision, ranks).requires_grad_(False)
+    model = shard_model(whole, files, precision, ranks)
+    if settings.objective.kl > 0 and settings.lora is None:  # with adapters the reference is the model without them
+        reference = shard_model(whole, files, precision, ranks).requires_grad_(False)
     return new_learner(model, settings, ranks, reference)
 
 
-def spread(whole: nn.Module | None, files: Mapping[str, bytes], precision: str, ranks: RankGroup) -> Any:
-    """The model of `files` with the weights of rank 0's `whole` (None elsewhere), in shards. Collective. Weights stay
-    in float32; with `precision` "bfloat16" they are rounded when they are gathered."""
+def shard_model(whole: nn.Module | None, files: Mapping[str, bytes], precision: str, ranks: RankGroup) -> Any:
+    """The model of `files` in shards, with the weights of `whole` (on rank 0; None elsewhere). Collective. Weights are
+    stored in float32; with `precision` "bfloat16" they are rounded when they are gathered."""
     with torch.device("meta"):
         model = model_from_files(files, device="meta")
     shard(model, precision, ranks)
     model.to_empty(device=ranks.device)
-    model.tie_weights()  # two names of one weight were given memory each
+    model.tie_weights()  # to_empty gave tied weights memory of their own
     _send_weights(whole, model, ranks)
     return model
 
 
 def shard(model: Any, precision: str, ranks: RankGroup) -> None:
-    """Make shards of the model's weights, layer by layer; gradients become sums over the ranks, not means."""
+    """Shard the weights layer by layer. Gradients become sums over the ranks, not means."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
     for part in [*decoder_layers(model), model]:
         sharded = fully_shard(part, mesh=mesh, mp_policy=policy)
-        # A step's loss is divided by its count of tokens over all ranks, so gradients only have to be added.
+        # The loss is divided by the token count of all ranks, so gradients are only added.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
     def run(_model: nn.Module, call: Any) -> Any:
-        """What FSDP wraps. It hooks into the results, which a view of something else would not let it do safely."""
+        """What FSDP wraps. Its hooks on the results need tensors that are not views."""
         return tree_map_only(Tensor, Tensor.clone, call())
 
     setattr(model, RUN_METHOD, MethodType(run, model))
@@ -172,13 +171,13 @@ def shard(model: Any, precision: str, ranks: RankGroup) -> None:
 
 
 def rows_of(count: int, rank: int, world: int) -> slice:
-    """Which of `count` rows a rank holds: equal shards, the last ones smaller or empty. Of 5 in 4 ranks: 2, 2, 1, 0."""
+    """The rows of `count` that a rank holds: equal shards, the last ones smaller or empty. 5 in 4 ranks: 2, 2, 1, 0."""
     size = -(-count // world)
     return slice(min(count, rank * size), min(count, (rank + 1) * size))
 
 
 def own_rows(tensor: Tensor, ranks: RankGroup) -> tuple[Tensor, slice]:
-    """The rows of a sharded tensor that lie here, and which they are."""
+    """The local rows of a sharded tensor, and which rows these are."""
     assert isinstance(tensor, DTensor)
     local: Tensor = tensor.to_local()
     rows = rows_of(tensor.shape[0], ranks.rank, ranks.world)
@@ -188,7 +187,7 @@ def own_rows(tensor: Tensor, ranks: RankGroup) -> tuple[Tensor, slice]:
 
 @torch.no_grad()
 def _send_weights(whole: nn.Module | None, model: nn.Module, ranks: RankGroup) -> None:
-    """One tensor at a time, so that no device ever holds more than its shard and the largest of them."""
+    """One tensor at a time, so a device holds at most its shard and the largest tensor."""
     theirs = dict([*whole.named_parameters(), *whole.named_buffers()]) if whole is not None else {}
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
         if whole is None:
@@ -204,14 +203,14 @@ def _send_weights(whole: nn.Module | None, model: nn.Module, ranks: RankGroup) -
 
 
 def _send_rows(learner: Learner, with_training: bool) -> None:
-    """The other side of `Copies.take`: the same tensors in the same order."""
+    """The counterpart of `Copies.take`: the same tensors in the same order."""
     training = checkpoint.training_state(learner) if with_training else {}
     for value in [*learner.state().values(), *training.values()]:
         learner.ranks.whole(value)
 
 
 def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:
-    """Read this rank's rows of a checkpoint, however many processes trained it. Collective."""
+    """Read this rank's rows of a checkpoint, whatever number of processes wrote it. Collective."""
     state, trained = learner.state(), learner.trained()
     stored = {name: shape for name, shape, _read in checkpoint.read_tensors(folder, MODEL)}
     if stored.keys() != state.keys():
@@ -233,7 +232,7 @@ def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:
             shaped: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
             values = read(rows).to(local.device)
             moments[name[len(MOMENTS) :]] = DTensor.from_local(values, weight.device_mesh, weight.placements, **shaped)
-        else:  # a count that every rank has
+        else:  # a scalar that every rank has
             moments[name.removeprefix(MOMENTS)] = read()
     learner.load_moments(moments)
     checkpoint.restore_generators(generators)

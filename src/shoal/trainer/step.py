@@ -1,18 +1,18 @@
-"""One training step: groups in, changed weights and numbers out. No hub, no files, no clock, no algorithm.
+"""One training step: groups in, changed weights and metrics out. No hub, no files, no clock.
 
-    groups ─prepare─► samples by group ─minibatches─► shares of micro-batches ─► one `Update` per minibatch
-                                                          └ log-probabilities of the step's beginning, if the loss asks
+    groups ─prepare─► samples by group ─minibatches─► micro-batches of each process ─► one `Update` per minibatch
+                                                          └ log-probabilities of the starting policy, if the loss asks
     update: for each micro-batch: forward, loss, backward (summed) ─► norm ─► numbers, the same in every process
-        veto(numbers) says why not? ─► skipped, counted
-        not finite?                 ─► TrainingDiverged, nothing is updated by it
-        else                        ─► clip, optimizer step
+        veto(numbers) gives a reason? ─► skipped, counted
+        not finite?                   ─► TrainingDiverged, the weights stay
+        else                          ─► clip, optimizer step
 
-A minibatch's loss is (its tokens' losses, each weighted) × minibatches, and the weights follow from the counts of the
-whole step: a token weighs the same in whatever minibatch, micro-batch or process it stands. A process with fewer
-micro-batches than the others computes dummies, which add zero. Numbers are summed over tokens, ranks and updates:
+The loss of a minibatch is the weighted sum of its tokens' losses, times the number of minibatches. Weights follow from
+the counts of the whole step, so a token weighs the same in every minibatch, micro-batch and process. A process with
+fewer micro-batches than the others computes dummies, which add zero. Numbers are summed over tokens, ranks and updates:
 
-    micro-batch ─add─► Tally (tensors, so that a GPU is not waited for) ─reduced─► Numbers (floats, the same in every
-    rank) ─veto, then add─► Totals ─► the row of metrics
+    micro-batch ─add─► UpdateSums (tensors: no wait for the GPU) ─reduced─► StepSums (floats, equal in every rank)
+    ─veto, then add─► StepTotals ─► the row of metrics
 
 Legend: N completion tokens that the model drew (flat).
 """
@@ -40,29 +40,29 @@ from shoal.models.lora import without_adapters
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate
 from shoal.trainer.ranks import Ranks
-from shoal.trainer.samples import Laid, Prepared, Sample, all_recorded, check_groups, lay, prepare, score
+from shoal.trainer.samples import Prepared, Sample, TensorBatch, all_recorded, check_groups, prepare, score, to_tensors
 
 log = logging.getLogger(__name__)
 
-OLDEST_SHOWN = 15  # of the shares of groups by age
-HUGE = 1e8  # weights beyond that are broken: the product of five is more than float32 holds
+OLDEST_SHOWN = 15  # staleness with a column of its own
+HUGE = 1e8  # larger weights are broken: products of five overflow float32
 
 
-# Sums that become something else than a mean over tokens.
+# Sums that do not become a mean over tokens.
 TOKENS, POSITIONS, INPUTS = "_tokens", "_positions", "_inputs"
 RATIO, RATIO_SQUARED = "_ratio", "_ratio_squared"
 
 
 @dataclass
-class Numbers:
-    """Sums and peaks over all processes, of one update or several. `tokens`: how many tokens each sum is of, so that an
-    update that did not measure something does not count in its mean."""
+class StepSums:
+    """Sums and peaks over all processes, of one update or several. `tokens` counts the tokens behind each sum, so an
+    update that did not measure something does not enter its mean."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
 
-    def add(self, other: Numbers) -> None:
+    def add(self, other: StepSums) -> None:
         for mine, theirs in ((self.sums, other.sums), (self.tokens, other.tokens)):
             for name, value in theirs.items():
                 mine[name] = mine.get(name, 0.0) + value
@@ -81,14 +81,14 @@ class Numbers:
 
 
 @dataclass
-class Tally:
-    """One update's sums in this process, by name. Every process adds the same names in the same order."""
+class UpdateSums:
+    """The sums of one update in this process. Every process adds the same names in the same order."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     peaks: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Tensor], peaks: Mapping[str, Tensor], *, counted: bool = True) -> None:
-        """Sum per-token values, keep the largest of `peaks`. What does not count adds its names and nothing else."""
+        """Sum per-token values and keep the largest of `peaks`. A dummy (`counted=False`) adds only the names."""
         for name, values_N in values.items():
             values_N = values_N.detach().double()
             total = values_N.sum() if counted else values_N.new_zeros(())
@@ -98,24 +98,25 @@ class Tally:
             peak = values_N.max() if counted else values_N.new_full((), -torch.inf)
             self.peaks[name] = torch.maximum(self.peaks[name], peak) if name in self.peaks else peak
 
-    def reduced(self, ranks: Ranks) -> Numbers:
-        """Over all processes. This is where a GPU is waited for: once an update."""
+    def reduced(self, ranks: Ranks) -> StepSums:
+        """Over all processes. The only wait for the GPU in an update."""
         sums = dict(zip(self.sums, ranks.total(torch.stack(list(self.sums.values()))).tolist(), strict=True))
         peaks = ranks.peak(torch.stack(list(self.peaks.values()))).tolist() if self.peaks else []
-        return Numbers(sums, dict.fromkeys(sums, sums[TOKENS]), dict(zip(self.peaks, peaks, strict=True)))
+        return StepSums(sums, dict.fromkeys(sums, sums[TOKENS]), dict(zip(self.peaks, peaks, strict=True)))
 
 
 @dataclass
-class Totals:
-    """A step's numbers. `grad_norm` is the mean of updates that were made, if any was; `grad_norm_max` is of all."""
+class StepTotals:
+    """The numbers of a step. `grad_norm` is the mean over applied updates, if there is one; `grad_norm_max` is over
+    all."""
 
-    numbers: Numbers = field(default_factory=Numbers)
+    numbers: StepSums = field(default_factory=StepSums)
     grad_norms: list[float] = field(default_factory=list)
     made_norms: list[float] = field(default_factory=list)
     skipped: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """The row's numbers; of a step in which nothing was measured only how many updates were skipped."""
+        """The numbers for the row; if nothing was measured, only the count of skipped updates."""
         skipped = {"skipped_updates": float(self.skipped)}
         if not self.grad_norms:
             return skipped
@@ -127,12 +128,13 @@ Veto = Callable[[Mapping[str, float]], str | None]
 
 
 class Stopped(Exception):
-    """The process was told to stop. Not an error: what is in memory is dropped, the last checkpoint is good."""
+    """The process was told to stop. Not an error: memory is dropped, and the last checkpoint is good."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Everything that determines a step, beside the learner's state. A warm start has samples instead of `groups`."""
+    """Everything that determines a step except the state of the learner. A warm start passes samples instead of
+    `groups`."""
 
     step: int
     groups: Sequence[TrainingGroup] = ()
@@ -140,13 +142,13 @@ class StepWork:
     max_staleness: int = 0
     seed: int = 0
     max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
-    rate_factor: float = 1.0  # of the learning rate: its decay in a warm start
-    recorded: bool = True  # whether samples bring the log-probabilities that they were drawn with
+    rate_factor: float = 1.0  # of the learning rate, in a warm start
+    recorded: bool = True  # whether samples have log-probabilities
 
 
 @dataclass(frozen=True)
-class Micro:
-    """The samples of one forward pass and what each of their tokens weighs in the loss; none: a dummy."""
+class MicroBatch:
+    """The samples of one forward pass and the loss weight of their tokens; without samples it is a dummy."""
 
     samples: Sequence[Sample]
     weights: Sequence[float]
@@ -157,54 +159,50 @@ DUMMY = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.floa
 
 @dataclass(frozen=True)
 class Update:
-    """The parts of a step that all its optimizer steps share."""
-
     learner: Learner
     work: StepWork
     interrupted: Callable[[], bool]
     veto: Veto = lambda _numbers: None
-    totals: Totals = field(default_factory=Totals)
+    totals: StepTotals = field(default_factory=StepTotals)
 
-    def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
-        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch, if asked for. In the `first`
-        update the trained policy is the one that the step began with."""
-        learner, tally = self.learner, Tally()
+    def run(self, batches: Sequence[MicroBatch], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
+        """`recomputed`: log-probabilities of the starting policy by micro-batch, if needed. The `first` update trains
+        on that policy."""
+        learner, tally = self.learner, UpdateSums()
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):
-            self._stop_if_told()
+            self._check_stop()
             self._accumulate(batch, tally, recomputed[number] if recomputed else None, first=first)
         gradients = [weight.grad for weight in learner.trained().values() if weight.grad is not None]
         self._finish(tally.reduced(learner.ranks), learner.ranks.norm(gradients))
         learner.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def logprobs(self, batch: Micro) -> Tensor:
-        """Of the policy as it is, without a gradient."""
-        self._stop_if_told()
-        return self._score(self.learner.model, self._lay(batch)).logprobs
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        self._check_stop()
+        return self._score(self.learner.model, self._to_tensors(batch)).logprobs
 
     @torch.no_grad()
-    def look(self, batch: Micro, tally: Tally) -> None:
-        """How far the policy as it is now is from what was recorded, without learning from it."""
-        self._stop_if_told()
-        laid = self._lay(batch)
+    def measure_mismatch(self, batch: MicroBatch, tally: UpdateSums) -> None:
+        """Measure how far the current policy is from the recorded log-probabilities."""
+        self._check_stop()
+        laid = self._to_tensors(batch)
         difference_N = self._score(self.learner.model, laid).logprobs - laid.behaviour_N
         values = {"mismatch": difference_N.abs(), "mismatch_kl": divergence(difference_N)}
         tally.add({TOKENS: torch.ones_like(difference_N), **values}, {}, counted=bool(batch.samples))
 
-    def _stop_if_told(self) -> None:
+    def _check_stop(self) -> None:
         if self.learner.ranks.any(self.interrupted()):
             raise Stopped
 
-    def _lay(self, batch: Micro) -> Laid:
-        return lay(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
+    def _to_tensors(self, batch: MicroBatch) -> TensorBatch:
+        return to_tensors(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
 
-    def _score(self, model: object, laid: Laid) -> TokenLogprobs:
+    def _score(self, model: object, laid: TensorBatch) -> TokenLogprobs:
         return self.learner.ranks.run(model, lambda: score(model, laid, self.work.temperature))
 
-    def _accumulate(self, batch: Micro, tally: Tally, recomputed_N: Tensor | None, *, first: bool) -> None:
-        """Forward and backward of one micro-batch."""
-        learner, laid, reference_N = self.learner, self._lay(batch), None
+    def _accumulate(self, batch: MicroBatch, tally: UpdateSums, recomputed_N: Tensor | None, *, first: bool) -> None:
+        learner, laid, reference_N = self.learner, self._to_tensors(batch), None
         if learner.reference is not None:
             begun = without_adapters(learner.model) if learner.reference is learner.model else nullcontext()
             with torch.no_grad(), begun:
@@ -224,7 +222,9 @@ class Update:
         self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
 
     @torch.no_grad()
-    def _tally(self, tally: Tally, laid: Laid, tokens: LossTokens, output: LossOutput, *, counted: bool) -> None:
+    def _tally(
+        self, tally: UpdateSums, laid: TensorBatch, tokens: LossTokens, output: LossOutput, *, counted: bool
+    ) -> None:
         ones_N = torch.ones_like(tokens.logprobs_N)
         assert tokens.entropy_N is not None
         values = {TOKENS: ones_N, "loss": output.loss_N, "entropy": tokens.entropy_N, **output.mean}
@@ -239,8 +239,8 @@ class Update:
         values[INPUTS] = ones_N.new_full((), laid.inputs)
         tally.add(values, peaks, counted=counted)
 
-    def _finish(self, numbers: Numbers, norm: Tensor) -> None:
-        """Apply the gradient, skip it, or refuse it: the same in every process."""
+    def _finish(self, numbers: StepSums, norm: Tensor) -> None:
+        """Apply the gradient, skip it, or raise: the same in every process."""
         learner, totals = self.learner, self.totals
         seen = {**numbers.means(), "grad_norm": float(norm)}
         finite = math.isfinite(seen["grad_norm"]) and math.isfinite(seen["loss"])
@@ -254,8 +254,9 @@ class Update:
             totals.skipped += 1
             log.warning("an update of step %d was skipped: %s", self.work.step, reason or "another process refused it")
         elif not finite:
-            told = f"loss {seen['loss']}, gradient norm {seen['grad_norm']}; the last checkpoint is good"
-            raise TrainingDiverged(f"step {self.work.step} diverged: {told}; lower learning_rate, or look at its batch")
+            values = f"loss {seen['loss']}, gradient norm {seen['grad_norm']}"
+            advice = "the last checkpoint is good; lower learning_rate, or look at the batch"
+            raise TrainingDiverged(f"step {self.work.step} diverged ({values}): {advice}")
         else:
             torch.nn.utils.clip_grads_with_norm_(learner.trained().values(), learner.settings.grad_clip, norm)
             learner.optimizer.step()
@@ -267,28 +268,28 @@ def train_step(
     learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:  # fmt: skip
-    """Train on the groups of one step; the same learner and work give the same weights, bit for bit on a CPU. A step
-    without any signal changes nothing, not even by weight decay: `tokens` is 0."""
+    """Train on the groups of one step. The same learner and work give the same weights, bit for bit on a CPU. A step in
+    which no token carries loss changes nothing, also not by weight decay: `tokens` is 0."""
     vocabulary = learner.model.get_output_embeddings().weight.shape[0]
     check_groups(work.groups, work.step, work.max_staleness, vocabulary)
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
     return {**_batch_metrics(work, prepared), **train_samples(learner, prepared, work, interrupted, veto)}
 
 
-def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
-    """How the policy as it is now sees the groups of a step that it was trained on: forward passes only. `mismatch` and
-    `mismatch_kl` as of a step that begins; not finite where weights are not, or might as well not be."""
-    update, tally, samples = Update(learner, work, interrupted), Tally(), all_recorded(work.groups)
+def check_policy(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    """Measure the current policy on groups that it was trained on, with forward passes only: `mismatch` and
+    `mismatch_kl` as at the beginning of a step. `weights` is NaN if a weight is not finite or huge."""
+    update, tally, samples = Update(learner, work, interrupted), UpdateSums(), all_recorded(work.groups)
     for batch in _share(learner, samples, lambda _own: 0.0) if samples else ():
-        update.look(batch, tally)
-    # Every weight must be a number that can be computed with; a norm turns what overflows into a calm 0.
+        update.measure_mismatch(batch, tally)
+    # Each weight is checked by itself: a norm layer can turn overflowing values into zeros.
     own = (each.to_local() if isinstance(each, DTensor) else each for each in learner.trained().values())
     broken = learner.ranks.any(not all(bool((weight.detach().abs() < HUGE).all()) for weight in own))
     return {**(tally.reduced(learner.ranks).means() if samples else {}), "weights": math.nan if broken else 0.0}
 
 
 def mean_loss(learner: Learner, samples: Sequence[Sample], interrupted: Callable[[], bool]) -> float:
-    """What the tokens of these samples cost the policy as it is, in nats each: forward passes only, in one process."""
+    """The mean loss of the current policy on these samples, in nats per token: forward passes in one process."""
     update, batches = Update(learner, StepWork(0), interrupted), _share(learner, samples, lambda _own: 0.0)
     total = sum(float(update.logprobs(batch).double().sum()) for batch in batches)
     return -total / sum(sample.trained for sample in samples)
@@ -298,17 +299,17 @@ def train_samples(
     learner: Learner, prepared: Prepared, work: StepWork, interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:  # fmt: skip
-    """The same for samples that no hub has sent. `veto` is asked before every optimizer step, with its numbers."""
+    """As `train_step`, for samples that are prepared already. `veto` is asked before every optimizer step."""
     rate, update, settings = 0.0, Update(learner, work, interrupted, veto), learner.settings
     groups = [group for each in prepared.groups if (group := [sample for sample in each if sample.trained])]
     split = minibatches(len(groups), settings.minibatches, seed=work.seed, step=work.step)
     lengths = [sample.trained for group in groups for sample in group]
     own_weight = normalised(settings.objective.normalisation, lengths, work.max_new_tokens)
-    # The micro-batches of this process, by minibatch; as many as every other process has.
+    # The micro-batches of this process by minibatch; every process has equally many.
     weight = lambda own: own_weight(own) * len(split)  # noqa: E731
     parts = [_share(learner, [sample for index in part for sample in groups[index]], weight) for part in split]
-    # By minibatch and micro-batch, the log-probabilities of the policy that the step begins with, if the loss takes
-    # them. Those of the first minibatch come with its own forward pass: nothing is trained on before it.
+    # Log-probabilities of the starting policy by minibatch and micro-batch, if the loss needs them. The first minibatch
+    # gets them from its own forward pass.
     recomputed: list[list[Tensor] | None] = [None] * len(parts)
     if settings.loss in NEEDS_RECOMPUTED or settings.objective.ratio_base == "recomputed":
         recomputed[1:] = [[update.logprobs(batch) for batch in batches] for batches in parts[1:]]
@@ -320,14 +321,14 @@ def train_samples(
     return {"learning_rate": rate, "tokens": float(prepared.tokens), **update.totals.metrics()}
 
 
-def _share(learner: Learner, samples: Sequence[Sample], weight: Callable[[int], float]) -> list[Micro]:
-    """The micro-batches of this process; `weight` of a token, by how many of its sample are trained on."""
+def _share(learner: Learner, samples: Sequence[Sample], weight: Callable[[int], float]) -> list[MicroBatch]:
+    """The micro-batches of this process. `weight`: of a token, by the number of trained tokens of its sample."""
     budget, world = learner.settings.micro_batch_tokens, learner.ranks.world
     lengths = [sample.length for sample in samples]
     bins = packs(lengths, budget, learner.cost, world) if learner.packed else micro_batches(lengths, budget, world)
     costs = [sum(learner.cost.of(lengths[index]) for index in rows) for rows in bins]
     own = ([samples[index] for index in rows] for rows in shares(bins, costs, world)[learner.ranks.rank])
-    return [Micro(batch, [weight(sample.trained) for sample in batch]) for batch in own]
+    return [MicroBatch(batch, [weight(sample.trained) for sample in batch]) for batch in own]
 
 
 def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
@@ -336,7 +337,7 @@ def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
     with np.errstate(over="ignore"):  # rewards of 1e200 have no variance
         measured = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if len(rewards) else {}
     ages = np.array([work.step - group.version for group in work.groups], np.int64)
-    counts = np.bincount(np.minimum(ages, OLDEST_SHOWN))  # the last one holds all that are older
+    counts = np.bincount(np.minimum(ages, OLDEST_SHOWN))  # the last one holds all older ones
     return {
         **measured,
         **{f"staleness_{age}": count / len(ages) for age, count in enumerate(counts.tolist())},
@@ -344,6 +345,6 @@ def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
         "staleness_max": float(ages.max(initial=0)),
         "groups": float(len(prepared.groups)),
         "dropped_groups": float(prepared.without_signal),
-        "no_sample": float(prepared.unscored),
+        "unscored": float(prepared.unscored),
         "truncated_fraction": prepared.truncated / max(1, prepared.rollouts),
     }

@@ -1,13 +1,12 @@
-"""Honest bands: how far honest work of one kind of engine is off, as another sees it, and the limits that follow.
+"""Honest bands: how much honest work of one kind of engine deviates, as another sees it, and the limits that follow.
 
     cases with replays ─► Bands.of ─► joined over validators and kernels ─► limits_from ─► a `Profile`
 
-Limits of single tokens and proofs: what one token in three million exceeds, by continuing the tail from the 99 % and
+Limits of single tokens and proofs: exceeded by one token in three million, by continuing the tail from the 99 % and
 99.9 % quantiles as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to 1.8 times as far).
-Beyond it is an accident, and these are counted. Limits of sums: the mean, which is the largest of those of the first,
-the second and the later parts of rollouts (next to the prompt two engines of one format agree to the bit), with a
-quarter more and three standard errors; how it varies between rollouts, and between submissions. Nothing is tighter than
-the float32 profile.
+What is beyond counts as an accident. Limits of sums: the largest mean of the first, second and later parts of rollouts
+(next to the prompt two engines of one format agree to the bit), plus a quarter and three standard errors; and the
+variance between rollouts and between submissions. No limit is tighter than that of the float32 profile.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ TAIL_RATIO = (1.2, 1.8)
 MOST = {"distance": 8.0, "logprobs": 16.0, "mantissa": 4.0}  # means that one token or proof counts for
 WHOLE_PROOF = 64  # values: shares and means of fewer have tails of their own
 FEW_OUTSIDE = 8  # tokens outside their interval: of fewer a policy's limits of seeds cannot be told
-ACCIDENTS = AccidentLimits(first=2e-3, later=1e-4)  # assumed in coarse formats before any is seen
-MOST_ACCIDENTS = AccidentLimits(first=0.02, later=2e-3)  # more would be an excuse
-MOST_SHARED = 0.5  # where a group has so few events that nothing can be said
+ACCIDENTS = AccidentLimits(first=2e-3, later=1e-4)  # assumed in coarse formats
+MOST_ACCIDENTS = AccidentLimits(first=0.02, later=2e-3)  # a higher rate would excuse cheats
+MOST_SHARED = 0.5  # if a group has too few events to estimate it
 
 
 @dataclass(frozen=True)
 class Bands:
-    """What honest work showed. Distances are in probability, mantissa errors in units of bfloat16's last bit. `limits`
-    has what follows from it, without room for other machines; the rest is for people."""
+    """What honest work showed. Distances are probabilities; mantissa errors are units of bfloat16's last bit. `limits`
+    follow from it, without room for other machines; the other fields are for people."""
 
     tokens: int
     limits: Profile
@@ -64,42 +63,43 @@ class Bands:
 
     @classmethod
     def of(cls, cases: Sequence[Case], others: Sequence[Sequence[Case]] = ()) -> Bands:
-        """The bands of cases that have been replayed. Tokens that nobody drew say nothing of seeds. `others` are
-        shorter series, by other kernels: they count for single tokens and proofs, and raise means. How errors vary is
-        taken from the main series alone: of few tokens the estimates are so wide that cheats would pass."""
+        """The bands of replayed cases. `others` are shorter series by other kernels: they count for single tokens and
+        proofs, and raise means. Variances come from the main series alone, because estimates from few tokens are too
+        wide."""
         pool = _Pool.of(cases)
         is_exact = format_of(cases[0].lease.profile) == "float32"
         single = _single_limits(_Pool.of([case for series in (cases, *others) for case in series]), is_exact)
         judged, *beside = ([replace(case, profile=single) for case in series] for series in (cases, *others))
         every = [case for series in (judged, *beside) for case in series]
-        odd_C = np.concatenate([case.odd.worst > 0 for case in every])
+        outlier_C = np.concatenate([case.outliers.worst > 0 for case in every])
         limits, accidents = _sum_limits(single, judged), single.accidents
-        if accidents.first > 0:  # how often parts of rollouts are odd, where that happens at all
+        if accidents.first > 0:  # how often parts of rollouts are outliers
             first_C = np.concatenate([case.part for case in every]) == 0
-            first = min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first_C]))
-            later = min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first_C]))
+            first = min(MOST_ACCIDENTS.first, accidents.first + _accident_rate(outlier_C[first_C]))
+            later = min(MOST_ACCIDENTS.later, accidents.later + _accident_rate(outlier_C[~first_C]))
             limits = limits.model_copy(update={"accidents": AccidentLimits(first=first, later=later)})
         if not is_exact and int(pool.outside.sum()) < FEW_OUTSIDE:
             limits = _with_usual_seeds(limits)
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
-            tokens=len(pool.distance), limits=functools.reduce(_raised, beside, limits),
+            tokens=len(pool.distance), limits=functools.reduce(_with_raised_means, beside, limits),
             outside_rate=float(pool.outside.mean()),
             outside_distance=float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
             distance_max=float(pool.distance.max()), logprob_mean=float(np.abs(pool.delta).mean()),
             logprob_max=float(np.abs(pool.delta).max()), exponent_rate=mismatches / values,
-            mantissa_mean=float(compared.mant_err_sum.sum()) / max(1, values - mismatches), accidents=int(odd_C.sum()),
+            mantissa_mean=float(compared.mant_err_sum.sum()) / max(1, values - mismatches),
+            accidents=int(outlier_C.sum()),
         )  # fmt: skip
 
     def joined(self, other: Bands) -> Bands:
-        """The wider of both in everything: limits for a validator of either kind."""
+        """The wider of both in everything: limits for validators of either kind."""
         worst = {name: max(value, getattr(other, name)) for name, value in self._plain().items()}
         limits, tokens = profiles.widest(self.limits, other.limits), min(self.tokens, other.tokens)
         return Bands(**{**vars(self), **worst, "tokens": tokens, "limits": limits})
 
     def numbers(self) -> dict[str, float]:
-        """For the profile's `[measured]` table; four digits are enough."""
+        """For the profile's `[measured]` table, with four digits."""
         return {name: float(f"{value:.4g}") for name, value in self._plain().items()}
 
     def _plain(self) -> dict[str, float]:
@@ -108,8 +108,8 @@ class Bands:
 
 @dataclass(frozen=True, eq=False)
 class _Pool:
-    """All drawn tokens and all proofs of the cases, one after the other, without odd parts. `part` and `proof_part`:
-    how many proofs came before it in its rollout."""
+    """All drawn tokens and all proofs of the cases, end to end, without outliers. `part` and `proof_part` count the
+    proofs before it in its rollout."""
 
     distance: Floats
     outside: npt.NDArray[np.bool_]
@@ -141,7 +141,7 @@ class _Pool:
 
 
 def _with_usual_seeds(limits: Profile) -> Profile:
-    """The limits, of seeds no tighter than the built-in ones: too few tokens left a choice to measure anything by."""
+    """The limits with the built-in limits of seeds, because too few tokens left a choice to measure them."""
     usual = profiles.ON_REQUEST["torch/cuda/bfloat16"]
     wider, noises = profiles.widest(limits, usual), (limits.noise, usual.noise)
     seeds = {name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate) for name in SEEDS}
@@ -150,8 +150,8 @@ def _with_usual_seeds(limits: Profile) -> Profile:
 
 
 def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
-    """The limits of single tokens and proofs, and whether there are accidents at all: not if the worker `is_exact` and
-    no token is farther off than float32 explains."""
+    """The limits of single tokens and proofs. There are no accidents if the worker `is_exact` and no token exceeds
+    float32 limits."""
     usual, compared = Profile(key="torch/cpu/float32"), pool.compared
     whole = compared.k >= min(WHOLE_PROOF, int(np.median(compared.k)))
     chance = 0 if compared.k[whole].min() >= WHOLE_PROOF else LARGEST_ERROR  # as `severity_of` forgives it
@@ -176,12 +176,12 @@ def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
         ),
         logprobs=LogprobLimits(largest=max(usual.logprobs.largest, _tail(error_T, TOKEN_DECADES))),
         accidents=ACCIDENTS if is_coarse else usual.accidents,
-        noise=_capped(pool, error_T, means) if is_coarse else usual.noise,
+        noise=_with_caps(pool, error_T, means) if is_coarse else usual.noise,
     )
 
 
-def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
-    """The float32 limits, with what one token or proof counts for at most, by the means that were seen."""
+def _with_caps(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
+    """The float32 limits, with the most that one token or proof counts for, from the means."""
     distance = float(pool.distance.sum()) / max(1, int(pool.outside.sum()))
     seen = {"distance": distance, "logprobs": float(error_T.mean()), "mantissa": float(means.mean())}
     most = {name: MOST[name] * mean for name, mean in seen.items() if mean > 0}
@@ -191,7 +191,7 @@ def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
 
 
 def _tail(values: Floats, decades: float) -> float:
-    """What one in 1,000 · 10^decades exceeds."""
+    """The value that one in 1,000 · 10^decades exceeds."""
     if not len(values):
         return 0.0
     near, far = (float(np.quantile(values, share)) for share in (0.99, 0.999))
@@ -199,18 +199,17 @@ def _tail(values: Floats, decades: float) -> float:
 
 
 def _sum_limits(single: Profile, cases: Sequence[Case]) -> Profile:
-    """The same with the limits of sums, of cases that are judged by `single`."""
+    """The same with the limits of sums, from cases that are judged by `single`."""
     measures, pool, noise = [case.measures for case in cases], _Pool.of(cases), {}
-    logprobs = _leaning(measures, pool, single.logprobs)
+    logprobs = _logprob_moments(measures, pool, single.logprobs)
     for name in NoiseLimits.model_fields:
         most = getattr(single.noise, name).most
         noise[name] = _channel(name, measures, pool, logprobs).model_copy(update={"most": most})
     return single.model_copy(update={"logprobs": logprobs, "noise": NoiseLimits(**noise)})
 
 
-def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
-    """The limits with the means of these cases where they are larger. Where each error is, their spread grows with
-    it."""
+def _with_raised_means(limits: Profile, cases: Sequence[Case]) -> Profile:
+    """The limits with the means of these cases if they are larger; variances grow with them."""
     measures = [replace(case, profile=limits).measures for case in cases]
     noise = {}
     for name in NoiseLimits.model_fields:
@@ -223,13 +222,13 @@ def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
     return limits.model_copy(update={"noise": NoiseLimits(**noise)})
 
 
-def _share(odd: npt.NDArray[np.bool_]) -> float:
+def _accident_rate(odd: npt.NDArray[np.bool_]) -> float:
     count = int(odd.sum())
     return (count + 2 * math.sqrt(count)) / max(1, len(odd))
 
 
-def _leaning(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) -> LogprobLimits:
-    """The moments of log-probability errors: of a token, and those that the tokens of a rollout share."""
+def _logprob_moments(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) -> LogprobLimits:
+    """Moments of log-probability errors: of one token, and those shared by the tokens of a rollout."""
     weight_T = weights(pool.logprobs)
     lean = float(pool.delta.sum() / weight_T.sum())
     spread = math.sqrt(_largest(np.square(pool.delta - lean * weight_T), np.square(weight_T), pool.part))
@@ -246,14 +245,14 @@ def _leaning(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) ->
 
 
 def _largest(seen: Floats, exposure: Floats, part: npt.NDArray[np.int64]) -> float:
-    """The largest rate of the first, the second and the later parts, where a tenth of all that was seen lies there."""
+    """The largest rate of the first, second and later parts, of those with a tenth of the exposure."""
     bands = [part == 0, part == 1, part >= 2, part >= 0]
     found = [(float(seen[band].sum()), float(exposure[band].sum())) for band in bands]
     return max(x / e for x, e in found if e >= 0.1 * float(exposure.sum()) and e > 0)
 
 
 def _channel(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: LogprobLimits) -> ChannelLimits:
-    """Mean, lumps and shared error of one channel; never less than in float32."""
+    """Mean, unit and shared error of one channel; never below those of float32."""
     usual: ChannelLimits = getattr(NoiseLimits(), name)
     rate, curve = _rates(name, measures, pool, logprobs)
     if rate + curve <= 0:
@@ -276,13 +275,12 @@ def _channel(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: Log
 
 
 def _above(seen: Floats, mean: Floats) -> float:
-    """The variance on the upper side: only there is anything held against anybody. (On the lower side are parts that
-    two engines compute alike to the bit.)"""
+    """The variance above the mean. Below it are parts that two engines compute equally to the bit."""
     return 2 * float((np.maximum(seen - mean, 0.0) ** 2).mean())
 
 
 def _proof_terms(name: str, pool: _Pool) -> tuple[Floats, Floats] | None:
-    """What was seen by proof and what it is in proportion to, of the channels of proofs; others have it by rollout."""
+    """What was seen per proof and its exposure, for the channels of proofs; None for channels by rollout."""
     compared = pool.compared
     if name == "exponents":
         return np.maximum(compared.exp_mismatches - 1.0, 0.0), compared.k.astype(np.float64)
@@ -306,7 +304,7 @@ def _rates(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: Logpr
 
 
 def _line_and_curve(seen_T: Floats, nats_T: Floats) -> tuple[float, float]:
-    """seen = line · nats + curve · nats², by least squares (the noise grows with the nats), neither below 0."""
+    """seen = line · nats + curve · nats² by least squares (noise grows with the nats); neither is negative."""
     weight_T = 1 / (nats_T + 0.1)
     powers = [float((weight_T * nats_T**n).sum()) for n in (2, 3, 4)]
     sums = [float((weight_T * nats_T**n * seen_T).sum()) for n in (1, 2)]
@@ -321,7 +319,7 @@ def _line_and_curve(seen_T: Floats, nats_T: Floats) -> tuple[float, float]:
 
 
 def limits_from(bands: Bands, key: str) -> Profile:
-    """The profile of this key that the bands ask for: with room for other prompts, batches and machines."""
+    """The profile that follows from the bands, with room for other prompts, batches and machines."""
     noise = {}
     for name in NoiseLimits.model_fields:
         limits, usual = getattr(bands.limits.noise, name), getattr(NoiseLimits(), name)
@@ -333,7 +331,6 @@ def limits_from(bands: Bands, key: str) -> Profile:
 
 
 def _rounded(profile: Profile) -> Profile:
-    """Three digits, rounded up: a limit with sixteen would claim to know more."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Mapping):

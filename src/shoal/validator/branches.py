@@ -1,18 +1,18 @@
 """Branches: at tokens that pass only by the tolerance, what the seed gives is decoded, scored, and compared.
 
-    accepted so far ─► which rollouts, where (`look_at`) ─► engine.generate from there ─► scored ─► differences
+    accepted so far ─► which rollouts, where (`branch_of`) ─► engine.generate from there ─► scored ─► differences
 
-A worker that knows the tolerance may submit the neighbour of a token whose uniform lies near an edge, draw honestly
-afterwards, and keep whichever branch pays: every token of it passes. But of two branches that only rounding told apart,
-honest work has the better one half of the time (`protocol.verdict` makes evidence of it).
+A worker that knows the tolerance may submit the neighbour of a token whose uniform is near an edge, draw honestly after
+it, and keep whichever branch pays: every token passes. But of two branches that only rounding separates, honest work
+has the better one half of the time (`protocol.verdict` makes evidence of it).
 
-Where to look must not depend on how the submission continues, or short completions, say, would look chosen. The first
-token that passes only by the tolerance is such a place: whatever was chosen was chosen there or later. Completions of
-more than `LONGEST` tokens are cut into blocks of that size, from a random place on: of the block in which a rollout
-ends, the first such token is taken, and a branch counts only if it ends in the same block.
+The place of a branch must not depend on how the submission continues, or short completions, for example, would look
+chosen. The first token that passes only by the tolerance is such a place. Completions of more than `LONGEST` tokens are
+cut into blocks of that size from a random place on: the first such token of the block in which the rollout ends is
+taken, and a branch counts only if it ends in the same block.
 
 The hub says of which share of a node's tokens branches are decoded (`Audit.look_share`): a little of everybody's, more
-at first and where the evidence grows. They take `TIME_SHARE` of this validator's time at most.
+at first and where the evidence grows. They take at most `TIME_SHARE` of this validator's time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 TIME_SHARE = 0.1
 LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
-FIRST_S = 12.0  # counted as spent at first: the first verdicts of a process wait for no branch
+FIRST_S = 12.0  # counted as spent at first, so that the first verdicts come soon
 
 Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
 JudgedCase = tuple[Case, Sequence[RolloutReward] | None, float]
@@ -47,15 +47,15 @@ JudgedCase = tuple[Case, Sequence[RolloutReward] | None, float]
 
 
 def by_tolerance(case: Case) -> npt.NDArray[np.bool_]:
-    """Which tokens pass only by the tolerance: u lies outside the interval that this validator computes."""
+    """Which tokens pass only by the tolerance: u is outside the interval that this validator computes."""
     replay = case.replayed
     inside = (replay.low <= replay.uniforms) & (replay.uniforms < replay.high)
     return case.drawn & ~inside
 
 
 def block_around(position: int, size: int, phase: int) -> tuple[int, int]:
-    """Of positions cut into blocks of `size`, the first of which ends at `phase`: where the block of this one begins,
-    and where the next one does.
+    """Positions are cut into blocks of `size`, the first of which ends at `phase`: the bounds of the block of this
+    position.
 
     >>> block_around(2, size=8, phase=3), block_around(11, size=8, phase=3)
     ((0, 3), (11, 19))
@@ -67,8 +67,8 @@ def block_around(position: int, size: int, phase: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class BranchLook:
-    """The branch of a rollout from `token` on; it has `limit` tokens to end in."""
+class Branch:
+    """A rollout drawn again from `token` on; it must end within `limit` tokens."""
 
     case: Case
     rollout: int
@@ -76,8 +76,8 @@ class BranchLook:
     limit: int
 
     def request(self, steps: int) -> GenerationRequest:
-        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once, or
-        for what their leases have left: the model's context may end there."""
+        """Asks for `steps` tokens. All branches of one call ask for equally many, to be decoded together, but not more
+        than their leases allow, because the context of the model may end there."""
         lease, kept = self.case.lease, self.case.rollouts[self.rollout].token_ids[: self.token]
         steps = min(steps, lease.sampling.max_new_tokens - self.token)
         sampling = lease.sampling.model_copy(update={"max_new_tokens": steps})
@@ -96,21 +96,22 @@ class BranchLook:
         return Rollout(tokens=pack_tokens(ids), logprobs=pack_logprobs(np.zeros(len(ids))), finish=finish)
 
 
-def look_at(case: Case, rollout: int, size: int, phase: int) -> BranchLook | None:
-    """Where to branch off, if there is a token for it in the block in which the rollout ends."""
+def branch_of(case: Case, rollout: int, size: int, phase: int) -> Branch | None:
+    """The branch of a rollout; None if no token in its last block passes by the tolerance."""
     start, length = int(case.starts[rollout]), case.lengths[rollout]
     begin, end = block_around(length - 1, size, phase)
     found = np.flatnonzero(by_tolerance(case)[start + begin : start + length])
     if len(found) == 0:
         return None
     token = begin + int(found[0])
-    return BranchLook(case, rollout, token, min(end, case.lease.sampling.max_new_tokens) - token)
+    return Branch(case, rollout, token, min(end, case.lease.sampling.max_new_tokens) - token)
 
 
 def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]]) -> tuple[float, ...]:
-    """Reward(submitted) - reward(branch) of each (rollout, reward), where they differ, as a share of the range of all.
+    """Reward(submitted) - reward(branch) of each (rollout, reward), if they differ, as a share of the range of all
+    rewards.
 
-    The range is the same whichever of the two was submitted.
+    The range does not depend on which of the two was submitted.
 
     >>> differences([0.0, 1.0, 0.5], [(1, 0.5), (2, 2.0), (0, 0.0)])
     (0.25, -0.75)
@@ -122,8 +123,8 @@ def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]])
 
 
 @dataclass
-class Lookout:
-    """Looks at branches as far as their share and time allow; `rng` is this validator's secret."""
+class BranchChecker:
+    """Decodes branches within its share of time; `rng` is this validator's secret."""
 
     time_share: float = TIME_SHARE
     clock: Clock = field(default_factory=SystemClock)
@@ -133,7 +134,7 @@ class Lookout:
         self._began_s, self._spent_s = self.clock.monotonic_s(), FIRST_S
 
     def look(self, judged: Sequence[JudgedCase], engine: Engine, score: Score) -> list[Branches]:
-        """What the branches of each case showed; most have none. Dialogues are left out: the tool's words differ."""
+        """What the branches of each case showed. Dialogues are left out, because the tool would answer otherwise."""
         began_s, nothing = self.clock.monotonic_s(), [NO_BRANCHES] * len(judged)
         if self._spent_s > self.time_share * (began_s - self._began_s):
             return nothing
@@ -159,9 +160,9 @@ class Lookout:
         self._spent_s += self.clock.monotonic_s() - began_s
         return found
 
-    def _chosen(self, case: Case, share: float) -> Iterator[BranchLook]:
-        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded. Of
-        rollouts that are alike up to there one: rounding errs in all of them for the same side."""
+    def _chosen(self, case: Case, share: float) -> Iterator[Branch]:
+        """At most one branch per rollout; in all about `share` of the tokens of the case are decoded. Of rollouts that
+        are equal up to there only one, because rounding moves them all in the same direction."""
         if case.replay is None or case.dialogue:
             return
         longest, begun = case.lease.sampling.max_new_tokens, set[bytes]()
@@ -169,7 +170,7 @@ class Lookout:
             whole = longest <= LONGEST
             size, phase = (longest, longest) if whole else (LONGEST, self.rng.randrange(LONGEST))
             if self.rng.random() < (share if whole else min(1.0, share * case.lengths[rollout] / LONGEST)):
-                look = look_at(case, rollout, size, phase)
+                look = branch_of(case, rollout, size, phase)
                 kept = b"" if look is None else case.rollouts[rollout].tokens[: 4 * look.token]
                 if look is not None and kept not in begun:
                     begun.add(kept)
@@ -177,8 +178,8 @@ class Lookout:
 
 
 def choice_bits(cases: Sequence[Case], reach: float) -> tuple[float, float]:
-    """What a worker may choose where it stays within `reach` of u: the share of tokens with a neighbour that near, and
-    bits per token (1 where one neighbour is, log2 3 where one is on either side; farther ones are not counted)."""
+    """What a worker could choose within `reach` of u: the share of tokens with a neighbour that near, and bits per
+    token (1 with one neighbour, log2 3 with one on either side)."""
     found = []
     for case in cases:
         seen = case.replayed

@@ -4,8 +4,8 @@
                      │                                                       │
                      └─ int8, int4, T · 0.9, other seeds ────────────────────┴─► is each caught soon enough?
 
-A validator measures the policy of its run before it judges by it; `shoal doctor --calibrate` measures a model folder.
-Nothing that an untrusted node submitted is ever measured. Limits under which a cheat passes are refused (`BAR`).
+A validator measures the policy of its run before it judges; `shoal doctor --calibrate` measures a model folder. Work of
+untrusted nodes is never measured. Limits under which a cheat passes are refused (`BAR`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,17 @@ from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
 from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all, uniforms_of
 from shoal.validator.checks import AFTER_PREFILL, run_checks
-from shoal.validator.evidence import SEEDS, STRIKE, Measures, Odd, accident_sums, log_evidence, log_evidence_of_seeds
+from shoal.validator.evidence import (
+    SEEDS,
+    STRIKE,
+    Measures,
+    Outliers,
+    accident_sums,
+    log_evidence,
+    log_evidence_of_seeds,
+)
 from shoal.validator.profiles import Measured, Profile
-from shoal.validator.verdicts import Terms, seeds_of
+from shoal.validator.verdicts import LeaseTemplate, seeds_of
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +57,8 @@ COOLER = 0.9
 INT8_NAME, INT4_NAME = "int8 weights", "int4 weights"
 COOLER_NAME, SEEDS_NAME = f"temperature {COOLER:g} T", "other seeds"
 BAR: Mapping[str, int] = {INT8_NAME: 512, COOLER_NAME: 256, INT4_NAME: 64, SEEDS_NAME: 64}
-"""Of blocks of so many tokens of each cheat `CAUGHT` must be caught, or the limits are refused."""
-IN_NATS = frozenset({COOLER_NAME, SEEDS_NAME})  # shown by tokens that left a choice: a block has as many nats, too
+"""Tokens of a block, by cheat. A share of `CAUGHT` of blocks must be caught, or the limits are refused."""
+IN_NATS = frozenset({COOLER_NAME, SEEDS_NAME})  # their blocks need as many nats as tokens
 CAUGHT = 0.99
 HONEST_FAILING = 0.01  # of honest groups at most, or the limits are refused
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -65,7 +73,7 @@ MOST_SEQUENCES = 512
 SHORT_TOKENS = 64  # with shorter completions more of them are drawn
 LONGEST_PROMPT, PROMPT_HEAD = 512, 32
 PROMPTS_TRIED = 128
-DRAW_S = 10.0  # for one series of completions, where the machine is slow; the least is drawn all the same
+DRAW_S = 10.0  # for one series of completions, if the machine is slow
 BATCH_GROUPS = 64
 PROBE_SEQUENCES = 128
 PROBE_ERRORS = 2.5
@@ -100,7 +108,7 @@ class Plan:
             raise ConfigError(f"a calibration needs at least {least} sequences, not {self.sequences}")
 
     def rows(self, tokens: int, token_row_s: float) -> int:
-        """How many sequences of so many tokens are drawn: more of short ones, fewer where one takes long."""
+        """The number of sequences of so many tokens: more short ones, fewer on a slow machine."""
         wanted = self.sequences * max(1, SHORT_TOKENS // max(1, self.tokens))
         affordable = int(DRAW_S / max(token_row_s * tokens, 1e-9))
         rows = max(LEAST_SEQUENCES, 4 * self.group_size, min(wanted, affordable, MOST_SEQUENCES))
@@ -109,7 +117,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Catch:
-    """Of blocks of about `tokens` tokens of some cheat, the share that seeds and proofs caught."""
+    """The share of blocks of about `tokens` tokens of a cheat that seeds and proofs caught."""
 
     cheat: str
     validator: str
@@ -122,10 +130,10 @@ class Catch:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The limits of one kind, and what they rest on. `bands` are those of each validator, `seen` its honest cases by
-    kernel or batch size, `failures` the reasons for which honest groups would be rejected, by validator, and `problems`
-    why the limits must not be used. `choices` are the share of tokens with a neighbour that would not show, and the
-    bits per token to choose by it. `under` judges the same work by other limits."""
+    """The limits of one kind and their basis. By validator: `bands`, `seen` (its honest cases by kernel or batch size)
+    and `failures` (reasons for which honest groups would be rejected). `problems`: why the limits must not be used.
+    `choices`: the share of tokens with a neighbour that would pass, and bits per token to choose by. `under` judges the
+    same work by other limits."""
 
     profile: Profile
     bands: Mapping[str, Bands]
@@ -140,24 +148,26 @@ class Measurement:
 
     @property
     def variants(self) -> dict[tuple[str, str], Bands]:
-        """The bands of each kernel or batch size, by validator."""
         return {(name, at): Bands.of(cases) for at, each in self.seen.items() for name, cases in each.items()}
 
 
 def measure(
-    worker: Engine, validators: Mapping[str, Engine], plan: Plan, tell: Progress = log.debug, sizes: Sequence[int] = ()
+    worker: Engine,
+    validators: Mapping[str, Engine],
+    plan: Plan,
+    report: Progress = log.debug,
+    sizes: Sequence[int] = (),
 ) -> Measurement:
-    """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of these, as for a second
-    look: its weights change while it draws, and are its own again afterwards. Blocks of `sizes` tokens are tried,
-    too."""
+    """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of theirs; its weights change
+    while it draws, and are restored. Blocks of `sizes` tokens are tried too."""
     began = time.monotonic()
-    subject = Subject(worker, plan, tell)
+    subject = Subject(worker, plan, report)
     honest = subject.honest()
     cheats = {name: subject.cheating(name, cheat) for name, cheat in CHEATS.items()}
     seen: dict[str, dict[str, list[Case]]] = {}
     caught: dict[tuple[str, str], list[Case]] = {}
     for machine, engine in validators.items():
-        tell(f"{worker.kind}: everything seen by {machine}")
+        report(f"{worker.kind}: everything seen by {machine}")
         series = {**honest, **cheats}
         replays = iter(replayed(engine, [case for cases in series.values() for case in cases]))
         found = {name: list(itertools.islice(replays, len(cases))) for name, cases in series.items()}
@@ -168,7 +178,7 @@ def measure(
     every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
     bar = dict(BAR)
     for name, cases in cheats.items():
-        if CHEATS[name].weights is not None:  # of few tokens one block: what nobody has seen caught is not
+        if CHEATS[name].weights is not None:  # with few tokens, one block of them all
             bar[name] = min(bar[name], _tokens(cases))
     groups = sum(len(cases) for cases in honest.values())
     choices = {name: choice_bits(cases, 2 * bands[name].outside_distance) for name, cases in every.items()}
@@ -180,7 +190,6 @@ def measure(
             for (name, machine), cases in caught.items()
             for catch in catches_of(name, machine, cases, profile, sorted({*sizes, bar[name]}))
         )
-        # Of a policy that leaves next to no choice too few tokens were drawn to tell other temperatures.
         problems = [
             f"{catch.cheat} would be caught in {catch.by_either:.1%} of blocks of {catch.tokens} tokens"
             f"{' and nats' if catch.cheat in IN_NATS else ''} by {catch.validator}, and must be in {CAUGHT:.0%}"
@@ -205,8 +214,7 @@ def measure(
 
 
 def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) -> bool:
-    """Whether honest work has left, or nearly left, the limits: groups fail, or a mean has used up half of its
-    margin."""
+    """Whether honest work has left, or nearly left, the limits: groups fail, or a mean has used half of its margin."""
     tokens = min(VARIANT_TOKENS, plan.tokens)
     cases = replayed(validator, Subject(worker, plan, log.debug).drawn("probe", PROBE_SEQUENCES, tokens))
     if len(failed_checks(cases, limits)) > HONEST_FAILING * len(cases):
@@ -222,7 +230,7 @@ def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) ->
 
 
 def _means(seen: Replay) -> tuple[float, float, float]:
-    """Of one group, what `LEAST_MOVED` names: tokens outside, other exponents, the mantissas' mean error."""
+    """The values named in `LEAST_MOVED`, for one group."""
     compared = seen.comparisons
     outside = ~((seen.low <= seen.uniforms) & (seen.uniforms < seen.high))
     values, others = int(compared.k.sum()), int(compared.exp_mismatches.sum())
@@ -231,8 +239,8 @@ def _means(seen: Replay) -> tuple[float, float, float]:
 
 
 def _bands(seen: Mapping[str, Sequence[Case]]) -> Bands:
-    """The bands of all kernels: those of the main series, together with small batches; each other series of enough
-    tokens raises their means. A group of one row only has to pass: bands are of whole groups."""
+    """The bands of all kernels: the main series with small batches; other series of enough tokens raise the means.
+    Groups of one row only have to pass."""
     large = [cases for name, cases in seen.items() if name != MAIN and _tokens(cases) >= ENOUGH_TOKENS]
     small = [case for cases in seen.values() if cases not in large for case in cases if len(case.lengths) > 1]
     return Bands.of(small, large)
@@ -244,8 +252,6 @@ def _tokens(cases: Sequence[Case]) -> int:
 
 @dataclass(frozen=True)
 class Cheating:
-    """Work that is cheaper, or cooler, than what was asked for."""
-
     weights: Quantization | None = None
     temperature: float = 1.0
 
@@ -259,10 +265,10 @@ MAIN = "main"
 
 
 class Subject:
-    """The worker that is measured: an engine with the policy in place, which draws honest groups and others."""
+    """The worker that is measured: an engine with the policy loaded, which draws honest groups and others."""
 
-    def __init__(self, worker: Engine, plan: Plan, tell: Progress) -> None:
-        self._worker, self._plan, self._tell = worker, plan, tell
+    def __init__(self, worker: Engine, plan: Plan, report: Progress) -> None:
+        self._worker, self._plan, self._report = worker, plan, report
         self._token_row_s = 0.0
         self._is_gpu = worker.kind.split("/")[1] == "cuda"
         lengths = [len(prompt) for prompt in plan.prompts]
@@ -270,10 +276,10 @@ class Subject:
         self._alike = [prompt for prompt in plan.prompts if len(prompt) == usual]
 
     def honest(self) -> dict[str, list[Case]]:
-        """Groups drawn by the worker as it is: many rows at a time, few, and with other kernels."""
+        """Groups drawn honestly, with many rows, few rows, and other kernels."""
         plan, found = self._plan, dict[str, list[Case]]()
         tokens = min(VARIANT_TOKENS, plan.tokens)
-        if self._is_gpu:  # the largest first: others fit into its memory, and one more row costs next to nothing
+        if self._is_gpu:  # the largest first, so that the others fit into its memory
             found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, 0.0), plan.tokens)
         else:
             self.drawn("warm-up", 1, 1)
@@ -290,7 +296,7 @@ class Subject:
         if MAIN not in found:
             found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
         model, (path, device, _) = getattr(self._worker, "model", None), self._worker.kind.split("/")
-        # With pages, and in vLLM, there is one attention kernel: what varies is the batch.
+        # With pages, and in vLLM, there is only one attention kernel.
         kernels = ("eager", "flash", "efficient", "math") if device == "cuda" else ("eager", "math")
         is_fixed = model is None or (device == "cuda" and path != PLAIN) or model.config._attn_implementation != "sdpa"
         for name in () if is_fixed else kernels:
@@ -303,22 +309,22 @@ class Subject:
         return found
 
     def cheating(self, name: str, how: Cheating) -> list[Case]:
-        """What a cheat submits; as many tokens as honest ones at most."""
+        """What a cheat submits, of at most as many tokens as honest groups."""
         tokens = min(CHEAT_TOKENS, self._plan.tokens)
         with nullcontext() if how.weights is None else rounded(weights_of(self._worker), how.weights):
             return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, how.temperature)
 
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
-        """Groups of this many sequences in all, drawn at `temperature` times what their leases say."""
+        """Groups of so many sequences in all, drawn at `temperature` times that of their leases."""
         plan, prompts = self._plan, prompts or self._plan.prompts
         eos, worker, size = plan.eos_token_id, self._worker, min(rows, plan.group_size)
         sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=eos)
-        terms = Terms(label, size, sampling, plan.proof, worker.kind)
+        terms = LeaseTemplate(label, size, sampling, plan.proof, worker.kind)
         leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // size)]
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
         shape, profile, cases = (worker.vocabulary_size, worker.hidden_size), Profile(key=worker.kind), list[Case]()
         for start in range(0, len(leases), BATCH_GROUPS):
-            self._tell(f"{worker.kind}: {label}, {start * size} of {rows} sequences")
+            self._report(f"{worker.kind}: {label}, {start * size} of {rows} sequences")
             part = leases[start : start + BATCH_GROUPS]
             requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, drawn) for lease in part]
             for lease, group in zip(part, worker.generate(requests, plan.proof), strict=True):
@@ -327,7 +333,7 @@ class Subject:
 
 
 def weights_of(engine: Engine) -> Mapping[str, Any]:
-    """The weights of an engine by name, where it computes with them; those of others cannot be rounded."""
+    """The weights of an engine by name, in place; an engine that hides them cannot be measured."""
     from shoal.models.state import policy_state
 
     if (model := getattr(engine, "model", None)) is not None:
@@ -340,7 +346,7 @@ def weights_of(engine: Engine) -> Mapping[str, Any]:
 
 @contextmanager
 def attention(model: Any, name: str) -> Iterator[None]:
-    """Compute attention with another kernel: rounded in another way. One that cannot is a `RuntimeError`."""
+    """Compute attention with another kernel, which rounds in another way; `RuntimeError` if it cannot."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     of_torch = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
@@ -357,7 +363,7 @@ def attention(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def rounded(weights: Mapping[str, Any], how: Quantization) -> Iterator[None]:
-    """The matrices of linear layers rounded to few bits, where they lie, and put back afterwards."""
+    """Round the matrices of linear layers in place, and restore them afterwards."""
     kept = {name: each.clone() for name, each in weights.items() if is_rounded(name, each.shape)}
     try:
         for name, each in kept.items():
@@ -369,8 +375,8 @@ def rounded(weights: Mapping[str, Any], how: Quantization) -> Iterator[None]:
 
 
 def prompts_of(files: Mapping[str, bytes], environment: Environment, tokens: int) -> Prompts:
-    """Prompts of the run's own environment, long ones without their middle: without its first token a model may repeat
-    one word, and limits of that are refused. Where it has none that can be asked, openings."""
+    """Prompts of the run's environment, long ones without their middle (without its first token a model may repeat one
+    word). If it has none, openings."""
     asking, tasks = Asking(files, environment, tokens), environment.tasks("train")
     found: list[tuple[int, ...]] = []
     for index in range(min(len(tasks), PROMPTS_TRIED)):
@@ -384,12 +390,10 @@ def prompts_of(files: Mapping[str, bytes], environment: Environment, tokens: int
 
 
 def openings(tokenizer: TextTokenizer) -> Prompts:
-    """Prompts for a model of which nothing is known."""
     return [tuple(tokenizer.encode(text)) for text in OPENINGS]
 
 
 def replayed(engine: Engine, cases: Sequence[Case]) -> list[Case]:
-    """The same cases as this validator's engine sees them."""
     found: list[Case] = []
     for start in range(0, len(cases), BATCH_GROUPS):
         part = cases[start : start + BATCH_GROUPS]
@@ -401,7 +405,7 @@ def replayed(engine: Engine, cases: Sequence[Case]) -> list[Case]:
 
 
 def other_seeds(cases: Sequence[Case]) -> list[Case]:
-    """Honest work that was seen already, under seeds that did not draw it."""
+    """Replayed honest work, with seeds that did not draw it."""
     found = []
     for case in cases:
         seeds = seeds_of("other", case.lease.unit, len(case.seeds))
@@ -411,7 +415,7 @@ def other_seeds(cases: Sequence[Case]) -> list[Case]:
 
 
 def failed_checks(cases: Sequence[Case], profile: Profile) -> list[str]:
-    """The reasons for which these groups would be rejected. Where one is unsure a second look decides, not this."""
+    """The reasons for which these groups would be rejected, without unsure ones."""
     findings = [run_checks(AFTER_PREFILL, replace(case, profile=profile))[-1] for case in cases]
     return [finding.reason for finding in findings if not finding.passed and not finding.unsure]
 
@@ -419,7 +423,6 @@ def failed_checks(cases: Sequence[Case], profile: Profile) -> list[str]:
 def catches_of(
     cheat: str, validator: str, cases: Sequence[Case], profile: Profile, sizes: Sequence[int]
 ) -> Iterator[Catch]:
-    """How much of it is caught, by the number of tokens looked at."""
     for size in sizes:
         blocks = blocks_of(cases, size, size if cheat in IN_NATS and size == BAR[cheat] else 0)
         answers = [caught(block, lengths, profile) for block, lengths in blocks]
@@ -430,10 +433,10 @@ def catches_of(
 
 
 def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
-    """Whether the check of seeds and that of proofs would each reject these tokens, of chunks of these lengths, each of
-    another rollout, with the right log-probabilities."""
+    """Whether the check of seeds and that of proofs would reject these tokens. Each chunk counts as a rollout of its
+    own."""
     drawn_T, chunk_of_T = np.ones(int(lengths.sum()), dtype=np.bool_), np.repeat(np.arange(len(lengths)), lengths)
-    odd = Odd.of(block, block.logprobs, drawn_T, chunk_of_T, profile)
+    odd = Outliers.of(block, block.logprobs, drawn_T, chunk_of_T, profile)
     kept = odd.kept(drawn_T, chunk_of_T, profile.accidents)
     measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), kept, profile.noise)
 
@@ -445,8 +448,8 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
 
 
 def blocks_of(cases: Sequence[Case], size: int, nats: float = 0) -> Iterator[tuple[Replay, Ints]]:
-    """Blocks of at least `size` tokens and `nats` of entropy, made of whole chunks, and the lengths of these. Few
-    tokens make few blocks, so that the chunks are put together in several orders, the same ones every time."""
+    """Blocks of at least `size` tokens and `nats` of entropy, made of whole chunks, with the lengths of these. Chunks
+    are combined in several (fixed) orders, because few tokens make few blocks."""
     lengths = np.array(
         [n for case in cases for length in case.lengths for n in chunk_rows(length, case.lease.proof.rows)]
     )

@@ -1,13 +1,12 @@
 """Canaries: now and then a known cheat is judged beside honest work, and must be caught.
 
-    accepted docket ─► a twin that differs in one thing and is surely bad ─► the same judge ─┬─ rejected: caught
-                                                                                            ├─ unsure: later
-                                                                                            └─ accepted: CanaryMissed
+    accepted audit ─► a twin that differs in one thing and is surely bad ─► the same judge ─┬─ rejected: caught
+                                                                                           ├─ unsure: later
+                                                                                           └─ accepted: CanaryMissed
 
-Otherwise a profile that is far too wide, or a broken check, would let cheats pass unseen. A validator that misses its
-canary reports nothing of that round and ends; its claims fall back to the hub.
-
-`SelfTest` does the same with this machine's own work, before a contributor joins.
+Without them a profile that is far too wide, or a broken check, could let cheats pass unnoticed. A validator that misses
+its canary reports nothing of that round and ends; its claims return to the hub. `SelfTest` does the same with this
+machine's own work, before a contributor joins.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_t
 from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import ON_REQUEST, Profiles
-from shoal.validator.verdicts import POLICY, Docket, Machine, Terms, docket_of
+from shoal.validator.verdicts import POLICY, AuditJob, LeaseTemplate, Machine, audit_job_of
 
 SURELY = 4  # times what the profile allows
 LONG_ENOUGH = 4  # tokens: of fewer, the proofs of two rollouts may be of nearly the same states
@@ -41,74 +40,72 @@ ONE = b"\x3f\x80"  # the bits of 1.0
 
 @dataclass(frozen=True)
 class Original:
-    """An accepted submission, and its case, without the replay."""
-
-    docket: Docket
+    job: AuditJob
     case: Case
 
-    def twin(self, rollouts: Sequence[Rollout]) -> Docket:
-        """The docket with other rollouts in it."""
+    def twin(self, rollouts: Sequence[Rollout]) -> AuditJob:
+        """The audit with other rollouts."""
         body = pack(msgspec.structs.replace(self.case.claim, rollouts=list(rollouts)))
-        changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}  # would give it away
-        return replace(self.docket, audit=self.docket.audit.model_copy(update=changes), body=body)
+        changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}
+        return replace(self.job, audit=self.job.audit.model_copy(update=changes), body=body)
 
 
-# A twin of the original that is surely bad; None where this way of cheating would not surely show.
-Spoil = Callable[[Original], Docket | None]
+# Makes a twin of the original that is surely bad; None if this cheat would not surely show with it.
+CanaryCheat = Callable[[Original], AuditJob | None]
 
 
-def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
-    """A docket that was accepted, opened."""
-    submission, found = unpack(docket.body, Submission, BODY_LIMITS), judge.limits(docket.lease, engine)
+def original_of(job: AuditJob, judge: Judge, engine: Engine) -> Original:
+    submission, found = unpack(job.body, Submission, BODY_LIMITS), judge.limits(job.lease, engine)
     assert found is not None, "what was accepted was judged by them"
-    return Original(docket, Case(docket.lease, submission, "", engine.vocabulary_size, engine.hidden_size, found[0]))
+    return Original(job, Case(job.lease, submission, "", engine.vocabulary_size, engine.hidden_size, found[0]))
 
 
 @dataclass
 class Canary:
-    """Counts full audits; after every so many a twin of an accepted one is judged. `due_in` are left until then."""
+    """Counts full audits; after every `every` of them a twin of an accepted one is judged. `due_in`: audits until
+    then."""
 
     judge: Judge
     every: int
     due_in: int = 0
     _turn: int = 0
 
-    def check(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
-        """Which canary was caught, None if it was the turn of none; `CanaryMissed` if one passed."""
+    def check(self, jobs: Sequence[AuditJob], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
+        """The name of the canary that was caught, None if none was due; `CanaryMissed` if one passed."""
         self.due_in -= sum(verdict.depth == "full" for verdict in verdicts)
-        pairs = zip(dockets, verdicts, strict=True)
-        accepted = [docket for docket, each in pairs if (each.outcome, each.depth) == (Outcome.ACCEPTED, "full")]
+        pairs = zip(jobs, verdicts, strict=True)
+        accepted = [job for job, each in pairs if (each.outcome, each.depth) == (Outcome.ACCEPTED, "full")]
         if self.due_in > 0 or not accepted:
             return None
-        docket = accepted[0]
-        name, twin = self._twin(original_of(docket, self.judge, loaded.engine))
+        job = accepted[0]
+        name, twin = self._twin(original_of(job, self.judge, loaded.engine))
         [verdict] = replace(self.judge, seen=SeenWork()).verdicts([twin], loaded)
         if verdict.outcome is Outcome.UNSURE:
             return None
         if verdict.outcome is Outcome.ACCEPTED:
             passed = ", ".join(check.check for check in verdict.checks)
             raise CanaryMissed(
-                f"a known cheat, unit {docket.lease.unit} with {name}, passed every check ({passed}) as "
-                f"{docket.lease.profile} under policy {docket.lease.policy.label}: this validator must not judge; look "
+                f"a known cheat, unit {job.lease.unit} with {name}, passed every check ({passed}) as "
+                f"{job.lease.profile} under policy {job.lease.policy.label}: this validator must not judge; look "
                 f"at its profiles (validator.profiles) and its engine, {loaded.engine.kind}"
             )
         self.due_in = self.every
         return name
 
-    def _twin(self, original: Original) -> tuple[str, Docket]:
+    def _twin(self, original: Original) -> tuple[str, AuditJob]:
         """The next way of cheating that surely shows with this submission."""
-        names = list(SPOILERS)
+        names = list(CANARY_CHEATS)
         for turn in range(self._turn, self._turn + len(names)):
             name = names[turn % len(names)]
-            twin = SPOILERS[name](original)
+            twin = CANARY_CHEATS[name](original)
             if twin is not None:
                 self._turn = turn + 1
                 return name, twin
         raise AssertionError("one of them always shows")
 
 
-def edited_tokens(original: Original) -> Docket | None:
-    """The first token of every rollout that continues after it is another one."""
+def edited_tokens(original: Original) -> AuditJob | None:
+    """The first token of every longer rollout is another one."""
     case, rollouts, edited = original.case, list(original.case.rollouts), 0
     eos, size = case.lease.sampling.eos_token_id, case.vocabulary_size
     for index, rollout in enumerate(rollouts):
@@ -121,18 +118,18 @@ def edited_tokens(original: Original) -> Docket | None:
     return original.twin(rollouts) if edited > 1 else None
 
 
-def other_seeds(original: Original) -> Docket | None:
-    """The lease asked for other seeds, which would not have given these tokens."""
+def other_seeds(original: Original) -> AuditJob | None:
+    """The lease has other seeds, which would not have given these tokens."""
     case = original.case
-    room = 2 * case.profile.sampling.distance  # a token passes if its uniform is near enough
+    room = 2 * case.profile.sampling.distance
     if np.log(np.minimum(np.exp(case.claimed) + room, 1.0)).sum() > IMPROBABLE_NATS:
         return None
     seeds = tuple(hashlib.sha256(f"canary/{seed}".encode()).hexdigest()[:16] for seed in case.lease.seeds)
     return replace(original.twin(case.rollouts), lease=case.lease.model_copy(update={"seeds": seeds}))
 
 
-def other_temperature(original: Original) -> Docket | None:
-    """The log-probabilities are those of a temperature of a half, about."""
+def other_temperature(original: Original) -> AuditJob | None:
+    """The log-probabilities are about those of half the temperature."""
     case = original.case
     if float(np.abs(case.claimed).mean()) < SURELY * case.profile.noise.logprobs.rate:
         return None
@@ -141,8 +138,8 @@ def other_temperature(original: Original) -> Docket | None:
     return original.twin([msgspec.structs.replace(rollout, logprobs=values) for rollout, values in pairs])
 
 
-def others_proofs(original: Original) -> Docket | None:
-    """Two rollouts of one length that differ from their first token on have each other's proofs."""
+def others_proofs(original: Original) -> AuditJob | None:
+    """Two rollouts of equal length with different first tokens have each other's proofs."""
     rollouts, firsts = list(original.case.rollouts), dict[int, int]()
     for second, two in enumerate(rollouts):
         first = firsts.setdefault(len(two.tokens), second)
@@ -154,8 +151,8 @@ def others_proofs(original: Original) -> Docket | None:
     return None
 
 
-def constant_proofs(original: Original) -> Docket:
-    """Every proof is a polynomial of the same size and modulus that says 1.0 everywhere: nothing was computed."""
+def constant_proofs(original: Original) -> AuditJob:
+    """Every proof is a polynomial of the right size and modulus with the value 1.0 everywhere."""
     case = original.case
     forged = [proof[:2] + ONE + bytes(len(proof) - 2 - len(ONE)) for proof in case.proofs]
     ends = np.cumsum(case.chunks).tolist()
@@ -164,7 +161,7 @@ def constant_proofs(original: Original) -> Docket:
     return original.twin([msgspec.structs.replace(rollout, proofs=part) for rollout, part in pairs])
 
 
-SPOILERS: dict[str, Spoil] = {
+CANARY_CHEATS: dict[str, CanaryCheat] = {
     "edited tokens": edited_tokens,
     "other seeds": other_seeds,
     "log-probabilities of another temperature": other_temperature,
@@ -181,8 +178,6 @@ ROW_TOKENS = 1024  # of the completions that are said to fit
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing that was tried, and how it went."""
-
     name: str
     ok: bool
     text: str
@@ -190,7 +185,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """A policy, what this machine generates with, and what it is to be judged by."""
+    """A policy, what this machine generates with, and the validator to judge it."""
 
     files: Mapping[str, bytes]
     tensors: Mapping[str, TensorView]
@@ -202,7 +197,6 @@ class SelfTest:
     """Of the worker; a validator's is torch's."""
 
     def run(self) -> Iterator[Trial]:
-        """Each trial as it ends."""
         worker = self._engine(self.worker, self.engine)
         if worker.kind not in self.profiles:
             known = ", ".join(sorted(self.profiles))
@@ -214,20 +208,20 @@ class SelfTest:
             rows = worker.rows_at_once(ROW_TOKENS)
             yield Trial("memory", True, f"{rows} completions of {ROW_TOKENS} tokens, prompts included, fit at once")
         judge = Judge(build_environment(EnvironmentSettings(name="sort")), self.profiles)
-        dockets = self._dockets(worker, judge)
+        jobs = self._dockets(worker, judge)
         loaded = LoadedPolicy(POLICY, self._engine(self.validator), self.files)
-        verdicts = judge.verdicts(dockets, loaded)
+        verdicts = judge.verdicts(jobs, loaded)
         refused = [verdict for verdict in verdicts if verdict.outcome is not Outcome.ACCEPTED]
         tokens, held = sum(verdict.generated_tokens for verdict in verdicts), len(verdicts) - len(refused)
         text = f"{held} of {len(verdicts)} groups accepted by {self.validator}, {tokens} tokens"
         if refused:
             text += f"; {refused[0].reason}: {refused[0].message}"
         yield Trial("honest work", not refused, text)
-        pairs = zip(dockets, verdicts, strict=True)
-        accepted = [docket for docket, verdict in pairs if verdict.outcome is Outcome.ACCEPTED]
-        originals = [original_of(docket, judge, loaded.engine) for docket in accepted]
-        for name, spoil in SPOILERS.items() if originals else ():
-            twin = next((twin for original in originals if (twin := spoil(original)) is not None), None)
+        pairs = zip(jobs, verdicts, strict=True)
+        accepted = [job for job, verdict in pairs if verdict.outcome is Outcome.ACCEPTED]
+        originals = [original_of(job, judge, loaded.engine) for job in accepted]
+        for name, forge in CANARY_CHEATS.items() if originals else ():
+            twin = next((twin for original in originals if (twin := forge(original)) is not None), None)
             if twin is None:
                 yield Trial(name, True, "skipped: it would not surely show with this policy's completions")
                 continue
@@ -240,13 +234,13 @@ class SelfTest:
         engine.load_policy(None, self.tensors)
         return engine
 
-    def _dockets(self, worker: Engine, judge: Judge) -> list[Docket]:
+    def _dockets(self, worker: Engine, judge: Judge) -> list[AuditJob]:
         tokenizer, environment = TextTokenizer(self.files), judge.environment
         tasks = environment.tasks("train")
         eos = tokenizer.eos_token_id
         sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos)
-        terms = Terms("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
+        terms = LeaseTemplate("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
         leases = [terms.lease(n, tokenizer.encode(tasks[n].prompt), tasks[n].id) for n in range(GROUPS)]
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]
         groups, key = worker.generate(requests, self.proof), SigningKey.generate()
-        return [docket_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]
+        return [audit_job_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]

@@ -1,17 +1,17 @@
-"""A case: everything that the checks of one submission may look at, and what a check finds.
+"""A case: the data that the checks of one submission see, and what a check finds.
 
-Arrays are of all rollouts laid end to end: one value per token, or one per proof (a proof is of a chunk of tokens).
-Replays of many cases are computed together and cut afterwards: a call of numpy on few tokens costs as much as on many.
+Arrays are of all rollouts end to end: one value per token, or one per proof (a proof is of a chunk of tokens). Replays
+of many cases are computed together and cut afterwards, because a numpy call on few tokens costs as much as on many.
 
-`SeenWork` makes copied work show, one's own or another's. Equal completions are ordinary (easy tasks have one answer),
-so only what seeds cannot repeat is remembered:
+`SeenWork` detects copies of one's own work or another's. Equal completions are common (easy tasks have one answer), so
+only what seeds cannot repeat is remembered:
 
     a rollout  so improbable that no two seeds give it: its tokens, and the seed that gave them
     a proof    of enough values that no two computations give it: its bytes, and the tokens that it was made from
 
-What is here already under another seed, or made from other tokens, is a copy. A unit that is issued again keeps its
-seeds, so a submission that is judged again is none. Only accepted work is remembered: otherwise a cheater could make an
-honest node look like its copyist.
+The same rollout from another seed, or the same proof from other tokens, is a copy. A unit that is issued again keeps
+its seeds, so a submission that is judged again is not a copy. Only accepted work is remembered: otherwise a cheat could
+make an honest node look like its copyist.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shoal.sampling import SeedCheck, check_seeded
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
 from shoal.toploc.points import proof_size
-from shoal.validator.evidence import MOST_POINTS, Kept, Measures, Odd, accident_sums, log_evidence
+from shoal.validator.evidence import MOST_POINTS, Kept, Measures, Outliers, accident_sums, log_evidence
 from shoal.validator.profiles import NoiseLimits, Profile
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ DIGEST_BYTES = 16
 
 
 class Mark(NamedTuple):
-    """One thing to remember: what it is, whose it is, and where it is in its submission (rollout, token)."""
+    """One thing to remember: what it is, its origin, and its place in the submission (rollout, token)."""
 
     kind: Literal["rollout", "proof"]
     what: bytes
@@ -63,7 +63,7 @@ def digest(kind: str, part: bytes) -> bytes:
 
 @dataclass
 class SeenWork:
-    """The marks of accepted submissions; beyond its capacity the ones least lately met are forgotten.
+    """The marks of accepted submissions; beyond its capacity the least recently met are forgotten.
 
     >>> seen = SeenWork()
     >>> seen.remember([Mark("rollout", b"tokens", b"seed 1", (0, 0))])
@@ -75,7 +75,7 @@ class SeenWork:
     _whose: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict, repr=False)
 
     def copied(self, marks: Iterable[Mark]) -> Mark | None:
-        """The first mark that is somebody else's already: of an accepted submission, or earlier in this one."""
+        """The first mark with another origin in an accepted submission, or earlier in this one."""
         own: dict[bytes, bytes] = {}
         for mark in marks:
             if {own.setdefault(mark.what, mark.whose), self._whose.get(mark.what, mark.whose)} != {mark.whose}:
@@ -91,12 +91,11 @@ class SeenWork:
 
 
 MESSAGE_LIMIT, GIB = 500, 2**30
-# The hub has enforced the run's own caps before it gave a receipt; these only bound this process's memory, and must
-# never be the tighter ones: a body that the hub took is not malformed for being large.
+# These only bound memory. They must be wider than the limits of the hub: a body that the hub took is not too large.
 BODY_LIMITS = BodyLimits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
 
 IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability do not come out alike: 10⁻¹⁵
-PROOF_BYTES_TOLD_APART = 2 + 2 * 16  # of 16 values on: fewer may agree by chance
+DISTINCT_PROOF_BYTES = 2 + 2 * 16  # 16 values: fewer may agree by chance
 FIRST_ROWS = 2
 
 NO_RECORD = Tally()
@@ -119,18 +118,17 @@ class Replay:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the policy gives distributions at all. (A token that cannot be has a log-probability of -inf.)"""
+        """Whether the distributions are finite. (An impossible token has a log-probability of -inf.)"""
         sums = self.low.sum() + self.high.sum() + self.entropy.sum() + self.varentropy.sum()
         return bool(np.isfinite(sums) and not np.isnan(self.logprobs).any())
 
 
 @dataclass(eq=False)
 class Case:
-    """One submission under audit. The lease is the hub's signed word; the submission is only a claim: None, with a
-    `problem`, if the body could not be decoded. What is derived from the tokens may be asked for once `shape` has
-    passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` sums what its node submitted before,
-    `shown` is what it showed of this before it was finished. Of a part (`only`), `first` is its first rollout's
-    number."""
+    """One submission under audit. The lease is signed by the hub; the submission is a claim, or None with a `problem`
+    if it could not be decoded. Values derived from tokens need a passed `shape`, `drawn` a passed `dialogue`,
+    `replayed` the prefill. `record`: sums of what its node submitted before; `shown`: what it showed of this submission
+    before. Of a part (`only`), `first` is the number of its first rollout."""
 
     lease: Lease
     submission: Submission | None
@@ -147,7 +145,7 @@ class Case:
 
     @property
     def claim(self) -> Submission:
-        """The decoded submission; only for checks after the envelope's."""
+        """The decoded submission, for checks after that of the envelope."""
         assert self.submission is not None, "the envelope check comes first"
         return self.submission
 
@@ -170,7 +168,6 @@ class Case:
 
     @cached_property
     def starts(self) -> Ints:
-        """Where each rollout begins."""
         return np.cumsum([0, *self.lengths[:-1]])
 
     @cached_property
@@ -179,29 +176,28 @@ class Case:
 
     @cached_property
     def claimed(self) -> Floats:
-        """The log-probabilities that were submitted."""
         return np.frombuffer(b"".join(rollout.logprobs for rollout in self.rollouts), dtype="<f4").astype(np.float64)
 
     @cached_property
     def readings(self) -> list[Reading]:
-        """Every rollout of a dialogue taken apart, by its tokens alone."""
+        """Every rollout of a dialogue, parsed by its tokens alone."""
         assert self.dialogue is not None, "only of a dialogue"
         return [self.dialogue.read(rollout.token_ids.tolist()) for rollout in self.rollouts]
 
     @cached_property
     def drawn(self) -> npt.NDArray[np.bool_]:
-        """Which tokens are the model's. The others were given by the environment: only their proofs are judged."""
-        pairs = zip(self.rollouts, self.lengths, strict=True)  # shown ones may end with given tokens
+        """Which tokens the model drew. Of tool tokens only proofs are judged."""
+        pairs = zip(self.rollouts, self.lengths, strict=True)  # shown ones may end with tool tokens
         return np.concatenate([drawn_mask(r.given, n + 1)[:n] if r.given else np.ones(n, np.bool_) for r, n in pairs])
 
     @cached_property
     def generated(self) -> int:
-        """How many tokens were generated: what credit is for."""
+        """The number of drawn tokens, which earn credit."""
         return int(self.drawn.sum())
 
     @cached_property
     def proofs(self) -> list[bytes]:
-        """Every proof; a `ProofError` if the bytes of a rollout do not divide into as many as it must have."""
+        """Every proof; `ProofError` if the bytes of a rollout do not divide into the right number."""
         size, topk, rows, chunks = self.hidden_size, self.lease.proof.topk, self.lease.proof.rows, list[bytes]()
         for rollout, length in zip(self.rollouts, self.lengths, strict=True):
             ends = _proof_ends(length, size, topk, rows)
@@ -212,15 +208,15 @@ class Case:
 
     @cached_property
     def points(self) -> Ints:
-        """How many values each proof commits to."""
+        """The number of values that each proof commits to."""
         return np.array([len(chunk) // 2 - 1 for chunk in self.proofs], dtype=np.int64)
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """What copies of this submission are known by. A proof of enough values stands with the first tokens that went
-        into its rows (each follows from the one before). Tokens before those do not count, for a model may have
-        forgotten them; nor does the policy, for a training step may change no bit of the largest activations; nor do
-        later tokens, for rollouts that part late may have all their largest activations in the rows that they share."""
+        """What copies of this submission are recognised by. A proof of enough values is stored with the first tokens of
+        its rows (each follows from the one before). Earlier tokens do not count, because a model may have forgotten
+        them; nor does the policy, because a training step may change none of the largest activations; nor do later
+        tokens, because rollouts that diverge late may have their largest activations in shared rows."""
         likelihood = np.add.reduceat(self.claimed, self.starts)
         marks = list[Mark]()
         for i in np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist():
@@ -231,29 +227,28 @@ class Case:
             inputs = last + rollout.tokens[:-4]
             for start in range(0, len(inputs), 4 * rows):
                 proof = next(chunks)
-                if len(proof) >= PROOF_BYTES_TOLD_APART and any(proof[4:]):  # not of values that are all the same
+                if len(proof) >= DISTINCT_PROOF_BYTES and any(proof[4:]):  # not of equal values
                     whose = digest("inputs", inputs[start : start + 4 * FIRST_ROWS])
                     marks.append(Mark("proof", digest("proof", proof), whose, (index, start // 4)))
         return marks
 
     @property
     def proven(self) -> list[Mark]:
-        """The marks without those of odd proofs: who submits the proof that another is about to give, as an accident,
-        must not make a copyist of the other."""
-        odd = {self.chunk_place(chunk) for chunk in np.flatnonzero(self.odd.proofs).tolist()}
+        """The marks without those of outlier proofs: who submits, as an accident, the proof that another will give must
+        not make that one a copyist."""
+        odd = {self.chunk_place(chunk) for chunk in np.flatnonzero(self.outliers.proofs).tolist()}
         return [mark for mark in self.marks if mark.kind == "rollout" or mark.place not in odd]
 
     @cached_property
-    def odd(self) -> Odd:
-        return Odd.of(self.replayed, self.claimed, self.drawn, self.chunk_of, self.profile)
+    def outliers(self) -> Outliers:
+        return Outliers.of(self.replayed, self.claimed, self.drawn, self.chunk_of, self.profile)
 
     @cached_property
     def kept(self) -> Kept:
-        return self.odd.kept(self.drawn, self.chunk_of, self.profile.accidents)
+        return self.outliers.kept(self.drawn, self.chunk_of, self.profile.accidents)
 
     @cached_property
     def chunks(self) -> list[int]:
-        """How many proofs each rollout has."""
         return [-(-length // self.lease.proof.rows) for length in self.lengths]
 
     @cached_property
@@ -262,12 +257,11 @@ class Case:
 
     @cached_property
     def part(self) -> Ints:
-        """Of every proof, how many came before it in its rollout."""
+        """For every proof, how many came before it in its rollout."""
         return np.concatenate([np.arange(count) for count in self.chunks])
 
     @cached_property
     def chunk_of(self) -> Ints:
-        """Which proof each token belongs to."""
         within: Ints = np.arange(len(self.tokens)) - np.repeat(self.starts, self.lengths)
         firsts: Ints = np.cumsum(self.chunks) - np.array(self.chunks)
         return np.repeat(firsts, self.lengths) + within // self.lease.proof.rows
@@ -281,7 +275,7 @@ class Case:
 
     @property
     def unsure_rate(self) -> float:
-        """How likely honest work of this kind and length is to be unsure: with two accidents, about."""
+        """How likely honest work of this kind and length is to be unsure: about that of two accidents."""
         expected = self.accidents(np.zeros_like(self.points)).expected
         return 1.0 - (1.0 + expected) * math.exp(-expected)
 
@@ -289,46 +283,45 @@ class Case:
     def tally(self) -> Tally:
         """What this submission adds to its node's record."""
         channels = {name: self.measures.sums(name, self.profile) for name in NoiseLimits.model_fields}
-        channels["accidents"] = self.accidents(self.odd.worst)
-        odd = int((self.odd.worst > 0).sum())
-        return Tally(tokens=self.generated, proofs=len(self.odd.proofs), accidents=odd, channels=channels)
+        channels["accidents"] = self.accidents(self.outliers.worst)
+        odd = int((self.outliers.worst > 0).sum())
+        return Tally(tokens=self.generated, proofs=len(self.outliers.proofs), accidents=odd, channels=channels)
 
     def evidence(self, *channels: str) -> tuple[float, str]:
-        """The strongest log-evidence of these channels, by this submission alone, and which channel it is."""
+        """The strongest log-evidence of these channels in this submission, and its channel."""
         return max((log_evidence(name, self.tally.of(name)), name) for name in channels)
 
     @cached_property
     def seed_check(self) -> SeedCheck:
-        """Of single tokens, without odd ones where those are accidents."""
+        """Of single tokens, without outliers where those are accidents."""
         replay, kept_T = self.replayed, self.kept.tokens
         uniforms, low, high = replay.uniforms[kept_T], replay.low[kept_T], replay.high[kept_T]
         return check_seeded(uniforms, low, high, replay.logprobs[kept_T], self.profile.sampling)
 
     def only(self, index: int) -> Case:
-        """The case of one of its rollouts, under its own seed. What fails there for certain fails here for certain."""
+        """The case of one rollout with its own seed. A certain failure there is certain here."""
         lease = self.lease.model_copy(update={"seeds": (self.lease.seeds[index],)})
         submission = msgspec.structs.replace(self.claim, rollouts=[self.rollouts[index]])
         return replace(self, lease=lease, submission=submission, first=index)
 
     def place(self, position: int) -> tuple[int, int]:
-        """Which (rollout, token) a position of `tokens` is."""
+        """The (rollout, token) of a position in `tokens`."""
         rollout = int(np.searchsorted(self.starts, position, side="right")) - 1
         return self.first + rollout, position - int(self.starts[rollout])
 
     def chunk_place(self, chunk: int) -> tuple[int, int]:
-        """Which (rollout, first token) a proof of `proofs` is of."""
+        """The (rollout, first token) of a proof in `proofs`."""
         return self.first + int(self.rollout_of_chunk[chunk]), int(self.part[chunk]) * self.lease.proof.rows
 
 
 @lru_cache(maxsize=4096)
 def _proof_ends(length: int, hidden_size: int, topk: int, rows: int) -> tuple[int, ...]:
-    """Where each proof of a rollout of so many tokens ends (asked again and again, for few lengths)."""
     sizes = (proof_size(chunk_topk(r, hidden_size, topk, rows)) for r in chunk_rows(length, rows))
     return tuple(accumulate(sizes))
 
 
 def read_body(body: bytes) -> tuple[Submission | None, str]:
-    """The submission of a body, decoded under the codec's caps, or why it is none: for the envelope check."""
+    """The submission of a body, decoded within the limits, or why it cannot be read."""
     try:
         return unpack(body, Submission, BODY_LIMITS), ""
     except CodecError as error:
@@ -340,8 +333,8 @@ Evidence = float | int | str
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. A failure carries a stable reason code and how sure it is (None: it costs credit only). One
-    that is `unsure` has not passed, and rejects nothing: then so is the verdict."""
+    """What one check found. A failure has a reason code and a severity (None: it only costs credit). An `unsure` one
+    has not passed and rejects nothing: the verdict is unsure, too."""
 
     result: CheckResult
     reason: str = ""
@@ -365,12 +358,12 @@ def failed(reason: str, message: str, severity: Severity | None = Severity.CERTA
 
 
 def unsure(reason: str, message: str, **evidence: Evidence) -> Finding:
-    """A check that cannot tell: no credit, no training, no punishment."""
+    """A check that cannot decide: no credit, no training, no punishment."""
     return replace(failed(reason, message, None, **evidence), unsure=True)
 
 
 def _finite(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
-    """JSON has no infinity and no NaN, and a verdict is signed JSON: such numbers become words."""
+    """A verdict is signed JSON, which has no NaN and no infinity: such numbers become strings."""
     odd = {name: str(x) for name, x in evidence.items() if isinstance(x, float) and not math.isfinite(x)}
     return {**evidence, **odd}
 
@@ -380,7 +373,7 @@ ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, LookupError, ArithmeticEr
 
 
 def replay_all(engine: Engine, cases: Sequence[Case]) -> list[Replay | Exception]:
-    """The replay of every case from as few engine calls as it takes; if a call fails, from one call each."""
+    """The replay of every case from as few engine calls as possible; if a call fails, from one call each."""
     found: dict[int, Replay | Exception] = {}
     for proof in dict.fromkeys(case.lease.proof for case in cases):
         alike = [case for case in cases if case.lease.proof == proof]
@@ -422,7 +415,7 @@ def _replays(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> l
 
 
 def uniforms_of(cases: Sequence[Case]) -> Floats:
-    """The uniform that the lease gives for every token."""
+    """The uniform of every token, from the seeds of the leases."""
     lengths = np.array([length for case in cases for length in case.lengths])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     positions_T = np.arange(lengths.sum()) - np.repeat(starts, lengths)
@@ -431,17 +424,16 @@ def uniforms_of(cases: Sequence[Case]) -> Floats:
 
 
 def part_of(replay: Replay, tokens: slice | Ints, chunks: slice | Ints) -> Replay:
-    """The replay of some of the tokens, and of the chunks that they make, in this order."""
+    """The replay of some of the tokens and chunks, in this order."""
     compared = vars(replay.comparisons)
-    said = compared["malformed"]
-    malformed = said[chunks] if isinstance(chunks, slice) else [said[chunk] for chunk in chunks]
+    sentences = compared["malformed"]
+    malformed = sentences[chunks] if isinstance(chunks, slice) else [sentences[chunk] for chunk in chunks]
     numbers = {name: column[chunks] for name, column in compared.items() if name != "malformed"}
     columns = {name: column[tokens] for name, column in vars(replay).items() if name != "comparisons"}
     return Replay(**columns, comparisons=Comparisons(**numbers, malformed=malformed))
 
 
 def joined(comparisons: Sequence[Comparisons]) -> Comparisons:
-    """Those of all chunks, one after the other."""
     names = [each.name for each in fields(Comparisons) if each.name != "malformed"]
     columns = {name: np.concatenate([getattr(each, name) for each in comparisons]) for name in names}
     return Comparisons(**columns, malformed=[sentence for each in comparisons for sentence in each.malformed])

@@ -1,7 +1,7 @@
 """Every check of a submission, each one function, cheapest first.
 
-Before the prefill the first that fails decides. After it everything is paid for, so all are made, and of those that
-fail the surest decides: wrong weights show in the proofs, and beyond doubt in the dice.
+Before the prefill the first failure decides. After it all checks are made, because they cost little more, and the most
+certain failure decides: wrong weights show in the proofs, and most clearly in the seeds.
 
     before the prefill (bytes and integers; a failure is certain)      after it (numbers of the right policy)
     envelope → lease → policy → prompt → shape → progress       ───►   proofs → sampling → logprobs
@@ -17,26 +17,26 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 | shape.rollouts        | not one rollout per seed                                               | certain     |
 | shape.tokens          | no tokens, too many, or not as many as log-probabilities               | certain     |
 | shape.vocabulary      | a token that the policy does not have                                  | certain     |
-| shape.logprobs        | a log-probability that is no number, or above 0                        | certain     |
+| shape.logprobs        | a log-probability that is not a number, or above 0                     | certain     |
 | proofs.malformed      | proof bytes of the wrong number, or that no computation gives          | certain     |
 | progress.prefix       | not what its node showed of it while it was generated                  | certain     |
-| dialogue.malformed    | spans of given tokens that no dialogue has                             | certain     |
+| dialogue.malformed    | spans of tool tokens that no dialogue has                              | certain     |
 | dialogue.missing      | a turn without what the tool says to it                                | certain     |
-| dialogue.forged       | tokens given that the tool does not say there                          | certain     |
-| dialogue.logprobs     | a log-probability other than 0 for a token that nobody drew            | certain     |
-| termination.early     | ended without the end-of-sequence token before the length limit        | certain     |
-| termination.past_eos  | went on after the end-of-sequence token                                | certain     |
+| dialogue.forged       | tool tokens that the tool does not say there                           | certain     |
+| dialogue.logprobs     | a log-probability other than 0 for a tool token                        | certain     |
+| termination.early     | ended before the length limit without the end token                    | certain     |
+| termination.past_eos  | continued after the end-of-sequence token                              | certain     |
 | termination.finish    | says it ended otherwise than it did                                    | certain     |
 | duplicate.rollout     | improbable tokens that another seed gave before                        | certain     |
 | duplicate.proof       | a proof that was made of other tokens before                           | statistical |
 | proofs.forged         | a proof that would fit almost anything                                 | certain     |
 | proofs.mismatch       | activations that are not the policy's                                  | statistical |
-| proofs.drift          | activations that are a little off all along, here or of late           | statistical |
+| proofs.drift          | activations that are a little off all along, here or recently          | statistical |
 | sampling.seed         | tokens that the lease's seeds do not give under its policy             | see below   |
-| sampling.drift        | more rounding than honest work shows, in all that was handed in lately | statistical |
-| sampling.steered      | better rewards than the seeds' branches, where only tolerance decides  | statistical |
-| logprobs.mismatch     | log-probabilities that are not those of the policy                     | statistical |
-| likelihood.unlikely   | tokens likelier, or unlikelier, in sum than dice make them             | statistical |
+| sampling.drift        | more rounding than honest work shows, in all recent submissions        | statistical |
+| sampling.steered      | better rewards than the seeds' branches, within the tolerance          | statistical |
+| logprobs.mismatch     | log-probabilities that are not the policy's                            | statistical |
+| likelihood.unlikely   | tokens likelier, or unlikelier, in sum than drawn tokens               | statistical |
 | progress.shape        | shown of a lease at work: tokens or proofs that cannot be              | certain     |
 | progress.dialogue     | shown of a lease at work: other words than the tool's                  | certain     |
 | progress.proofs       | shown of a lease at work: proofs that no computation gives             | certain     |
@@ -77,7 +77,7 @@ NO_DIALOGUE = Reading(given=(), turns=1, finish=None)
 
 
 def envelope(case: Case) -> Finding:
-    """The body decodes under the caps and is of this format."""
+    """The body decodes within the limits and has the right format."""
     if case.submission is None:
         return failed("envelope.malformed", f"the submission cannot be read: {case.problem}")
     if (number := case.submission.format) != SUBMISSION_FORMAT:
@@ -87,7 +87,6 @@ def envelope(case: Case) -> Finding:
 
 
 def lease(case: Case) -> Finding:
-    """It is for the run, node, lease and unit that the hub signed: nobody submits another's work."""
     names = ("run", "node", "lease", "unit")
     wrong = ",".join(name for name in names if getattr(case.claim, name) != getattr(case.lease, name))
     if wrong:
@@ -96,7 +95,7 @@ def lease(case: Case) -> Finding:
 
 
 def policy(case: Case) -> Finding:
-    """It says that the lease's policy produced it. Whether that is true, the prefill will show."""
+    """It names the lease's policy. Whether that is true, the prefill shows."""
     claim, wanted = case.claim, case.lease.policy
     if (claim.incarnation, claim.version, claim.policy_digest) != (wanted.incarnation, wanted.version, wanted.digest):
         message = (
@@ -108,15 +107,14 @@ def policy(case: Case) -> Finding:
 
 
 def prompt(case: Case) -> Finding:
-    """The prompt's token ids are the lease's."""
     if case.claim.prompt != pack_tokens(case.lease.prompt_ids):
         return failed("prompt.mismatch", "the prompt is not the one that the lease gave")
     return passed("prompt", tokens=len(case.lease.prompt_ids))
 
 
 def shape(case: Case) -> Finding:
-    """One rollout per seed, as many log-probabilities as tokens, all within bounds; as many proofs as the tokens ask
-    for, each of the size that its rows give, each a polynomial as it must be."""
+    """One rollout per seed; as many log-probabilities as tokens, within bounds; as many proofs as the tokens need, each
+    of the right size and well-formed."""
     count, wanted, limit = len(case.rollouts), len(case.lease.seeds), case.lease.sampling.max_new_tokens
     if count != wanted:
         return failed("shape.rollouts", f"{count} rollouts for {wanted} seeds", rollouts=count, seeds=wanted)
@@ -124,8 +122,8 @@ def shape(case: Case) -> Finding:
         tokens, logprobs = len(each.tokens) // 4, len(each.logprobs) // 4
         if len(each.tokens) % 4 or len(each.logprobs) != len(each.tokens) or not 0 < tokens <= limit:
             message = (
-                f"rollout {index} has {tokens} tokens and {logprobs} log-probabilities; it must have as many of one as "
-                f"of the other, from 1 to {limit}"
+                f"rollout {index} has {tokens} tokens and {logprobs} log-probabilities; there must be equally many, "
+                f"from 1 to {limit}"
             )
             return failed("shape.tokens", message, rollout=index, tokens=tokens, logprobs=logprobs)
     at = int(np.argmax(case.tokens))
@@ -146,7 +144,7 @@ def shape(case: Case) -> Finding:
     for chunk, problem in enumerate(malformed):
         if problem is not None:
             rollout, token = case.chunk_place(chunk)
-            message = f"no computation gives the proof of rollout {rollout} from token {token} on: {problem}"
+            message = f"no computation gives the proof of rollout {rollout} from token {token}: {problem}"
             return failed("proofs.malformed", message, rollout=rollout, token=token)
     return passed("shape", rollouts=count, tokens=len(case.tokens), proofs=len(case.proofs))
 
@@ -167,9 +165,9 @@ def progress(case: Case) -> Finding:
 
 
 def dialogue(case: Case) -> Finding:
-    """What is said to be given is what the tool says to these turns, all of it, and nothing else. Who could say of any
-    token that it was given would never have to draw one. So nothing is believed: the whole dialogue is computed again
-    from the turns and the tool alone, before the prefill, for it costs little."""
+    """The spans of tool tokens are exactly what the tool says to these turns. Otherwise any token could be claimed to
+    be a tool token, which needs no seed. So the whole dialogue is computed again from the turns and the tool, before
+    the prefill."""
     for index, (rollout, length) in enumerate(zip(case.rollouts, case.lengths, strict=True)):
         try:
             claimed = unpack_spans(rollout.given, length)
@@ -180,19 +178,19 @@ def dialogue(case: Case) -> Finding:
         if wrong or reading.problem == "other words":
             at = reading.at if reading.problem == "other words" else wrong[0][0]
             if at in {start for start, _ in claimed}:
-                message = f"rollout {index} says that tokens from token {at} on were given: the tool does not say them"
+                message = f"rollout {index} marks tokens from token {at} on as tool tokens: the tool does not say them"
                 return failed("dialogue.forged", message, rollout=index, token=at)
-            message = f"rollout {index} does not have, as given, what the tool says at token {at}"
+            message = f"rollout {index} lacks the tool tokens that the tool says at token {at}"
             return failed("dialogue.missing", message, rollout=index, token=at)
     if case.claimed[~case.drawn].any():
         index, token = case.place(int(np.argmax(~case.drawn & (case.claimed != 0))))
-        message = f"rollout {index} has a log-probability at token {token}, which was given: it must be 0"
+        message = f"rollout {index} has a log-probability at token {token}, which is a tool token: it must be 0"
         return failed("dialogue.logprobs", message, rollout=index, token=token)
     return passed("dialogue", given=len(case.tokens) - case.generated)
 
 
-def talk(case: Case) -> Finding:
-    """Of shown progress: as far as the rollout goes, the tool's words are where its turns ask for them."""
+def shown_dialogue(case: Case) -> Finding:
+    """Of shown progress: the tool's words are where its turns ask for them, as far as the rollout goes."""
     if case.dialogue is None:
         return passed("dialogue")
     reading = case.dialogue.read(case.rollouts[0].token_ids.tolist(), whole=False)
@@ -203,8 +201,8 @@ def talk(case: Case) -> Finding:
 
 
 def termination(case: Case) -> Finding:
-    """A rollout ends with the first end-of-sequence token, a dialogue where `Dialogue.read` says, or at exactly the
-    length limit, and says which. Whether the seed drew the end-of-sequence token is for `sampling` to see."""
+    """A rollout ends with the first end-of-sequence token, a dialogue where `Dialogue.read` says, or at the length
+    limit, and says which. Whether the seed drew the end-of-sequence token is checked by `sampling`."""
     limit, eos = case.lease.sampling.max_new_tokens, case.lease.sampling.eos_token_id
     if case.dialogue is None:
         stops = np.append(np.flatnonzero(case.tokens == eos), len(case.tokens))
@@ -228,7 +226,7 @@ def termination(case: Case) -> Finding:
 
 
 def duplicate(case: Case) -> Finding:
-    """Nothing that seeds or activations cannot repeat was submitted before, by this node or another (`SeenWork`)."""
+    """Nothing that seeds or activations cannot repeat was submitted before, by any node (`SeenWork`)."""
     copied = case.seen.copied(case.marks)
     if copied is None:
         return passed("duplicate", marks=len(case.marks))
@@ -244,7 +242,7 @@ def duplicate(case: Case) -> Finding:
 
 
 PROOF_FAILURES = {
-    "malformed": "the proofs are none that a computation gives under",
+    "malformed": "no computation gives these proofs under",
     "forged": "the proofs were made without computing anything under",
     "mismatch": "the proofs are of other activations than those of",
     "drift": "the activations are a little off everywhere (other weights, or another number format?) from those of",
@@ -255,7 +253,7 @@ def proofs(case: Case) -> Finding:
     """The activations that the worker committed to are those of the policy, within the profile's limits."""
     answer = check_proofs(case.replayed.comparisons, case.profile.proofs)
     sums, noise = case.measures.proofs, case.profile.noise
-    mismatch = log_evidence("accidents", case.accidents(case.odd.proofs))
+    mismatch = log_evidence("accidents", case.accidents(case.outliers.proofs))
     drift, channel = case.evidence("exponents", "mantissa")
     evidence = {
         "proofs": answer.chunks, "values": answer.values, "exponent_mismatches": answer.exponent_mismatches,
@@ -282,9 +280,9 @@ def proofs(case: Case) -> Finding:
 
 
 def sampling(case: Case) -> Finding:
-    """Every token is the one that the lease's seed draws from the policy: no choice was left to the worker."""
+    """Every token is the one that the lease's seed draws from the policy."""
     answer, limits, replay = case.seed_check, case.profile.certain, case.replayed
-    accidents, sums = case.accidents(case.odd.unseeded), [case.tally.of(name) for name in SEEDS]
+    accidents, sums = case.accidents(case.outliers.unseeded), [case.tally.of(name) for name in SEEDS]
     by_rollout = (case.measures.by_rollout(name, case.profile) for name in SEEDS)
     steered = max(log_evidence_of_seeds(accidents, *sums), *by_rollout)
     evidence = {
@@ -293,8 +291,8 @@ def sampling(case: Case) -> Finding:
     }  # fmt: skip
     distance_T = np.where(case.drawn, distances(replay.uniforms, replay.low, replay.high), 0.0)
     far = int((distance_T > limits.distance).sum())
-    # Tokens so far off are no accident, in one rollout or in many: all parts count.
-    everywhere = log_evidence("accidents", case.accidents(case.odd.unseeded, most=math.inf))
+    # Tokens so far off are no accident, so here all parts count.
+    everywhere = log_evidence("accidents", case.accidents(case.outliers.unseeded, most=math.inf))
     is_certain = far >= limits.tokens and everywhere >= CERTAIN
     is_beyond = is_certain or log_evidence("accidents", accidents) >= STRIKE
     kind = answer.reason or ("beyond" if is_beyond else "steered" if steered >= STRIKE else "")
@@ -315,7 +313,7 @@ def logprobs(case: Case) -> Finding:
     """The reported log-probabilities are the policy's, also on average over each rollout: training divides by them."""
     delta_T = np.where(case.drawn, case.claimed - case.replayed.logprobs, 0.0)
     error_T = np.where(np.isfinite(delta_T), np.abs(delta_T), np.inf)
-    far = log_evidence("accidents", case.accidents(case.odd.logprobs))
+    far = log_evidence("accidents", case.accidents(case.outliers.logprobs))
     off, channel = case.evidence("logprobs", "bias")
     mean, most = float(error_T.sum()) / case.generated, float(error_T.max())
     worst = float(np.abs(case.measures.scores(case.profile.logprobs)).max())
@@ -333,10 +331,9 @@ def logprobs(case: Case) -> Finding:
 
 
 def likelihood(case: Case) -> Finding:
-    """The tokens are, in sum, as likely as drawn tokens are: neither picked for their likelihood nor against it. The
-    log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it. A
-    policy that is nearly sure draws a token of 20 nats now and then, and two of these are no bell: on the unlikely side
-    what one token adds widens the limit, as in Bernstein's inequality."""
+    """The tokens are in sum as likely as drawn tokens. The log-probability of an honest token has the mean -entropy and
+    the variance varentropy. A nearly certain policy draws a token of 20 nats now and then, and two of these are not
+    normally distributed: on the unlikely side the largest token widens the limit, as in Bernstein's inequality."""
     replay, limits = case.replayed, case.profile.likelihood
     excess_T = np.maximum((replay.logprobs + replay.entropy)[case.drawn], LEAST_NATS)
     excess, variance = float(excess_T.sum()), float(replay.varentropy[case.drawn].sum())
@@ -354,19 +351,19 @@ def likelihood(case: Case) -> Finding:
 
 
 RECORDED: Mapping[str, tuple[str, str]] = {
-    "outside": ("sampling.drift", "tokens are beside what its seeds give,"),
-    "distance": ("sampling.drift", "tokens are beside what its seeds give,"),
-    "accidents": ("sampling.seed", "tokens or proofs are quite wrong"),
+    "outside": ("sampling.drift", "tokens are next to those that its seeds give,"),
+    "distance": ("sampling.drift", "tokens are next to those that its seeds give,"),
+    "accidents": ("sampling.seed", "tokens or proofs are far off"),
     "exponents": ("proofs.drift", "activations are off"),
     "mantissa": ("proofs.drift", "activations are off"),
     "logprobs": ("logprobs.mismatch", "log-probabilities are off"),
     "bias": ("logprobs.mismatch", "log-probabilities lean"),
 }
-"""By channel: the reason that its sum in a record gives, and what that is in words."""
+"""By channel: the reason for a record that is too large, and what to call it."""
 
 
 def record(case: Case) -> Finding:
-    """With what the node submitted before: cheating a little all the time shows where one submission does not."""
+    """With what the node submitted before: small cheating all the time shows even if one submission does not."""
     sums = case.record.plus(case.tally)
     found = {name: log_evidence(name, sums.of(name)) for name in CHANNELS if name in case.record.channels}
     worst = max(found, key=lambda name: found[name], default="")
@@ -381,8 +378,9 @@ def record(case: Case) -> Finding:
     return failed(reason, message, Severity.STATISTICAL, channel=worst, **evidence)
 
 
-def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
-    """Where only the tolerance lets a token pass, the submission is worth no more than what the seed gives instead."""
+def reward_steering(case: Case, audit: Audit, branches: Branches) -> Finding:
+    """Where only the tolerance lets a token pass, the submission must not earn more than what the seed gives
+    instead."""
     gains = audit.gains.after(branches.differences)
     evidence = {
         "looked": branches.looked, "decoded": branches.tokens, "differing": gains.differing, "gained": gains.gained,
@@ -398,40 +396,39 @@ def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
     if audit.distrusted and case.replay is not None and by_tolerance(case).any():
         message = (
             f"some tokens pass only by the tolerance, and the work of {audit.distrusted} shows that such tokens are "
-            "chosen for their reward: until it does no more, groups with such tokens are given out again"
+            "chosen for their reward: groups with such tokens are issued again until that ends"
         )
         return unsure("sampling.distrusted", message, **evidence)
     return passed("branches", **evidence)
 
 
 def accident(case: Case) -> Finding:
-    """Not more is quite wrong than coarse arithmetic gets wrong by itself. One such proof now and then costs nothing;
-    where there are a few, nobody can tell. A token, or its log-probability, is trained on: one that is far off could
-    have been chosen (an end, an answer, a huge ratio), so a group with one is never accepted. Nor is one with a rollout
-    that is off in more parts than count: none of their tokens is in a sum."""
-    odd_C, sums = case.odd.worst > 0, case.record.plus(case.tally).of("accidents")
+    """Not more parts are far off than coarse arithmetic causes. One such proof now and then costs nothing; several
+    cannot be decided. A token (or its log-probability) that is far off could have been chosen and would be trained on,
+    so a group with one is never accepted; nor is one with a rollout that is off in more parts than count, because its
+    tokens are in no sum."""
+    outlier_C, sums = case.outliers.worst > 0, case.record.plus(case.tally).of("accidents")
     doubt = max(log_evidence("accidents", sums), log_evidence("accidents", case.tally.of("accidents")))
-    is_trained_on = bool(case.odd.seeds.any() or case.odd.logprobs.any())
-    is_hidden = bool((np.bincount(case.rollout_of_chunk, case.odd.worst) > MOST_POINTS).any())
-    count = int(odd_C.sum())
+    is_trained_on = bool(case.outliers.seeds.any() or case.outliers.logprobs.any())
+    is_hidden = bool((np.bincount(case.rollout_of_chunk, case.outliers.worst) > MOST_POINTS).any())
+    count = int(outlier_C.sum())
     if case.profile.accidents.first == 0 or not count or not (doubt >= DOUBT or is_trained_on or is_hidden):
         return passed("accident", accidents=count)
-    rollout, token = case.chunk_place(int(np.argmax(odd_C)))
+    rollout, token = case.chunk_place(int(np.argmax(outlier_C)))
     message = (
-        f"{count} of {len(odd_C)} parts of rollouts are far off (the first is rollout {rollout} from token {token} on),"
-        f" as seldom happens in {case.lease.profile}: it may be nobody's fault"
+        f"{count} of {len(outlier_C)} parts of rollouts are far off, the first at rollout {rollout}, token {token}, "
+        f"as seldom happens in {case.lease.profile}: it may be nobody's fault"
     )
     return unsure("sampling.accident", message, accidents=count, rollout=rollout, token=token)
 
 
 BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, progress, dialogue, termination, duplicate)
 AFTER_PREFILL: Sequence[Check] = (proofs, sampling, logprobs, likelihood, record, accident)
-SHOWN_BEFORE_PREFILL: Sequence[Check] = (lease, policy, prompt, shape, talk)
+SHOWN_BEFORE_PREFILL: Sequence[Check] = (lease, policy, prompt, shape, shown_dialogue)
 SHOWN_AFTER_PREFILL: Sequence[Check] = (proofs, sampling, accident)
 
 
 def run_checks(checks: Sequence[Check], case: Case) -> list[Finding]:
-    """The findings up to and including the first failure."""
     findings: list[Finding] = []
     for check in checks:
         findings.append(check(case))
@@ -441,7 +438,7 @@ def run_checks(checks: Sequence[Check], case: Case) -> list[Finding]:
 
 
 def run_all(checks: Sequence[Check], case: Case) -> list[Finding]:
-    """All findings; if there are failures, the one that decides comes last: the surest, an unsure one only alone."""
+    """All findings. If there are failures, the deciding one comes last: the most certain; an unsure one only alone."""
     findings = [check(case) for check in checks]
     failures = [each for each in findings if not each.passed]
     decides = max(failures, key=lambda each: (each.severity is Severity.CERTAIN, not each.unsure), default=None)

@@ -1,19 +1,19 @@
-"""Evidence: one test per node that may be looked at after every submission (anytime-valid).
+"""Evidence: one statistical test per node, which may be evaluated after every submission (anytime-valid).
 
     a submission ─► measures ─► per channel: seen, expected, shared ─► added to the node's record ─► log-evidence
 
-A channel is a sum of small errors. Of honest work of a measured kind its mean is at most `expected` (limits × exposure:
-nats of entropy, values, tokens, rollouts), it varies in lumps of one unit, and all of a submission shares a relative
-error of standard deviation `shared`, for it shares a prompt. Then for every bet θ
+A channel is a sum of small errors. For honest work of a measured kind its mean is at most `expected` (limits ×
+exposure: nats of entropy, values, tokens, rollouts), it varies in lumps of one unit, and all of a submission shares a
+relative error of standard deviation `shared`, because it shares a prompt. Then for every bet θ
 
     exp(θ · seen − ψ(θ) · expected − ψ(θ)² · shared² / 2),     ψ(θ) = e^θ − 1 for counts, θ / (1 − θ) for sums,
 
-has a mean of at most 1, and so has the product over submissions, and the mean over bets. By Ville's inequality such a
-product ever exceeds 1/α with a probability of at most α. ψ = e^θ − 1 is that of a Poisson number of units,
-θ / (1 − θ) that of a Poisson number of exponential ones: both tails are heavier than a bell's.
+has a mean of at most 1; so has the product over submissions, and the mean over bets. By Ville's inequality such a
+product ever exceeds 1/α with a probability of at most α. ψ = e^θ − 1 is that of a Poisson number of units, θ / (1 − θ)
+that of a Poisson number of exponential ones: both have heavier tails than a normal distribution.
 
-A record whose sum is below what is expected begins anew (`reputation.recent`): nobody saves up honest work to spend it
-later. So in n submissions there are n beginnings, and an honest node is struck with a probability of at most n · α.
+A record whose sum is below what is expected begins again (`reputation.recent`), so nobody can save up honest work. In n
+submissions there are at most n beginnings, and an honest node is struck with a probability of at most n · α.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ COUNT_BETS = np.log([1.05, 1.15, 1.5, 3.0, 12.0, 128.0])
 SUM_BETS = np.array([0.03, 0.08, 0.2, 0.4, 0.6, 0.8])
 SUM_VARIANCE = 2.0  # the variance of such a sum, in units, by its mean
 NEARLY_CERTAIN = 0.03
-ENDS = 2.0  # tokens' worth of noise that a rollout has beside its tokens': the log-probability of its end is special
+ENDS = 2.0  # additional noise of a rollout, in tokens: the log-probability of its end is special
 MOST_POINTS = 6
 MOST_NATS = 9.0  # beyond it nearly every token is outside already
-MOST_SCORE = 8.0  # standard deviations that one rollout's bias counts for
+MOST_SCORE = 8.0  # cap of the bias of one rollout, in standard deviations
 SEEDS = ("outside", "distance")
 
 
 def log_evidence(channel: str, sums: Sums) -> float:
-    """The logarithm of the evidence against honest work; negative where all is well."""
+    """The logarithm of the evidence against honest work; negative if all is well."""
     return float(log_evidences(channel, *(np.array([x]) for x in (sums.seen, sums.expected, sums.shared)))[0])
 
 
@@ -67,8 +67,8 @@ def log_evidences(channel: str, seen_N: Floats, expected_N: Floats, shared_N: Fl
 
 
 def log_evidence_of_seeds(accidents: Sums, *sums: Sums) -> float:
-    """The strongest of: what is quite wrong, each sum over all else, and both together. Given which parts are quite
-    wrong, honest work is as honest in the others, so that the product has a mean of at most 1, too."""
+    """The strongest of: accidents, each sum over the rest, and both together. Given which parts are accidents, honest
+    work is as honest in the others, so the product has a mean of at most 1, too."""
     beyond = log_evidence("accidents", accidents)
     within = np.array([log_evidence(name, each) for name, each in zip(SEEDS, sums, strict=True)])
     return max(beyond, float(within.max()), beyond + float(_log_mean_exp(within)))
@@ -82,17 +82,17 @@ def _log_mean_exp(values: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Which tokens and proofs are measured."""
+    """Which tokens and proofs enter the sums."""
 
     tokens: Bits
     chunks: Bits
 
 
 @dataclass(frozen=True, eq=False)
-class Odd:
-    """What is quite wrong, in points for each part of a rollout (the tokens of one proof): one for a token that is far
-    outside its interval, or outside it and implausible, or whose log-probability is far off; two for a proof, times how
-    far it is beyond its limit; six at most. `tokens` are those with such a point."""
+class Outliers:
+    """Parts of rollouts (the tokens of one proof) that are far off, in points: one for a token far outside its
+    interval, or outside it and implausible, or with a log-probability that is far off; two for a proof, times the ratio
+    to its limit; at most six. `tokens` are those with a point."""
 
     seeds: Ints
     logprobs: Ints
@@ -100,7 +100,7 @@ class Odd:
     tokens: Bits
 
     @classmethod
-    def of(cls, replay: Replay, claimed_T: Floats, drawn_T: Bits, chunk_of_T: Ints, limits: Profile) -> Odd:
+    def of(cls, replay: Replay, claimed_T: Floats, drawn_T: Bits, chunk_of_T: Ints, limits: Profile) -> Outliers:
         distance_T = distances(replay.uniforms, replay.low, replay.high)
         implausible_T = (distance_T > 0) & (replay.logprobs < math.log(max(limits.sampling.floor, 1e-300)))
         far_T = (distance_T > limits.sampling.distance) | implausible_T
@@ -116,17 +116,17 @@ class Odd:
 
     @property
     def unseeded(self) -> Ints:
-        """Of parts with tokens that are far outside: there other activations speak against the tokens, too."""
+        """Of parts with tokens that are far outside; there the proof counts against the tokens, too."""
         return np.where(self.seeds > 0, self.worst, 0)
 
     @property
     def worst(self) -> Ints:
-        """Whatever it is, it happened once."""
+        """The most of the three: it is one event."""
         return np.maximum(np.maximum(self.seeds, self.logprobs), self.proofs)
 
     def kept(self, drawn_T: Bits, chunk_of_T: Ints, limits: AccidentLimits) -> Kept:
-        """What is measured: all that was drawn. Where there are accidents, without what is odd: single tokens, or where
-        the activations are off, too, the whole part."""
+        """What enters the sums: all that was drawn. Where accidents are possible, without outliers: single tokens, or
+        the whole part if its proof is off."""
         if limits.first == 0:
             return Kept(drawn_T, np.ones(len(self.proofs), dtype=np.bool_))
         kept_C = self.proofs == 0
@@ -134,8 +134,8 @@ class Odd:
 
 
 def accident_sums(points_C: Ints, rollout_of_C: Ints, limits: AccidentLimits, most: float = MOST_POINTS) -> Sums:
-    """The points of all parts, by two: an accident of one or two is the usual one. What went wrong once is in the
-    context of all that follows, so that the parts of one rollout count together for as much as one can (`most`)."""
+    """The points of all parts, halved, because an accident of one or two points is the usual one. An error stays in the
+    context of all that follows, so the parts of one rollout count together for at most `most`."""
     points_R = np.minimum(np.bincount(rollout_of_C, points_C), most)
     rollouts = len(np.unique(rollout_of_C))
     expected = limits.first * rollouts + limits.later * (len(points_C) - rollouts)
@@ -144,11 +144,11 @@ def accident_sums(points_C: Ints, rollout_of_C: Ints, limits: AccidentLimits, mo
 
 @dataclass(frozen=True, eq=False)
 class Measures:
-    """What a replay showed, summed by rollout, the proofs over the submission. Of the limits only what one token or
-    proof counts for at most goes into it: the tails of single errors are heavier than those of the test.
+    """What a replay showed, summed by rollout; proofs over the submission. Single errors are capped by the limits,
+    because their tails are heavier than those of the test.
 
-    `nats` and `nats2`: entropy, and its squares. `outside`: tokens outside their interval, by `distance` in sum.
-    `error`: |δ| / w, where δ is what the reported log-probability is off by and w = 1 − p + 0.03. `bias`, `weight` and
+    `nats` and `nats2`: entropy and its squares. `outside`: tokens outside their interval, by `distance` in sum.
+    `error`: |δ| / w, where δ is the error of the reported log-probability and w = 1 − p + 0.03. `bias`, `weight` and
     `weight2`: the sums of δ, w and w².
     """
 
@@ -165,7 +165,6 @@ class Measures:
 
     @classmethod
     def of(cls, replay: Replay, claimed_T: Floats, starts: Ints, kept: Kept, limits: NoiseLimits) -> Measures:
-        """Of the tokens and proofs that are kept."""
         kept_T = kept.tokens
         weight_T = weights(replay.logprobs)
         delta_T = np.where(kept_T, np.nan_to_num(claimed_T - replay.logprobs, nan=1e9, posinf=1e9, neginf=-1e9), 0.0)
@@ -186,7 +185,7 @@ class Measures:
         )  # fmt: skip
 
     def seen(self, channel: str, limits: LogprobLimits) -> Floats:
-        """By rollout (of proofs: one number)."""
+        """By rollout (for proofs: one number)."""
         if channel == "bias":
             return np.minimum(self.scores(limits) ** 2, MOST_SCORE**2)
         if channel in ("exponents", "mantissa"):
@@ -195,7 +194,7 @@ class Measures:
         return found
 
     def expected(self, channel: str, limits: ChannelLimits) -> Floats:
-        """What honest work shows on average at most, likewise."""
+        """The mean of honest work at most, likewise."""
         if channel in SEEDS:
             return limits.rate * self.nats + limits.curve * self.nats2
         if channel in ("exponents", "mantissa"):
@@ -205,19 +204,19 @@ class Measures:
         return limits.rate * (is_there if channel == "bias" else self.tokens + ENDS * is_there)
 
     def scores(self, limits: LogprobLimits) -> Floats:
-        """By how many standard deviations the sum of each rollout's reported log-probabilities is off."""
+        """For each rollout, the error of the sum of its log-probabilities in standard deviations."""
         variance = limits.spread**2 * (self.weight2 + ENDS**2) + (limits.drift * self.weight) ** 2
         found: Floats = (self.bias - limits.lean * self.weight) / np.sqrt(variance)
         return found
 
     def sums(self, channel: str, profile: Profile) -> Sums:
-        """The whole submission, in units."""
+        """Of the whole submission, in units."""
         limits = getattr(profile.noise, channel)
         seen, expected = self.seen(channel, profile.logprobs), self.expected(channel, limits)
         return in_units(float(seen.sum()), float(expected.sum()), limits)
 
     def by_rollout(self, channel: str, profile: Profile) -> float:
-        """The log-evidence of the rollouts by themselves, their mean: for one that is steered among many."""
+        """The mean evidence of single rollouts (its logarithm), to find one that is steered among many."""
         limits = getattr(profile.noise, channel)
         mean_R = self.expected(channel, limits) / limits.unit
         seen_R = self.seen(channel, profile.logprobs) / limits.unit
@@ -230,5 +229,5 @@ def in_units(seen: float, expected: float, limits: ChannelLimits) -> Sums:
 
 
 def weights(logprobs_T: Floats) -> Floats:
-    """1 − p + 0.03: the noise of a log-probability is in proportion to it, measured for p from 0.001 to 0.97."""
+    """1 − p + 0.03: the noise of a log-probability is proportional to it, measured for p from 0.001 to 0.97."""
     return 1.0 - np.exp(np.minimum(logprobs_T, 0.0)) + NEARLY_CERTAIN

@@ -3,12 +3,12 @@
     newest policy ─► is anything missing? ─► measured (`calibrate`) ─► joined with what other machines measured
          │                                                                  │ signed; names the one that it replaces
          └─ a later version ─► a small group of its own: do its bands       └─► hub ── 409 ─► joined with the newer one
-            leave those in force? ─► measured anew
+            leave those in force? ─► measured again
 
-Each format is put in force as soon as it is measured. Formats without built-in limits come before anything else: nobody
-has leases for them yet. The others are measured once somebody computes so, when there is nothing to audit. Only this
-validator's own work is measured, never what a node submitted. Joined limits are wider than those of each machine, so
-every machine tests them with its own measurement; where a cheat passes, the kind is refused.
+Each format is put in force as soon as it is measured. Formats without built-in limits come first: nobody has leases for
+them yet. The others are measured when somebody computes so and nothing waits for an audit. Only work of this validator
+is measured, never that of a node. Joined limits are wider than those of each machine, so every machine tests them on
+its own measurement; if a cheat passes, the kind is refused.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0  # after a measurement failed
-LATEST_S = 60.0  # what has built-in limits waits so long for a time without audits
-PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved, and on what was refused
-CPU_SEQUENCES = 64  # a processor takes as many times longer for more rows; a GPU does not
-MOST_ON_CPU = 20_000_000  # weights: larger models take a processor minutes to measure, and built-in limits do
+LATEST_S = 60.0  # how long a measurement that can wait waits for a time without audits
+PROBE_SHARE = 0.02  # at most this share of the time goes into probes and into refused kinds
+CPU_SEQUENCES = 64  # the time of a CPU grows with the rows; that of a GPU hardly does
+MOST_ON_CPU = 20_000_000  # weights: larger models take minutes to measure on a CPU; they use built-in limits
 SENTENCE = 500
 
 
 @dataclass
 class UnpublishedLimits:
-    """What this machine has measured with one policy, and not published yet."""
+    """What this machine has measured with one policy and not published yet."""
 
     policy: PolicyRef
     kinds: dict[str, Measurement] = field(default_factory=dict)
@@ -56,8 +56,6 @@ class UnpublishedLimits:
 
 
 class Calibrator:
-    """Keeps limits in force for the number formats of this machine."""
-
     def __init__(self, client: HubClient, shelf: EngineShelf, judge: Judge, kind: str, clock: Clock) -> None:
         self._client, self._shelf, self._judge, self._kind, self._clock = client, shelf, judge, kind, clock
         self._known: dict[str, Calibration] = {}
@@ -75,11 +73,10 @@ class Calibrator:
 
     @property
     def has_measured(self) -> bool:
-        """Whether this machine has measured something since its start."""
         return bool(self._tested)
 
     def limits(self, digest: str) -> Profiles | None:
-        """The limits of a calibration, fetched once; None if it cannot be had."""
+        """The limits of a calibration, fetched once; None if they are not available."""
         made = self._calibration(digest)
         return None if made is None else profiles_of(made)
 
@@ -87,15 +84,15 @@ class Calibrator:
         if digest and digest not in self._known:
             try:
                 made = self._client.calibration(digest)
-                profiles_of(made)  # those of another release, or of a broken validator, may be none
+                profiles_of(made)  # raises if they are not valid
                 self._known[digest] = made
             except (HubRefused, ProtocolError, ValueError) as error:
                 log.error("calibration %s… cannot be used: %s", digest[:16], error)
         return self._known.get(digest)
 
     def due(self, reply: AuditReply, newest: PolicyRef | None, is_ready: bool = True) -> Callable[[], None] | None:
-        """What is to be done now, if anything: before audits what nobody can work without, and a look at whether the
-        policy has moved; what can wait, when there are none and this validator `is_ready`, or after a while."""
+        """The job that is due now, if any. Before audits: what nobody can work without, and a check whether the policy
+        has moved. Other measurements: when there are no audits and this validator `is_ready`, or after a while."""
         now_s = self._clock.monotonic_s()
         if newest is None or now_s < self._retry_s or not self._kind.startswith(f"{ENGINES['torch'].profile}/"):
             return None
@@ -105,7 +102,7 @@ class Calibrator:
         if found is not None and found.policy.incarnation == newest.incarnation:
             return partial(self._publish, found, in_force, digest)
         if in_force is not None:
-            # Limits that another machine has joined with this one's since this one tested them.
+            # Limits that another machine joined after this one tested them.
             limits, mine = profiles_of(in_force), set(self._tested) & self._seen(in_force)
             untested = {kind: limits[kind] for kind in mine if limits[kind] != self._tested[kind].profile}
             if untested:
@@ -123,7 +120,7 @@ class Calibrator:
         return partial(self._measure, newest, wanted[:1], in_force, digest) if wanted else None
 
     def attempt(self, job: Callable[[], None]) -> None:
-        """Do what is due; if this machine cannot just now, it is tried again later."""
+        """Do what is due; after a failure it is tried again later."""
         try:
             job()
         except (BroadcastError, DeadlineExceeded, *ENGINE_ERRORS) as error:
@@ -132,7 +129,6 @@ class Calibrator:
 
     @property
     def _formats(self) -> tuple[str, ...]:
-        """The number formats of this machine's device."""
         return ENGINES["torch"].formats(self.machine.partition("/")[0])
 
     def _computes(self, kind: str) -> bool:
@@ -141,18 +137,18 @@ class Calibrator:
         return is_torch and device == self.machine.partition("/")[0] and number_format in self._formats
 
     def _seen(self, made: Calibration) -> set[str]:
-        """The kinds whose limits were measured by this machine's eyes, too."""
+        """The kinds whose limits this machine has measured or tested."""
         return {kind for kind, each in made.kinds.items() if self.machine in seen_by(each)}
 
     def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
-        """The kinds that this machine has to measure, the coarsest format first. What was refused is measured again
-        with a later policy: cheats that passed may be caught then."""
+        """The kinds that this machine has to measure, the coarsest format first. A refused kind is measured again with
+        a later policy."""
         run, known, own = self._client.run_info(), self._judge.profiles, format_of(self._kind)
         asked, device = (*asked, *self._judge.plain_kinds), self.machine.partition("/")[0]
         open_formats = set(map(format_of, (*run.profiles, *asked)))
         usual = [f"torch/{device}/{each}" for each in self._formats if each in open_formats]
         kinds = [each for each in dict.fromkeys([*usual, *asked]) if self._computes(each) and each not in self._unable]
-        # What has limits already can wait until somebody computes so; on a CPU, where coarse formats are slow, all can.
+        # Kinds that have limits wait until somebody computes so; on a CPU, where coarse formats are slow, all wait.
         has_limits = {kind for kind in kinds if limits_for(kind, own, {}, known)}
         kinds = [kind for kind in kinds if kind in asked or (device != "cpu" and kind not in has_limits)]
         if device == "cpu" and run.model.parameters > MOST_ON_CPU:
@@ -180,7 +176,7 @@ class Calibrator:
         for kind in kinds:
             try:
                 measured = self._one(loaded, kind, plan)
-            except UserError as error:  # not for want of memory, which may be there later
+            except UserError as error:  # not a lack of memory, which may pass
                 self._unable.add(kind)
                 log.warning("work of %s cannot be measured here: %s", kind, error)
                 continue
@@ -209,7 +205,7 @@ class Calibrator:
         return loaded.engine
 
     def _copy(self, loaded: LoadedPolicy, kind: str) -> TorchEngine:
-        """An engine of that kind with the policy in place. Who is done with it gives its memory back."""
+        """An engine of that kind with the policy loaded. The caller releases its memory."""
         return self._own(loaded).copied(loaded.files, format_of(kind), pages=not kind.startswith(f"{PLAIN}/"))
 
     def _one(self, loaded: LoadedPolicy, kind: str, plan: Plan) -> Measurement:
@@ -217,7 +213,7 @@ class Calibrator:
         return measure(worker, {second: worker, self.machine: self._own(loaded)}, plan)
 
     def _publish(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> None:
-        """Put it in force, joined with what is; if another one came into force meanwhile, that is joined next time."""
+        """Put it in force, joined with what is; if another calibration came first, it is joined with that next time."""
         made = self._joined(found, in_force, digest)
         try:
             self._client.publish_calibration(sign_document(made, self._client.key))
@@ -229,8 +225,8 @@ class Calibrator:
             log.info("the limits that were measured are not in force: %s", refusal)
 
     def _joined(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> Calibration:
-        """What was measured here with what is in force of other machines or formats. What was measured anew, as the
-        policy has moved, replaces all that was seen before."""
+        """What was measured here, joined with what is in force of other machines or formats. A new measurement after
+        the policy has moved replaces all earlier ones."""
         self._tested |= found.kinds
         kinds = {kind: measured_kind(each) for kind, each in found.kinds.items()}
         refused, machines = dict(found.refused), [self.machine]
@@ -260,7 +256,7 @@ class Calibrator:
             self._publish(UnpublishedLimits(in_force.policy, refused=refused), in_force, digest)
 
     def _probe(self, policy: PolicyRef, in_force: Calibration, digest: str) -> None:
-        """Of a new version: does honest work still look as it did when the limits were measured?"""
+        """Check whether honest work of a new version still looks as it did when the limits were measured."""
         began_s, self._probed, moved = self._clock.monotonic_s(), policy, list[str]()
         loaded = self._shelf.get(policy, self._shelf.wait_s)
         plan, own = self._plan(loaded), self._own(loaded)
@@ -273,28 +269,26 @@ class Calibrator:
         self._next_probe_s = began_s + (self._clock.monotonic_s() - began_s) / PROBE_SHARE
         if moved:
             was = in_force.policy.label
-            log.info("honest work of %s has moved since policy %s: measured anew", ", ".join(moved), was)
+            log.info("honest work of %s has moved since policy %s: measured again", ", ".join(moved), was)
             self._measure(policy, sorted(moved, key=format_of), in_force, digest)
 
 
 def seen_by(kind: MeasuredKind) -> tuple[str, ...]:
-    """The machines by whose eyes its limits were measured: device/format."""
+    """The machines (device/format) that measured these limits."""
     return tuple((kind.limits.get("measured") or {}).get("validators", ()))
 
 
 def profiles_of(made: Calibration) -> Profiles:
-    """The limits in a calibration, by kind."""
     return {kind: Profile.model_validate(each.limits) for kind, each in made.kinds.items()}
 
 
 def _problems(tested: Iterable[Measurement]) -> dict[str, str]:
-    """Why limits must not be used, by kind."""
     return {each.profile.key: "; ".join(each.problems)[:SENTENCE] for each in tested if each.problems}
 
 
 def measured_kind(measured: Measurement, theirs: MeasuredKind | None = None) -> MeasuredKind:
-    """What is put in force; `theirs` is what another machine measured, under limits that were no wider than these. Of
-    each cheat the lowest share that any of them caught."""
+    """What is put in force; `theirs` is the measurement of another machine under limits that were no wider. Of each
+    cheat the lowest caught share."""
     caught = {} if theirs is None else dict(theirs.caught)
     for each in measured.catches:
         name = f"{each.cheat}, {each.tokens} tokens"

@@ -4,10 +4,10 @@
      ▲                    │
      └── signed verdicts ◄┴─ one batched prefill per policy ─► scoring processes (with limits), judges
 
-Back-pressure: it claims `max_audits` at a time and the next only when those are done. What it does not judge (it was
-killed, a policy could not be fetched) falls back to the hub when the claim runs out, and what there was no time to
-score goes back with the next request, which claims no more than were managed. Nothing that goes wrong here rejects a
-submission. What was leased for another environment is left for others, and no unit loses an attempt by it.
+Back-pressure: it claims `max_audits` at a time, and more only when those are done. Claims that it does not judge (it
+was killed, a policy could not be fetched) expire at the hub. What could not be scored in time goes back with the next
+request, which claims fewer. No failure here rejects a submission. Work leased for another environment is left to other
+validators and costs the unit no attempt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import replace
 from functools import partial
 
 from shoal import errors
-from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
-from shoal.client.weights import Following, downloader_of
+from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
+from shoal.client.weights import RefreshingDownloader, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
 from shoal.engines.memory import free_bytes, keep_to_share
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
@@ -40,15 +40,15 @@ from shoal.runtime.sizing import Derived, RunSize, policies_loaded, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.toploc.points import compile_kernels
-from shoal.validator.branches import Lookout
+from shoal.validator.branches import BranchChecker
 from shoal.validator.canary import Canary
 from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.limits import Calibrator
 from shoal.validator.profiles import load_profiles
-from shoal.validator.rewards import Notebook
+from shoal.validator.rewards import RewardNotes
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
-from shoal.validator.side_jobs import Ahead, Generating, SliceRunner, rehearse_with_tiny
-from shoal.validator.verdicts import Docket
+from shoal.validator.side_jobs import Preloader, SliceEvaluator, UnitGenerator, rehearse_with_tiny
+from shoal.validator.verdicts import AuditJob
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ LOCK_WAIT_S = 5.0
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 MAX_LEFT = 1024
 CANARY_EVERY = 64  # full audits after which a known cheat is judged too; one that passes ends the validator
-NOT_READY_POLL_S = 1.0  # one long poll for audits while no policy is loaded: there is hardly anything to audit
-FIRST_CLAIM = 4  # audits; twice as many each time that there are as many
-FIRST_AUDIT_S = 30.0  # without audits, after which held-out tasks need not wait for the first any more
-POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
+NOT_READY_POLL_S = 1.0  # one long poll while no policy is loaded
+FIRST_CLAIM = 4  # audits; doubled while there are as many
+FIRST_AUDIT_S = 30.0  # without audits, after which evaluations may begin
+POLICY_TRIES = 3  # claims of a submission without its policy, before it is unsure
 
 
 def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
-    """Audit for a run until it is finished, or until told to stop. Failures are `ShoalError`s; stopping is none."""
+    """Audit until the run is finished, or until told to stop. Failures raise `ShoalError`; stopping does not."""
     options = ClientOptions(patience_s=config.pace.patience_s)
     try:
         with ExitStack() as stack:
@@ -82,14 +82,14 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
             if config.scored_by is not None:
                 scorer = pool = ScoringPool(config.scored_by, config.environment, stop)
                 stack.enter_context(closing(pool))
-                pool.start()  # at once, so that its processes are ready when the engine is
+                pool.start()
             panel = stack.enter_context(closing(panel_of(judges_of(config.environment), stop, config.settings.device)))
             warm_up(config.engine, config.settings.device)
             threading.Thread(target=compile_kernels, name="kernels", daemon=True).start()
             panel.prepare()
             judge = Judge(
                 config.environment, load_profiles(config.settings.profiles), config.shuffle_rewards, scorer=scorer,
-                panel=panel, notebook=Notebook(config.folder), lookout=Lookout(),
+                panel=panel, reward_notes=RewardNotes(config.folder), branch_checker=BranchChecker(),
             )  # fmt: skip
             _judge_with(client, judge, config, stop)
     except DeadlineExceeded:
@@ -114,7 +114,7 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
     chosen = settle(settings, RunSize.of(run))
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, chosen.keep_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
-        fetch = Following(client, downloader)
+        fetch = RefreshingDownloader(client, downloader)
         model_bytes = (4 if settings.dtype == "float32" else 2) * run.model.parameters
         loaded = policies_loaded(chosen.keep_versions, model_bytes, free_bytes(kind.split("/")[1]))
         where = (settings.device, settings.dtype)
@@ -136,47 +136,44 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
 
 
 class Validator:
-    """The loop itself; see the module's picture."""
-
     def __init__(
         self, client: HubClient, shelf: EngineShelf, judge: Judge, settings: ValidatorSettings, stop: StopToken,
         clock: Clock = SystemClock(), kind: str = "", calibrator: Calibrator | None = None,
-        idle: Callable[[], None] = lambda: None, chosen: Derived | None = None, pace: Pace = Pace(),
+        idle: Callable[[], None] = lambda: None, chosen: Derived | None = None, pace: Intervals = Intervals(),
     ) -> None:  # fmt: skip
-        """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
-        is nothing to audit. `chosen` are the settings that depend on the size of the run."""
+        """`kind`: what it generates with; without it, it gets no units to generate. `idle` is called when nothing is to
+        be audited. `chosen`: the settings that depend on the size of the run."""
         self._client, self._shelf, self._judge, self._stop, self._clock = client, shelf, judge, stop, clock
         self._kind, self._calibrator, self._idle, self._polling = kind, calibrator, idle, pace
-        self._has_files = bool(settings.profiles)  # limits that nobody has tried here
+        self._has_files = bool(settings.profiles)  # their limits were not tested here
         self._ready_s: float | None = None
-        self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
+        self._is_measuring = False  # then it does not wait for audits
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
         self._chosen = chosen or settle(settings)
         self.finished = self._is_over = False
-        # Few at first, so that the first verdicts come soon; then fewer only while scoring does not keep up.
+        # Few at first, so that the first verdicts come soon; later fewer only if scoring is too slow.
         self._most = min(FIRST_CLAIM, self._chosen.max_audits)
         self._canary = Canary(judge, CANARY_EVERY)
         self.activity = Activity(clock)
-        self._ahead = Ahead(client, shelf, judge, self._chosen.keep_versions > 1, clock)
-        self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._ahead.hear)
-        self._generating = Generating(client, shelf, self.activity, stop)
-        self._evaluating = SliceRunner(client, shelf, judge.environment, judge.scorer, self.activity, stop, clock)
+        self._preloader = Preloader(client, shelf, judge, self._chosen.keep_versions > 1, clock)
+        self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._preloader.hear)
+        self._generator = UnitGenerator(client, shelf, self.activity, stop)
+        self._evaluator = SliceEvaluator(client, shelf, judge.environment, judge.scorer, self.activity, stop, clock)
 
     def run(self) -> None:
-        """Claim, judge, report; until finished or stopped."""
         log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
         with self._heartbeat:
             try:
                 while not self._stop.is_set() and not self.finished:
                     if self._heartbeat.refusal is not None:
                         raise self._heartbeat.refusal
-                    if self._ahead.newest is None:
-                        self._heartbeat.once()  # names the newest policy; the regular one may be seconds away
+                    if self._preloader.newest is None:
+                        self._heartbeat.once()  # its reply names the newest policy
                     with self.activity.waiting("submissions to audit"):
                         reply = self._client.audits(request := self._request())
                     if reply.finished and not reply.audits:
-                        # Who could not measure just now asks again: the last version may wait for a score.
+                        # A validator that could not evaluate asks again: the last version may wait for a score.
                         self.finished, self._is_over = self._is_over or request.evaluate != "no", True
                     else:
                         self._work(reply)
@@ -185,53 +182,52 @@ class Validator:
                     raise
 
     def _work(self, reply: AuditReply) -> None:
-        """All that a reply asks for; what comes next is got ready where nothing is to be audited."""
+        """Do all that a reply asks for, then prepare for what comes next."""
         self._calibrate(reply)
-        with self._evaluating.auditing():
+        with self._evaluator.auditing():
             self.audit(reply.audits)
-            self._generating.generate(reply.generate)
+            self._generator.generate(reply.generate)
         if not reply.audits:
             self._idle()
-            if self._ahead.is_due:
+            if self._preloader.is_due:
                 with self.activity.busy("loading the newest policy"):
-                    self._ahead.prepare()
-        self._evaluating.measure(reply.evaluation)
+                    self._preloader.prepare()
+        self._evaluator.measure(reply.evaluation)
 
     def _calibrate(self, reply: AuditReply) -> None:
-        """See to it that there are limits to judge by."""
         if self._calibrator is None:
             return
-        job = self._calibrator.due(reply, self._ahead.newest, self._ahead.is_ready)
+        job = self._calibrator.due(reply, self._preloader.newest, self._preloader.is_ready)
         self._is_measuring = job is not None
         if job is not None:
             with self.activity.busy(MEASURING):
                 self._calibrator.attempt(job)
-            if self._calibrator.has_measured and not self._ahead.has_measured:
-                self._ahead.has_measured = True
-                if not self._has_files:  # all limits are built in, or every cheat was seen caught just now
+            if self._calibrator.has_measured and not self._preloader.has_measured:
+                self._preloader.has_measured = True
+                if not self._has_files:  # limits are built in, or were tested with every cheat just now
                     self._canary.due_in = FIRST_CLAIM + 1
 
     def _request(self) -> AuditRequest:
-        ready, now_s = self._ahead.is_ready and not self._is_measuring, self._clock.monotonic_s()
-        if ready and self._ready_s is None:  # the first step waits for the first verdicts, nobody for an evaluation
+        ready, now_s = self._preloader.is_ready and not self._is_measuring, self._clock.monotonic_s()
+        if ready and self._ready_s is None:  # the first verdicts come before evaluations
             self._ready_s = now_s + FIRST_AUDIT_S
         evaluates = ready and self._ready_s is not None and now_s >= self._ready_s
         return AuditRequest(
             max_audits=self._most,
             wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
-            left=(*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left),
-            evaluate=self._evaluating.readiness if evaluates or self._is_over else "no", generates=self._kind,
+            left=(*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generator.left),
+            evaluate=self._evaluator.readiness if evaluates or self._is_over else "no", generates=self._kind,
         )  # fmt: skip
 
     def audit(self, audits: Sequence[Audit]) -> None:
-        """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
-        fetched = [docket for together in _portions(audits) for docket in self._fetched(together)]
-        dockets = [docket for docket in fetched if self._is_ours(docket)]
-        policies, claimed, judged = {docket.lease.policy for docket in dockets}, 0, 0
+        """Judge audits, one policy after another, oldest first, because batches need those first."""
+        fetched = [job for together in _portions(audits) for job in self._fetched(together)]
+        jobs = [job for job in fetched if self._is_ours(job)]
+        policies, claimed, judged = {job.lease.policy for job in jobs}, 0, 0
         for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
             if self._stop.is_set():
                 return
-            together = [docket for docket in dockets if docket.lease.policy == policy]
+            together = [job for job in jobs if job.lease.policy == policy]
             loaded = self._policy(policy, together)
             if loaded is None:
                 continue
@@ -239,24 +235,24 @@ class Validator:
             with self.activity.busy(f"auditing {len(together)} groups of policy {policy.label}"):
                 verdicts = self._judge.verdicts(together, loaded)
                 done = {verdict.submission for verdict in verdicts}
-                decided = [docket for docket in together if docket.audit.submission in done]
-                try:  # before anything is reported: does this validator still catch what it must?
+                decided = [job for job in together if job.audit.submission in done]
+                try:  # before anything is reported
                     caught = self._canary.check(decided, verdicts, loaded)
                 except CanaryMissed:
                     self.activity.count("canaries_missed")
-                    self._heartbeat.once()  # so that the hub knows why nothing is judged any more
+                    self._heartbeat.once()  # tells the hub why nothing is judged any more
                     raise
                 if caught is not None:
                     self.activity.count("canaries_caught")
             self._report(verdicts)
-            self._ahead.rehearsed, self._ready_s = True, began_s
-            oldest_ms = min(docket.audit.received_at_ms for docket in together)
+            self._preloader.rehearsed, self._ready_s = True, began_s
+            oldest_ms = min(job.audit.received_at_ms for job in together)
             log.info(
                 "%d submissions by policy %s judged and reported in %.2f s, %.2f s after the first of them came in",
                 len(together), policy.label, self._clock.monotonic_s() - began_s,
                 (self._clock.now_ms() - oldest_ms) / 1000,
             )  # fmt: skip
-            claimed += sum(docket.audit.depth != "progress" for docket in together)
+            claimed += sum(job.audit.depth != "progress" for job in together)
             judged += sum(verdict.depth != "progress" for verdict in verdicts)
         if judged < claimed:  # more would be prefilled for nothing, and others could have had it
             self._most = max(1, judged)
@@ -268,9 +264,9 @@ class Validator:
         elif claimed >= self._most:
             self._most = min(2 * self._most, self._chosen.max_audits)
 
-    def _is_ours(self, docket: Docket) -> bool:
+    def _is_ours(self, job: AuditJob) -> bool:
         """Whether this validator may say anything about it; if not, its claim runs out and somebody else gets it."""
-        lease, mine = docket.lease, identity_of(self._judge.environment)
+        lease, mine = job.lease, identity_of(self._judge.environment)
         if self._judge.knows(lease):
             return True
         if not self._foreign:
@@ -281,35 +277,35 @@ class Validator:
                 mine.name, mine.digest[:16], mine.data_digest[:16],
             )  # fmt: skip
         self.activity.count("abstained")
-        self._foreign = dict.fromkeys([*self._foreign, docket.audit.submission][-MAX_LEFT:])
+        self._foreign = dict.fromkeys([*self._foreign, job.audit.submission][-MAX_LEFT:])
         return False
 
-    def _fetched(self, audits: Sequence[Audit]) -> list[Docket]:
+    def _fetched(self, audits: Sequence[Audit]) -> list[AuditJob]:
         """Audits with their leases opened and their bytes fetched; without those whose papers are not in order."""
         try:
             bodies = self._client.submissions([audit.submission for audit in audits])
             pairs = zip(audits, bodies, strict=True)
-            return [Docket(audit, self._client.open_lease(audit.lease), body) for audit, body in pairs]
+            return [AuditJob(audit, self._client.open_lease(audit.lease), body) for audit, body in pairs]
         except (HubRefused, ProtocolError) as error:
-            if len(audits) > 1:  # one by one, so that one that cannot be had does not hold up the others
-                return [docket for audit in audits for docket in self._fetched([audit])]
+            if len(audits) > 1:  # one by one, so that a missing one does not block the others
+                return [job for audit in audits for job in self._fetched([audit])]
             log.error("submission %s cannot be audited: %s", audits[0].submission[:16], error)
             return []
 
-    def _policy(self, policy: PolicyRef, dockets: Sequence[Docket]) -> LoadedPolicy | None:
-        """The engine with this policy. Without it the claims run out; after a few times they are given up."""
+    def _policy(self, policy: PolicyRef, jobs: Sequence[AuditJob]) -> LoadedPolicy | None:
+        """The engine with this policy. Without it the claims expire; after a few times they are reported as unsure."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
                 return self._shelf.get(policy, self._shelf.wait_s)
         except (BroadcastError, DeadlineExceeded) as error:
             if self._stop.is_set():
                 return None
-            log.warning("policy %s could not be fetched, %d audits wait: %s", policy.label, len(dockets), error)
-            whole = [docket for docket in dockets if docket.audit.depth != "progress"]  # the rest comes again by itself
-            self._misses.update(docket.audit.submission for docket in whole)
-            lost = [docket for docket in whole if self._misses[docket.audit.submission] >= POLICY_TRIES]
+            log.warning("policy %s could not be fetched, %d audits wait: %s", policy.label, len(jobs), error)
+            whole = [job for job in jobs if job.audit.depth != "progress"]  # the rest comes again by itself
+            self._misses.update(job.audit.submission for job in whole)
+            lost = [job for job in whole if self._misses[job.audit.submission] >= POLICY_TRIES]
             message = f"the validator could not fetch policy {policy.label}: {error}"
-            named = [self._judge.named(docket) for docket in lost]
+            named = [self._judge.named(job) for job in lost]
             self._report([each.unsure([], "machinery.policy", message, self._clock.now_ms()) for each in named])
             return None
 
@@ -323,13 +319,13 @@ class Validator:
             for verdict in part:
                 self._misses.pop(verdict.submission, None)
                 if refusal := refused.get(verdict.submission):
-                    said = "the verdict on unit %d was not taken: %s [%s]"
-                    log.warning(said, verdict.unit, refusal.message, refusal.code)
+                    message = "the verdict on unit %d was not taken: %s [%s]"
+                    log.warning(message, verdict.unit, refusal.message, refusal.code)
                     continue
                 self.activity.count(verdict.outcome.value)
                 self.activity.count("tokens", verdict.generated_tokens)
                 if verdict.reason == "reward.machinery":
-                    self.activity.count("no_sample")
+                    self.activity.count("unscored")
                 if verdict.outcome is not Outcome.ACCEPTED:
                     log.info(
                         "unit %d of node %s %s, %s: %s",
@@ -338,7 +334,7 @@ class Validator:
 
 
 def _portions(audits: Sequence[Audit]) -> Iterator[Sequence[Audit]]:
-    """Audits whose bodies are fetched together: few enough, and small enough in sum."""
+    """Audits whose bodies are fetched together: limited in number and total size."""
     portion: list[Audit] = []
     for audit in audits:
         size_bytes = sum(each.size_bytes for each in (*portion, audit))

@@ -1,11 +1,11 @@
-"""Profiles: what honest rounding may explain, by what a worker generates with (`engine/device/number format`).
+"""Profiles: what honest rounding may explain, by the kind of a worker (`engine/device/number format`).
 
     built in ─┐
-              ├─► load_profiles ─► hub: work is leased to these alone      validator: its checks measure by them
+              ├─► load_profiles ─► hub: leases work only to these kinds        validator: checks by these limits
     *.toml ───┘
 
-The run's owner adds files to `validator.profiles`; `to_toml` writes one, and its `[measured]` table says what its
-numbers come from. A file of a kind that is built in takes its place. Needs no torch.
+The run's owner adds files to `validator.profiles`; `to_toml` writes one, with the origin of its numbers in
+`[measured]`. A file for a built-in kind replaces the built-in profile. Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shoal.toploc import ProofTolerance
 
 MAX_PROFILE_BYTES = 1_000_000
 SMALLER_IS_WIDER = frozenset({"floor", "significance"})
-LEAST, MOST = 1e-12, 1e12  # of limits: whoever signs others must not make a validator compute with infinity
-MOST_BY_NAT = 1e100  # a policy that is sure has next to no nats to measure by
+LEAST, MOST = 1e-12, 1e12  # of limits, so that no calibration makes a validator compute with infinity
+MOST_BY_NAT = 1e100  # a policy that is certain has next to no nats
 
 
 class _Table(BaseModel):
@@ -35,15 +35,15 @@ class _Table(BaseModel):
 
 
 class CertainLimits(_Table):
-    """When a sampling failure is certain, and not merely likely: no rounding does that even once."""
+    """When a sampling failure is certain: rounding never does that."""
 
     distance: float = Field(0.05, gt=0, allow_inf_nan=False, description="what counts as far outside")
     tokens: int = Field(4, ge=1, description="tokens far outside that make a sampling failure certain")
 
 
 class LogprobLimits(_Table):
-    """How reported log-probabilities may differ from the validator's, in units of w = 1 - p + 0.03 of their token.
-    Rounding moves the logits, so a token of probability p by an amount in proportion to 1 - p."""
+    """How reported log-probabilities may differ from the validator's, in units of w = 1 - p + 0.03 of their token
+    (rounding moves a token of probability p in proportion to 1 - p)."""
 
     largest: float = Field(2e-3, gt=0, allow_inf_nan=False, description="largest difference of one token")
     spread: float = Field(1e-4, ge=LEAST, le=MOST, description="standard deviation of one token")
@@ -52,15 +52,15 @@ class LogprobLimits(_Table):
 
 
 class AccidentLimits(_Table):
-    """How often coarse arithmetic gets something quite wrong by itself, per part of a rollout (the tokens of one
-    proof); 0 in float32, where it never does."""
+    """How often coarse arithmetic gets something far wrong, per part of a rollout (the tokens of one proof); 0 in
+    float32, where it never does."""
 
     first: float = Field(0.0, ge=0, lt=1, description="of first parts, next to the prompt")
     later: float = Field(0.0, ge=0, lt=1, description="of the others")
 
 
 class ChannelLimits(_Table):
-    """What honest work of one channel shows at most: see `shoal.validator.evidence`."""
+    """The most that honest work shows in one channel: see `shoal.validator.evidence`."""
 
     rate: float = Field(gt=0, le=MOST_BY_NAT, description="mean per nat, value, token or rollout")
     curve: float = Field(0.0, ge=0, le=MOST_BY_NAT, description="the same per square nat, added to it")
@@ -70,7 +70,7 @@ class ChannelLimits(_Table):
 
 
 class NoiseLimits(_Table):
-    """Every channel that is summed over a submission, and over a node's record."""
+    """The channels that are summed over a submission, and over a node's record."""
 
     outside: ChannelLimits = ChannelLimits(rate=4e-3, unit=1.0)
     distance: ChannelLimits = ChannelLimits(rate=4e-9, unit=1e-6)
@@ -84,8 +84,8 @@ CHANNELS = (*NoiseLimits.model_fields, "accidents")
 
 
 class LikelihoodLimits(_Table):
-    """How far the sum of log-probabilities may be from what the policy expects, in standard deviations. Of too few
-    tokens, or of tokens that left no choice, the sum has no bell-shaped distribution: no check."""
+    """How far the sum of log-probabilities may be from the expected sum, in standard deviations. Too few tokens, or
+    tokens without a choice, are not checked, because their sum is not normally distributed."""
 
     deviations: float = Field(8.0, gt=0, allow_inf_nan=False, description="largest distance from the expected sum")
     tokens: int = Field(64, ge=1, description="fewest tokens that the check needs")
@@ -93,7 +93,7 @@ class LikelihoodLimits(_Table):
 
 
 class Measured(_Table):
-    """Where the numbers come from: honest work of that model, and the bands that it stayed in."""
+    """The origin of the numbers: honest work of that model, and its bands."""
 
     model: str
     tokens: int = Field(ge=0)
@@ -103,7 +103,7 @@ class Measured(_Table):
 
 
 def _known_keys(kind: type[Any]) -> BeforeValidator:
-    """Refuse keys that a dataclass does not have (left alone, they would be ignored without a word)."""
+    """Refuse keys that a dataclass does not have; pydantic would ignore them."""
     names = [field.name for field in dataclasses.fields(kind)]
 
     def check(value: Any) -> Any:
@@ -166,8 +166,8 @@ _BFLOAT16: dict[str, Any] = {
     ),
 }  # fmt: skip
 
-# Bands in bfloat16 depend on the model, and wide limits are what a cheater would ask for: a run takes these only if its
-# owner names them in `validator.profiles`.
+# Bands in bfloat16 depend on the model, and wide limits help cheats: a run takes these only if its owner names them in
+# `validator.profiles`.
 ON_REQUEST: Profiles = {
     key: Profile(key=key, **_BFLOAT16)
     for key in ("torch/cpu/bfloat16", "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16")
@@ -175,7 +175,7 @@ ON_REQUEST: Profiles = {
 
 
 def widest(one: Profile, other: Profile) -> Profile:
-    """The wider of two limits of one kind, number by number: what either of two machines calls honest is honest."""
+    """The wider of two limits of one kind, number by number: what either machine calls honest is honest."""
 
     def wider(mine: Any, theirs: Any, name: str) -> Any:
         if isinstance(mine, Mapping):
@@ -195,8 +195,8 @@ def widest(one: Profile, other: Profile) -> Profile:
 
 
 def limits_for(kind: str, number_format: str, measured: Profiles, known: Profiles) -> tuple[Profile, bool] | None:
-    """The limits for a kind of worker, as a validator that computes in `number_format` applies them; and whether they
-    are of that very kind. Otherwise they are the widest that were measured for its own number format."""
+    """The limits for a kind of worker, for a validator that computes in `number_format`, and whether they are of that
+    very kind. Otherwise they are the widest that were measured for the worker's number format."""
     if kind in measured:
         return measured[kind], True
     if kind in known and number_format in known[kind].validators:
@@ -206,8 +206,8 @@ def limits_for(kind: str, number_format: str, measured: Profiles, known: Profile
 
 
 def load_profiles(paths: Iterable[Path] = ()) -> Profiles:
-    """The built-in profiles and those of the files, by key; what is wrong with a file is a `ConfigError`. Instead of a
-    file there may be the key of one that is there on request."""
+    """The built-in profiles and those of the files, by key. Instead of a file, the key of a profile in `ON_REQUEST` may
+    be given."""
     added: dict[str, Profile] = {}
     for path in paths:
         profile = ON_REQUEST.get(path.as_posix()) or read_profile(path)
@@ -218,7 +218,6 @@ def load_profiles(paths: Iterable[Path] = ()) -> Profiles:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in one TOML file."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROFILE_BYTES + 1)
@@ -232,5 +231,5 @@ def read_profile(path: Path) -> Profile:
 
 
 def to_toml(profile: Profile) -> str:
-    """What `read_profile` reads as the same profile."""
+    """TOML that `read_profile` reads as the same profile."""
     return dump_config(profile)

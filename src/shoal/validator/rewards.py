@@ -2,8 +2,8 @@
 
     group ─► texts ─► scores ─► length budget ─► judges ─► rewards with their parts
 
-A failure of the scoring machinery is `ScoringFailure`: the group is then unscored, never a reward of 0. Groups for
-which there was no time are `NotBegun`: they are left for later.
+A failure of the scoring machinery is `ScoringFailure`: the group is unscored, never rewarded with 0. Groups for which
+there was no time are `NotStarted` and are scored later.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.protocol import Lease, Rollout, RolloutReward
 from shoal.protocol.submission import unpack_spans
 from shoal.protocol.verdict import MAX_REWARD
-from shoal.rewards import Job, NotBegun, Scorer
-from shoal.rewards.panel import Panel, Piece, ScoredPiece
-from shoal.rewards.protocol import settled
+from shoal.rewards import Job, NotStarted, Scorer
+from shoal.rewards.panel import JudgedText, Panel, ScoredText
+from shoal.rewards.pool import score_all
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ MAX_NOTE = 200
 
 
 def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
-    """The tokens to be scored: one end-of-sequence token at the end is no part of the completion. Of a dialogue (whose
-    spans have been checked) only what the model said last."""
+    """The tokens to score, without one end-of-sequence token at the end; of a dialogue only the last turn of the
+    model."""
     ids: list[int] = rollout.token_ids.tolist()
     for start, length in unpack_spans(rollout.given, len(ids))[-1:]:
         ids = ids[start + length :]
@@ -44,8 +44,7 @@ def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
 
 
 def sampled_tokens(rollout: Rollout, eos_token_id: int | None) -> int:
-    """The length that a budget is held against: what the model drew, without the end-of-sequence token at the end.
-    `eos_token_id` None: with it. Tool tokens are not counted."""
+    """The length for a budget: drawn tokens, without the end-of-sequence token at the end (None: with it)."""
     ids = rollout.token_ids
     given = sum(length for _start, length in unpack_spans(rollout.given, len(ids)))
     return len(ids) - given - int(len(ids) > 0 and int(ids[-1]) == eos_token_id)
@@ -53,15 +52,13 @@ def sampled_tokens(rollout: Rollout, eos_token_id: int | None) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one lease."""
-
     lease: Lease
     rollouts: Sequence[Rollout]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the environment says of a group: its rewards, and notes (rollout, note) for the owner (`Notebook`)."""
+    """The rewards of a group, and notes (rollout, note) for the owner (`RewardNotes`)."""
 
     rewards: tuple[RolloutReward, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()
@@ -69,7 +66,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Text:
-    """A group in words: its task, what it was to be as long as, and one job for each rollout."""
+    """A group as text: its task, its target length, and one job per rollout."""
 
     task: Task
     target: int | None
@@ -79,17 +76,17 @@ class _Text:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How groups get their rewards: the environment's score, what the length makes of it, and the judges' words. All
-    groups are scored at once, so that several processes have something to do; each is scored whole or not at all."""
+    """How groups get their rewards: the environment's score, the length budget, and the judges. All groups are scored
+    at once, to use all processes; each is scored completely or not at all."""
 
     environment: Environment
     scorer: Scorer
     panel: Panel = field(default_factory=Panel)
 
     def score(self, groups: Sequence[Group], decode: Decode) -> list[Scored | ScoringFailure]:
-        """One result per group, in order. Of groups that can be scored at all, one at least is not `NotBegun`."""
+        """One result per group, in order. At least one that can be scored is not `NotStarted`."""
         results: dict[int, Scored | ScoringFailure] = {}
-        texts, pieces = dict[int, _Text](), dict[int, list[ScoredPiece]]()
+        texts, pieces = dict[int, _Text](), dict[int, list[ScoredText]]()
         for index, group in enumerate(groups):
             try:
                 texts[index] = self._read(group, decode)
@@ -113,25 +110,25 @@ class Scoring:
         return _Text(task, lease.length_target, tuple(Job(lease.task, text) for text in texts), lengths)
 
     def _scores(self, texts: Mapping[int, _Text]) -> dict[int, list[Score] | ScoringFailure]:
-        """What is said of each group, all asked at once. If there is time for none of them, the first gets it all the
-        same: a group that is always too slow would never be decided."""
+        """The scores of each group. If there is no time for any, the first group gets all its time, or a group that is
+        always too slow would never be decided."""
         jobs = [job for text in texts.values() for job in text.jobs]
         found = dict(zip(jobs, self.scorer.scores(jobs), strict=True))
         groups = {index: _whole([found[job] for job in text.jobs]) for index, text in texts.items()}
-        if groups and all(isinstance(group, NotBegun) for group in groups.values()):
+        if groups and all(isinstance(group, NotStarted) for group in groups.values()):
             first = next(iter(texts))
-            open_ = [job for job in texts[first].jobs if isinstance(found[job], NotBegun)]
-            found |= zip(open_, settled(self.scorer.scores, open_), strict=True)
+            open_ = [job for job in texts[first].jobs if isinstance(found[job], NotStarted)]
+            found |= zip(open_, score_all(self.scorer.scores, open_), strict=True)
             groups[first] = _whole([found[job] for job in texts[first].jobs])
         return groups
 
-    def _pieces(self, text: _Text, scores: Sequence[Score]) -> list[ScoredPiece]:
+    def _pieces(self, text: _Text, scores: Sequence[Score]) -> list[ScoredText]:
         budget, begun = budget_of(self.environment), prompt_settings_of(self.environment).thinking
         pieces = []
         for job, tokens, score in zip(text.jobs, text.lengths, scores, strict=True):
             if budget is not None and text.target is not None:
                 score = budget.worth(score, text.target, tokens)
-            pieces.append(ScoredPiece(Piece.of(text.task, begun + job.completion), score))
+            pieces.append(ScoredText(JudgedText.of(text.task, begun + job.completion), score))
         return pieces
 
     def _final(self, task: Task, scores: Sequence[Score]) -> Scored | ScoringFailure:
@@ -151,17 +148,17 @@ class Scoring:
 
 
 def _whole(results: Sequence[Score | ScoringFailure]) -> list[Score] | ScoringFailure:
-    """All that was said; or the first failure, `NotBegun` only if there is no other: more time would not help."""
+    """All scores; or the first failure, `NotStarted` only if there is no other failure."""
     failures = [result for result in results if isinstance(result, ScoringFailure)]
     if failures:
-        return next((failure for failure in failures if not isinstance(failure, NotBegun)), failures[0])
+        return next((failure for failure in failures if not isinstance(failure, NotStarted)), failures[0])
     return [result for result in results if not isinstance(result, ScoringFailure)]
 
 
 def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[RolloutReward, ...]:
-    """The control experiment: the same rewards on other rollouts of the group, the same way at every try. A group keeps
-    its mean and its spread, so everything is as before but the connection to what was generated. The part
-    `shuffled_from` says whose reward it is."""
+    """The control experiment: the same rewards on other rollouts of the group, the same way at every try. Mean and
+    spread stay; only the connection to what was generated is lost. The part `shuffled_from` names the original rollout.
+    """
     digest = hashlib.sha256(f"shoal/shuffle/v1\n{run}\n{unit}".encode()).digest()
     order = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big"))).permutation(len(rewards))
     return tuple(
@@ -174,15 +171,15 @@ MOST_BYTES = 16 * 1024 * 1024
 NOTES_NAME = "notes.jsonl"
 
 
-class Notebook:
-    """Notes of the reward as lines of JSON, in the validator's folder and nowhere else: a reward function may name the
-    answer in them, and contributors read verdicts. The newest `most_bytes` or so are kept, in two files."""
+class RewardNotes:
+    """Notes of the reward as JSON lines in the validator's folder only: they may name the answer, and contributors read
+    verdicts. About the newest `most_bytes` are kept, in two files."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self._file, self._most_bytes, self._failed = folder / NOTES_NAME, most_bytes, False
 
     def write(self, unit: int, task: str, notes: Sequence[tuple[int, str]]) -> None:
-        """Add the notes of a group. A disk that takes nothing is no reason to stop judging: it is said once."""
+        """Add the notes of a group. A write error is logged once and does not stop judging."""
         lines = [{"unit": unit, "task": task, "rollout": rollout, "note": note} for rollout, note in notes]
         try:
             if lines and self._file.exists() and self._file.stat().st_size >= self._most_bytes // 2:

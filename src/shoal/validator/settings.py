@@ -1,4 +1,4 @@
-"""What a validator can be told: the [validator] section of a recipe, and what it validates with."""
+"""The [validator] section of a recipe, and the configuration of one validator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines.registry import DTYPES
 from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
@@ -17,11 +17,11 @@ from shoal.runtime.sizing import DERIVED
 from shoal.validator.profiles import load_profiles
 
 MEASURING = "measuring the limits of honest work"
-"""What a validator says that it does while it calibrates: nothing is judged meanwhile."""
+"""Reported to the hub while a validator calibrates; it judges nothing meanwhile."""
 
 
 class ValidatorSettings(BaseModel):
-    """How a validator works. It measures by itself how far honest work may be off."""
+    """How a validator works. It measures by itself how much honest work may deviate."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,14 +42,14 @@ class ValidatorSettings(BaseModel):
 
 
 def profile_keys(settings: ValidatorSettings) -> tuple[str, ...]:
-    """The kinds of workers that a validator with these settings can judge: the hub leases work to no others."""
+    """The kinds of workers that a validator with these settings can judge; the hub leases work to no others."""
     known = load_profiles(settings.profiles)
     return tuple(sorted(key for key, profile in known.items() if settings.dtype in profile.validators))
 
 
 def measurable_kinds(settings: ValidatorSettings, published: str) -> tuple[str, ...]:
-    """The other kinds that such a validator can measure, or judge by what it measured of their number format, in a run
-    that publishes its weights in the format `published`: nobody computes in a coarser one."""
+    """Further kinds that such a validator can measure, or judge by measurements of their number format, in a run that
+    publishes weights in the format `published`: nobody computes in a coarser one."""
     formats = DTYPES if published == "bfloat16" else ("float32",)
     kinds = [f"{path}/{each}" for path in ("torch/cpu", "torch/cuda", "torch-plain/cuda") for each in formats]
     known = profile_keys(settings)
@@ -58,9 +58,8 @@ def measurable_kinds(settings: ValidatorSettings, published: str) -> tuple[str, 
 
 @dataclass(frozen=True)
 class ValidatorConfig:
-    """One validator. `shuffle_rewards` comes from the [environment] section: the control run that must not learn.
-    Completions are scored in processes that build the environment from `scored_by`; without it, in this process. `http`
-    and `pace` are given only by tests and one-process runs."""
+    """One validator. `shuffle_rewards`: the control run that must not learn. Completions are scored in processes that
+    build the environment from `scored_by`; without it, in this process. `http` and `pace` are set only by tests."""
 
     folder: Path
     settings: ValidatorSettings
@@ -73,4 +72,4 @@ class ValidatorConfig:
     shuffle_rewards: bool = False
     scored_by: EnvironmentSettings | None = None
     http: httpx.Client | None = None
-    pace: Pace = field(default_factory=Pace)
+    pace: Intervals = field(default_factory=Intervals)

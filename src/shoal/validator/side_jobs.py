@@ -1,13 +1,12 @@
-"""What a validator does beside audits: it evaluates, generates what nobody could judge, and loads ahead.
+"""What a validator does besides audits: it evaluates, generates units that nobody could judge, loads policies ahead.
 
-SliceRunner   a slice of held-out tasks, answered greedily by a published policy and scored: when nothing is to be
-              checked, or when slices have had less than their `SHARE` of the time. What fails is reported, and
-              somebody tries again: no score is made up. Nothing here touches a verdict.
-Generating    units that nobody could judge are generated here and submitted like a worker's, for a light audit and
-              no credit: no worker whose groups are unsure can keep a step from its units. What this machine cannot
-              do is `left` with the next request.
-Ahead         the newest policy is loaded while nothing is to be audited. Of the first, a group is drawn, checked
-              and scored once, for nobody: imports, kernels and scoring processes are ready before a submission is.
+SliceEvaluator   a slice of held-out tasks, answered greedily by a published policy and scored: when nothing is to
+                 be audited, or when slices have had less than their `SHARE` of the time. A failure is reported, and
+                 another validator tries. Verdicts do not depend on it.
+UnitGenerator    units that nobody could judge are generated here and submitted for a light audit, without credit, so no
+                 worker whose groups are unsure can block a step. What fails is `left` with the next request.
+Preloader        loads the newest policy while nothing is to be audited. With the first policy one group is drawn,
+                 checked and scored, to load imports, kernels and scoring processes before there are submissions.
 """
 
 from __future__ import annotations
@@ -37,27 +36,26 @@ from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, 
 from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
-from shoal.rewards.protocol import settled
+from shoal.rewards.pool import score_all
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.case import ENGINE_ERRORS, Case, Replay, passed, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.verdicts import POLICY, Terms
+from shoal.validator.verdicts import POLICY, LeaseTemplate
 
 log = logging.getLogger(__name__)
 
 SHARE = 0.2
-"""The part of a busy validator's time that slices get: the time that audits take saves up for them."""
+"""The part of a busy validator's time that slices get."""
 MOST_SAVED_S = 120.0
 PROBLEM_LIMIT = 200
 
 
 @dataclass
-class SliceRunner:
-    """When this validator is ready for a slice, and one slice from the hub to the hub. Without a `scorer`, scores it
-    here."""
+class SliceEvaluator:
+    """Evaluates slices for the hub. Without a `scorer` it scores in this process."""
 
     client: HubClient
     shelf: EngineShelf
@@ -70,20 +68,19 @@ class SliceRunner:
 
     @property
     def readiness(self) -> Readiness:
-        """What the hub is told with the next request."""
+        """What the next request tells the hub."""
         return "now" if self._saved_s >= 0 else "idle"
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
-        """Whatever is done meanwhile saves up time for slices."""
+        """Time spent in this block earns time for slices."""
         began_s = self.clock.monotonic_s()
         yield
         took_s = self.clock.monotonic_s() - began_s
         self._saved_s = min(self._saved_s + took_s * SHARE / (1 - SHARE), MOST_SAVED_S)
 
     def measure(self, signed: SignedDocument | None) -> None:
-        """Answer, score and report a slice, and more while time is saved up. That a hub wants none any more is no
-        failure."""
+        """Answer, score and report a slice, and further ones while there is time for slices."""
         while signed is not None and not self.stop.is_set():
             began_s = self.clock.monotonic_s()
             try:
@@ -126,7 +123,7 @@ class SliceRunner:
             return self._report(part, problem=f"the validator's engine failed: {error}")
         texts = texts_of(loaded.files).decode_many(answers)
         jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
-        results = settled((self.scorer or DirectScorer(self.environment)).scores, jobs)
+        results = score_all((self.scorer or DirectScorer(self.environment)).scores, jobs)
         failures = [result for result in results if isinstance(result, ScoringFailure)]
         if failures:
             log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])
@@ -147,8 +144,8 @@ MAX_LEFT = 16
 
 
 @dataclass
-class Generating:
-    """A validator's part in generating. `left` are leases that it could not do: the hub gives them to another."""
+class UnitGenerator:
+    """Generates units for the hub. `left`: leases that failed here; the hub gives them to another validator."""
 
     client: HubClient
     shelf: EngineShelf
@@ -157,7 +154,6 @@ class Generating:
     left: tuple[str, ...] = ()
 
     def generate(self, signed: Sequence[SignedDocument]) -> None:
-        """Generate and submit the groups of these leases."""
         leases = [self.client.open_own_lease(each) for each in signed]
         for policy in dict.fromkeys(lease.policy for lease in leases):
             if self.stop.is_set():
@@ -184,7 +180,7 @@ class Generating:
             try:
                 self.client.submit(lease.lease, pack(submission_of(lease, completions, loaded.engine.name)))
                 self.activity.count("generated")
-            except HubRefused as refusal:  # it came too late: another has it, or nobody needs it any more
+            except HubRefused as refusal:  # too late
                 log.warning("unit %d, which this validator generated, was not taken: %s", lease.unit, refusal)
             finally:
                 self.activity.ended(lease.lease)
@@ -195,16 +191,16 @@ class Generating:
         self.left = (*self.left, *(lease.lease for lease in leases))[-MAX_LEFT:]
 
 
-WAIT_S = 5.0  # for a later policy: audits of the one before may come in meanwhile
+WAIT_S = 5.0  # for a later policy; audits of the earlier one may arrive
 CHUNKS = 2  # of each rehearsed rollout: a whole one, and what follows it
 PROMPT_TOKENS = 32
 
 
 @dataclass
-class Ahead:
-    """Which policy is the newest, and whether it is loaded. `hear` may be called by another thread than the rest.
-    `keeps_others`: a newer policy is loaded beside those in use. Otherwise only the first is loaded ahead. `rehearsed`:
-    an audit was computed once, so that no rehearsal is needed. `has_measured`: limits were measured in this process."""
+class Preloader:
+    """The newest policy, and whether it is loaded. `hear` is called by another thread. `keeps_others`: a newer policy
+    is loaded beside those in use; otherwise only the first one is loaded ahead. `rehearsed`: an audit was computed
+    already. `has_measured`: limits were measured in this process."""
 
     client: HubClient
     shelf: EngineShelf
@@ -218,20 +214,19 @@ class Ahead:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is a policy to be loaded ahead."""
         wanted = self.newest is not None and self.newest != self._loaded
         return wanted and (self.keeps_others or not self.is_ready)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a first policy is loaded: by this, or by an audit."""
+        """Whether a first policy is loaded, by this or by an audit."""
         return self._loaded is not None or self.rehearsed
 
     def hear(self, reply: HeartbeatReply) -> None:
         self.newest = reply.policy or self.newest
 
     def prepare(self) -> None:
-        """Load the newest policy, if it is not loaded. If that fails, it is tried again later, or by an audit."""
+        """Load the newest policy, if it is not loaded. A failure is retried later."""
         newest, began_s = self.newest, self.clock.monotonic_s()
         if newest is None or not self.is_due:
             return
@@ -250,8 +245,7 @@ class Ahead:
 
 
 def rehearse_with_tiny(judge: Judge, run: RunInfo, device: str) -> None:
-    """On a GPU the first use of a kernel takes seconds, for a tiny model as for a large one: better before there is a
-    policy than while workers wait for limits."""
+    """Load GPU kernels with a tiny model, which takes seconds, before the first policy arrives."""
     from shoal.models.load import load_model  # torch
     from shoal.models.state import policy_views
 
@@ -263,12 +257,12 @@ def rehearse_with_tiny(judge: Judge, run: RunInfo, device: str) -> None:
 
 
 def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: bool = False) -> None:
-    """Draw a group as the run's are, and compute what an audit of it computes. Whoever has measured limits has computed
-    more than that already. Whoever rejects a group of its own for certain, in float32, would ban everybody."""
+    """Draw a group like those of the run, and compute what an audit computes (not needed after measuring limits). A
+    validator that rejects a group of its own for certain, in float32, must not judge."""
     engine, tokens = loaded.engine, min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
     sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
     prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
-    lease = Terms("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
+    lease = LeaseTemplate("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
     found = passed("rehearsal")
     try:
         if not has_measured:

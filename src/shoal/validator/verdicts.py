@@ -1,6 +1,6 @@
 """From findings to a verdict. Only a failed check rejects; a failure of the machinery is unsure.
 
-Specimens: leases and submissions of no run, to try checks on and to measure with (`Terms`, `docket_of`).
+`LeaseTemplate` and `audit_job_of` make leases and submissions of no run, for measuring and self-tests.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ NO_ENVIRONMENT = Identity(name="", version=0, digest="")
 
 
 @dataclass(frozen=True)
-class Docket:
-    """One audit on the table, and the lease that it is measured by. `environment` is the one that it is scored with;
-    every verdict names it. `unsure_rate` is how likely honest work of this kind and length is to be unsure."""
+class AuditJob:
+    """One audit and its lease. `environment` scores it and is named in the verdict. `unsure_rate`: how likely honest
+    work of this kind and length is to be unsure."""
 
     audit: Audit
     lease: Lease
@@ -54,17 +54,19 @@ class Docket:
     def accepted(
         self, findings: Sequence[Finding], rewards: tuple[RolloutReward, ...], now_ms: int, tally: Tally, **fields: Any
     ) -> Verdict:
-        """Everything held: the rewards count, and so do the tokens. Of rewards nothing is said that would tell an
-        answer, but how many completions hit a limit."""
+        """Everything held. The message says only how many completions hit a limit, nothing that would tell an
+        answer."""
         limited = sum(LIMIT_PART in reward.parts for reward in rewards)
-        said = f"{limited} of {len(rewards)} completions took more time or memory than scoring allows: they are worth 0"
+        message = (
+            f"{limited} of {len(rewards)} completions took more time or memory than scoring allows: they are worth 0"
+        )
         reward = CheckResult(check="reward", passed=True)
         if limited:
-            reward = CheckResult(check="reward", passed=True, evidence={"limited": limited}, message=said)
+            reward = CheckResult(check="reward", passed=True, evidence={"limited": limited}, message=message)
         return self._verdict(Outcome.ACCEPTED, [*findings, Finding(reward)], now_ms, tally, rewards=rewards, **fields)
 
     def rejected(self, findings: Sequence[Finding], now_ms: int, tally: Tally = NOTHING_COUNTED) -> Verdict:
-        """The last finding failed: its reason, severity and sentence are the verdict's."""
+        """The last finding failed: its reason, severity and message are the verdict's."""
         last = findings[-1]
         fields = {"reason": last.reason, "severity": last.severity, "message": last.result.message}
         return self._verdict(Outcome.REJECTED, findings, now_ms, tally, **fields)
@@ -72,7 +74,7 @@ class Docket:
     def unsure(
         self, findings: Sequence[Finding], reason: str, message: str, now_ms: int, tally: Tally = NOTHING_COUNTED
     ) -> Verdict:
-        """The validator could not tell: no credit, no training, no punishment."""
+        """The validator could not decide: no credit, no training, no punishment."""
         return self._verdict(Outcome.UNSURE, findings, now_ms, tally, reason=reason, message=message[:MESSAGE_LIMIT])
 
     def _verdict(
@@ -93,8 +95,6 @@ POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes: a device and a number format."""
-
     device: str = "cpu"
     dtype: str = "float32"
 
@@ -110,9 +110,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What all leases of a series have in common."""
-
+class LeaseTemplate:
     label: str
     group_size: int
     sampling: SamplingParameters
@@ -130,13 +128,13 @@ class Terms:
 
 
 def seeds_of(label: str, number: int, count: int) -> tuple[str, ...]:
-    """The dice of one lease; the same every time, so that a measurement can be repeated."""
+    """The seeds of one lease; the same every time, so a measurement can be repeated."""
     names = (f"shoal/specimen/v1/{label}/{number}/{rollout}" for rollout in range(count))
     return tuple(hashlib.sha256(name.encode()).hexdigest()[:16] for name in names)
 
 
-def docket_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: SigningKey) -> Docket:
-    """The same as a validator gets it on the table."""
+def audit_job_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: SigningKey) -> AuditJob:
+    """As a validator gets it from the hub."""
     body, signed = pack(submission_of(lease, group, engine.name)), sign_document(lease, key)
     name, size = submission_digest(body), len(body)
-    return Docket(Audit(submission=name, size_bytes=size, lease=signed, received_at_ms=0, deadline_ms=0), lease, body)
+    return AuditJob(Audit(submission=name, size_bytes=size, lease=signed, received_at_ms=0, deadline_ms=0), lease, body)

@@ -5,31 +5,73 @@ The heartbeat's answer carries the totals; when a refusal is among them, the rea
 
 from __future__ import annotations
 
+import json
 import logging
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from shoal.client import HubClient
-from shoal.errors import DeadlineExceeded, HubError, ProtocolError, ShutOut
+from shoal.errors import DeadlineExceeded, HubError, ProtocolError, ResourceError, ShutOut
 from shoal.protocol import HeartbeatReply, NodeState, NodeView
+from shoal.runtime.files import write_atomically
 from shoal.runtime.text import count_of
 
 log = logging.getLogger(__name__)
 
+STANDING = "standing.json"
 FORBIDDEN = 403
 ASK_PATIENCE_S = 5.0
 
 
-class Earnings:
-    """Used by one thread at a time."""
+@dataclass(frozen=True)
+class Standing:
+    """What one start of a worker has done, and the node's totals before and now; left in its folder after each
+    heartbeat, for the process that supervises several workers."""
 
-    def __init__(self, client: HubClient) -> None:
-        self._client = client.patient(ASK_PATIENCE_S)
+    start: str
+    tokens: int
+    accepted: int
+    accepted_before: int
+    credit: int
+    credit_before: int
+    pending: int
+
+    def leave(self, folder: Path) -> None:
+        try:
+            write_atomically(folder / STANDING, json.dumps(asdict(self)).encode())
+        except ResourceError as error:
+            log.debug("%s", error)  # what cannot be written without loss says so itself
+
+    @classmethod
+    def read(cls, folder: Path) -> Standing | None:
+        try:
+            return cls(**json.loads((folder / STANDING).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    @staticmethod
+    def forget(folder: Path) -> None:
+        (folder / STANDING).unlink(missing_ok=True)
+
+
+class Earnings:
+    """Used by one thread at a time. `folder`: where the worker's standing is left, if anywhere."""
+
+    def __init__(self, client: HubClient, folder: Path | None = None) -> None:
+        self._client, self._folder, self._start = client.patient(ASK_PATIENCE_S), folder, uuid.uuid4().hex
         self._first: NodeView | None = None
         self._last: NodeView | None = None
         self.shut_out: ShutOut | None = None
 
-    def hear(self, reply: HeartbeatReply) -> None:
+    def hear(self, reply: HeartbeatReply, tokens: int = 0) -> None:
+        """`tokens` were generated since this start."""
         now, before = reply.node, self._last or reply.node
-        is_first, self._first, self._last = self._first is None, self._first or now, now
+        is_first, first, self._last = self._first is None, self._first or now, now
+        self._first = first
+        if self._folder is not None:
+            totals = (now.accepted, first.accepted, now.credit, first.credit, now.pending)
+            Standing(self._start, tokens, *totals).leave(self._folder)
         self.shut_out = shut_out(now)
         if now.rejected > before.rejected:
             log.warning("%s rejected: %s", count_of(now.rejected - before.rejected, "group"), self._why(now))

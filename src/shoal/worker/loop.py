@@ -7,8 +7,8 @@
      └─ finished chunks, on probation (`showing`)
 
 Back-pressure: the worker leases only when it is about to generate, as much as fits the time of a lease by its measured
-speed, and generates only while the outbox has room. A hub that is away is waited for (`Pace.patience_s`); finished work
-survives on disk; leases in hand are given back on the way out.
+speed, and generates only while the outbox has room. The worker waits for a hub that is away (`Intervals.patience_s`).
+Finished work survives on disk; unfinished leases are released when the worker stops.
 
 Weights come before leases, so that the time of a lease is for generating only. A newer policy is fetched for
 `FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one.
@@ -22,10 +22,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from shoal.adversary import Cheat, Loot, find_cheat
-from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
-from shoal.client.weights import Following, downloader_of
+from shoal.adversary import Cheat, CheatContext, find_cheat
+from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
+from shoal.client.weights import RefreshingDownloader, downloader_of
 from shoal.engines import Engine, build, check_policy, kind_of, warm_up
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.memory import keep_to_share
@@ -89,10 +90,13 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
     outbox = Outbox(config.folder / "outbox")
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
     with closing(weights) as downloader, Prefetch(downloader, stop):
-        fetch, closed, chosen = Following(client, downloader), set[str](), config.settings.dtype == "auto"
+        fetch, closed, chosen = RefreshingDownloader(client, downloader), set[str](), config.settings.dtype == "auto"
         while True:
             shelf = _shelf(fit, conduct, fetch, run.environment)
-            worker = Worker(client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace)
+            worker = Worker(
+                client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace,
+                folder=config.folder,
+            )  # fmt: skip
             try:
                 worker.run()
                 break
@@ -142,7 +146,7 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
         return engine
 
     return EngineShelf(
-        conduct.fetch(fetch), lambda files: conduct.engine(make(files), Loot(files, environment, make)),
+        conduct.fetch(fetch), lambda files: conduct.engine(make(files), CheatContext(files, environment, make)),
         LOADED_POLICIES,
         check=lambda files, entries: check_policy(config.engine, files, entries, device, dtype, config.limits.memory()),
     )  # fmt: skip
@@ -159,9 +163,11 @@ class Held:
 class Worker:
     def __init__(
         self, client: HubClient, shelf: EngineShelf, outbox: Outbox, settings: WorkerSettings, stop: StopToken,
-        clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Pace = Pace(),
+        clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Intervals = Intervals(),
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`chosen`: the number format was chosen, so that another may be chosen before the first lease."""
+        """`chosen`: the number format was chosen, so that another may be chosen before the first lease. `folder`: where
+        its `Standing` is left."""
         self._client, self._shelf, self._outbox, self._settings = client, shelf, outbox, settings
         self._stop, self._clock, self._conduct, self._pace = stop, clock, conduct, pace
         run = client.run_info()
@@ -175,7 +181,7 @@ class Worker:
         self._kind = DEFAULT_PROFILE  # of the engine that has the loaded policy
         self._outdated = True  # nothing is given out under the loaded policy
         self._is_over = self.finished = False  # as the hub says; and with nothing left to do here
-        self._earnings, self.activity = Earnings(client), Activity(clock)
+        self._earnings, self.activity = Earnings(client, folder), Activity(clock)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
         self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
         self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._hear)
@@ -207,7 +213,7 @@ class Worker:
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """In the heartbeat's thread."""
-        self._earnings.hear(reply)
+        self._earnings.hear(reply, int(self.activity.heartbeat().counters.get("tokens", 0)))
         self._hear_of_policy(reply)
         self._showing.hear(reply)
         self._deadlines_ms.update((lease, ms) for lease, ms in reply.deadlines.items() if lease in self._hand)

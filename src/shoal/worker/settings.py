@@ -16,7 +16,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.adversary import find_cheat
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines import ENGINES, Engine, check_engine, choose
 from shoal.engines.memory import free_bytes
 from shoal.engines.protocol import BoundedEngine
@@ -61,7 +61,7 @@ class WorkerConfig:
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
-    pace: Pace = field(default_factory=Pace)
+    pace: Intervals = field(default_factory=Intervals)
 
 
 def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | None = None) -> None:

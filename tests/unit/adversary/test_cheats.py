@@ -1,7 +1,5 @@
 """The cheats without a run: what they ask of the engine and what they hand on, on the scripted engine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
+from shoal.adversary import CHEATS, Cheat, CheatContext, find_cheat
 from shoal.adversary.tokens import Sleeper, Steal, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of
 from shoal.engines import Completion, Engine, GenerationRequest
@@ -48,12 +46,12 @@ class Asked(ScriptedEngine):
         return super().generate(requests, proof)
 
 
-NOTHING = Loot({}, "my-own", Asked)
+NOTHING = CheatContext({}, "my-own", Asked)
 
 
-def loaded(name: str, loot: Loot = NOTHING) -> tuple[Asked, Engine]:
+def loaded(name: str, context: CheatContext = NOTHING) -> tuple[Asked, Engine]:
     asked = Asked()
-    engine = find_cheat(name).engine(asked, loot)
+    engine = find_cheat(name).engine(asked, context)
     engine.load_policy(REF, TENSORS)
     if asked.policy is None:  # small-model never touches the engine that it was given
         asked.load_policy(REF, TENSORS)

@@ -1,7 +1,5 @@
 """Advantages and losses by hand, per token and per sequence, and what holds for all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -60,7 +58,7 @@ def test_equal_rewards_carry_no_advantage_and_others_keep_their_order(name: str)
 
 
 @given(rewards=GROUPS)
-def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: list[float]) -> None:
+def test_advantages_are_finite_and_sum_to_zero(rewards: list[float]) -> None:
     for name in sorted(ADVANTAGES):
         values = of(name, rewards)
         assert all(math.isfinite(value) for value in values)
@@ -230,7 +228,7 @@ DECOUPLED = [
 ]
 
 
-def test_decoupled_clips_around_the_steps_beginning_and_weighs_what_came_before() -> None:
+def test_decoupled_clips_against_proximal_and_weights_by_staleness() -> None:
     before, moved, advantages, losses, gradients, stopped = (list(column) for column in zip(*DECOUPLED, strict=True))
     recomputed_N = torch.tensor([logprob(w) for w in before], dtype=torch.float64)
     logprobs_N = (recomputed_N + torch.tensor([math.log(u) for u in moved])).requires_grad_()
@@ -352,7 +350,7 @@ def _numbers(name: str, completions) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_reported_has_its_names_and_no_gradient(name: str) -> None:
+def test_reported_values_have_names_and_no_gradient(name: str) -> None:
     output = LOSSES[name](tokens([1.5, 3.0], [1.0, -1.0]), LossParameters())
     reported = [*output.mean.values(), *output.peak.values()]
     assert all(len(values_N) == 2 and not values_N.requires_grad for values_N in reported)

@@ -1,7 +1,5 @@
 """Splitting: deterministic, complete, within the budget, level; and the layout of packs and padded rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +16,7 @@ def test_minibatches_hold_everything_once_in_even_parts(count: int, parts: int, 
     assert not split or max(map(len, split)) - min(map(len, split)) <= 1
 
 
-def test_the_order_is_the_seeds_and_the_steps_and_pinned_because_a_resume_relies_on_it() -> None:
+def test_order_depends_on_seed_and_step_and_is_pinned() -> None:
     assert minibatches(6, 2, seed=1, step=2) == [[2, 3, 5], [0, 4, 1]]
     assert minibatches(8, 2, seed=1, step=3) != minibatches(8, 2, seed=0, step=3) != minibatches(8, 2, seed=0, step=4)
 

@@ -1,7 +1,5 @@
 """Terms beside the loss, mismatch and normalisation, by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import get_args
@@ -74,7 +72,7 @@ def test_the_kl_term_has_the_exact_gradient_and_reports_the_exact_value(behaviou
         assert as_a_loss != pytest.approx(slopes, abs=0.05)
 
 
-def test_a_token_that_the_policy_has_left_does_not_rule_what_is_reported() -> None:
+def test_reported_kl_is_bounded_for_tokens_that_the_policy_has_left() -> None:
     """Drawn by the reference, (0.75, 0.25); π is (0.125, 0.875). KL(π ‖ reference) = ln(1/6) / 8 + 7 ln(3.5) / 8."""
     drawn_V, policy_V = torch.tensor([0.75, 0.25]), torch.tensor([0.125, 0.875])
     tokens = LossTokens(policy_V.log(), drawn_V.log(), torch.zeros(2), reference_N=drawn_V.log())
@@ -167,5 +165,5 @@ def test_weights_of_completions_of_2_and_6_tokens_by_hand(word: str, short: floa
 
 
 def test_a_constant_without_a_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no limit to completions"):
+    with pytest.raises(ConfigError, match="completions have no limit"):
         normalised("constant", [2, 6], None)

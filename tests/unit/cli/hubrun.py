@@ -1,7 +1,5 @@
 """A run folder with a hub that really serves it, in a thread: real keys, a real database, a made-up environment."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -56,9 +56,6 @@ def published(folder: Path, run: str = "files", key: SigningKey = KEY, files: di
     return folder
 
 
-# ── whom it believes ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_key_may_stand_behind_any_of_the_urls() -> None:
     key = "AB" * 32
     assert Sources.parse([f"http://a:1/#{key}", "http://b:1/"]) == Sources(("http://a:1", "http://b:1"), key.lower())
@@ -85,7 +82,7 @@ def test_urls_that_cannot_be(urls: list[str], sentence: str) -> None:
         Sources.parse(urls)
 
 
-def test_what_another_key_signed_and_another_broadcast_are_refused(here: Path, serve: Serve, capsys: Capture) -> None:
+def test_other_keys_and_other_broadcasts_are_refused(here: Path, serve: Serve, capsys: Capture) -> None:
     url, sibling = serve(published(here / "www")), serve(published(here / "sibling", run="others"))
     code, said = complaint(capsys, "fetch", f"{url}/#{OTHER.public_key}", "-o", "out", "--wait", "1")
     assert (code, "not trusted" in said) == (1, True), said
@@ -94,9 +91,6 @@ def test_what_another_key_signed_and_another_broadcast_are_refused(here: Path, s
     capsys.readouterr()
     code, said = complaint(capsys, "fetch", f"{sibling}/#{KEY.public_key}", "-o", "out", "--wait", "1")
     assert (code, "belongs to run others" in said) == (1, True), said
-
-
-# ── where it puts things ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fetched(tmp_path: Path, serve: Serve, files: dict[str, bytes]) -> Payload:
@@ -122,7 +116,7 @@ def test_a_single_file_shares_its_bytes_with_the_cache_and_may_go_into_a_folder(
     assert deliver(payload, f"{tmp_path}/new/") == tmp_path / "new" / "a.bin"
 
 
-def test_what_was_there_is_replaced_only_by_force_and_never_what_it_points_to(tmp_path: Path, serve: Serve) -> None:
+def test_existing_files_are_replaced_only_by_force_and_link_targets_never(tmp_path: Path, serve: Serve) -> None:
     payload = fetched(tmp_path, serve, {"a.bin": b"content"})
     (tmp_path / "odd" / "a.bin").mkdir(parents=True)
     (tmp_path / "precious").write_bytes(b"elsewhere")
@@ -146,9 +140,6 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
         deliver(payload, str(tmp_path / "file"))
 
 
-# ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
@@ -166,9 +157,6 @@ def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture) -> 
     assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"
 
 
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def complaint(capsys: Capture, *arguments: str) -> tuple[int, str]:
     code = main(["cast", *arguments])
     said = capsys.readouterr()
@@ -184,7 +172,7 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def test_what_another_signed_or_named_is_neither_published_into_nor_mirrored_on(here: Path, capsys: Capture) -> None:
+def test_folder_of_another_key_or_name_is_refused(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
     told(capsys, 0, "cast", "publish", "file", "--dir", "named", "--name", "mine", "--no-serve")
     for folder in ("www", "mirror"):
@@ -226,7 +214,7 @@ def configs(monkeypatch: Patch) -> list[RelayConfig]:
     client = SimpleNamespace(url=HUB, trusted_run=lambda: trusted, close=lambda: None)
     monkeypatch.setattr(shoal.run.join.HubClient, "of_a_person", lambda *_: client)
     monkeypatch.setattr(shoal.run.join, "remember_root", lambda *_: None)
-    monkeypatch.setattr(shoal.run.join, "begin", lambda *_: StopToken())
+    monkeypatch.setattr(shoal.run.join, "start_role", lambda *_: StopToken())
     monkeypatch.setattr(shoal.shardcast, "run_relay", remember)
     return found
 
@@ -237,7 +225,7 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
         "--keep 4 --disk-budget-gb 1.5"
     )
     assert main(["relay", "--run-info", HUB, "--folder", str(tmp_path), *options.split()]) == 0
-    settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5)
+    settings = RelaySettings(keep_versions=4, disk_budget_gb=1.5)
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
     assert configs == [

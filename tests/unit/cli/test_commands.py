@@ -23,12 +23,12 @@ from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.hub import HubConfig
 from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
-from shoal.run.estimate import settled
+from shoal.run.estimate import with_derived_settings
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe, load_recipe
 from shoal.run.roles import run_role
 from shoal.runtime.config import parse_config
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
@@ -83,9 +83,6 @@ def test_help_shows_defaults_that_are_said_in_words(capsys: Capture, monkeypatch
     assert not [path.name for path in sources if "[default:" in path.read_text()]
 
 
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("command", [["join", NOWHERE], ["status", NOWHERE], ["relay", "--run-info", NOWHERE]])
 def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
     message = one_line(shoal(*command, "--wait", "0"), 4)
@@ -133,14 +130,11 @@ def _failing(error: Exception) -> Callable[..., None]:
     return fail
 
 
-# ── what works ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path: Path) -> None:
     ran = shoal("run", str(TINY), "--dry-run", "--set", "worker.count=5", "--set", "run.steps=7")
     assert ran.returncode == 0
     shown = parse_config(ran.stdout, Recipe, "shown")
-    assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))[0]
+    assert shown == with_derived_settings(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))[0]
     assert (shown.hub.lease_s, shown.trainer.checkpoint_every) == (60, 1)
     ran = shoal("run", str(TINY), "--dry-run", "--set", "hub.database=postgresql://shoal:s3cret@db.example/run")
     assert "postgresql://shoal:***@db.example/run" in ran.stdout
@@ -252,9 +246,9 @@ sys.exit(begin())
         (["join", NOWHERE], "shoal.cli.main", False, 0),
         (["join", NOWHERE], "shoal.run.join", False, 0),
         (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
-        (["join", "--dir", "nowhere"], "shoal.run.roles", True, TOLD_TO_STOP_CODE),
-        (["status", NOWHERE], "shoal.cli.main", False, TOLD_TO_STOP_CODE),
-        (["status", NOWHERE], "shoal.cli.view", False, TOLD_TO_STOP_CODE),
+        (["join", "--dir", "nowhere"], "shoal.run.roles", True, STOPPED_CODE),
+        (["status", NOWHERE], "shoal.cli.main", False, STOPPED_CODE),
+        (["status", NOWHERE], "shoal.cli.view", False, STOPPED_CODE),
     ],
 )
 def test_a_signal_while_a_process_starts_ends_it_as_later_and_without_a_traceback(
@@ -275,7 +269,7 @@ def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path)
     ) as process:
         assert any("listens at" in line for line in iter(process.stderr.readline, ""))
         process.terminate()
-        assert process.wait(30) == TOLD_TO_STOP_CODE
+        assert process.wait(30) == STOPPED_CODE
     with fork.Forked(tmp_path, ("hub", "--dir", str(folder.path)), tmp_path / "said") as unsupervised:
         unsupervised.until("listens at")
         assert unsupervised.end() == 0

@@ -106,7 +106,7 @@ def test_check_says_what_is_wrong_once_and_others_warn(tmp_path: Path, capsys: C
     assert capsys.readouterr().err == "1 row cannot be used: a run leaves it out\n"
     assert caplog.text == ""
     assert main(["data", "order", str(path), "--count", "1"]) == 0
-    assert "1 of 20 rows left out, for they cannot be used: row 7 (a.jsonl line 8)" in caplog.text
+    assert "1 of 20 rows cannot be used and are left out: row 7 (a.jsonl line 8)" in caplog.text
 
 
 def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: Capture) -> None:

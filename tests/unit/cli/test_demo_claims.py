@@ -20,7 +20,7 @@ from shoal.models.load import load_model
 from shoal.protocol import LedgerEntry, SamplingParameters
 from shoal.run.demo import claims
 from shoal.run.demo import recount as module
-from shoal.run.demo.claims import MARK, Cast, Claim, learned, make_room, model_scores_as_claimed
+from shoal.run.demo.claims import MARK, Claim, Participants, learned, model_scores_as_claimed, replace_earlier_demo
 from shoal.run.demo.recount import Recount, recount, score
 from shoal.run.recipe import Recipe
 from shoal.runtime.lock import FolderLock
@@ -28,7 +28,9 @@ from shoal.runtime.stop import StopToken
 from shoal.trainer.export import ModelCard, export_policy
 from shoal.trainer.folder import Progress
 
-CAST = Cast(honest={"worker-0": "aa", "worker-1": "bb"}, cheater="cc", cheater_name="worker-2", cheat=CHEATS["best-of"])
+CAST = Participants(
+    honest={"worker-0": "aa", "worker-1": "bb"}, cheater="cc", cheater_name="worker-2", cheat=CHEATS["best-of"]
+)
 START_MS = 1_000_000
 
 
@@ -105,7 +107,7 @@ FACTS: dict[str, object] = {"seed": 3}
 
 
 def earlier_demo(path: Path) -> Path:
-    make_room(path, FACTS)
+    replace_earlier_demo(path, FACTS)
     (path / "hub").mkdir()
     (path / "hub" / "hub.db").write_text("old")
     return path
@@ -113,7 +115,7 @@ def earlier_demo(path: Path) -> Path:
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     path = earlier_demo(tmp_path / "demo")
-    make_room(path, FACTS)
+    replace_earlier_demo(path, FACTS)
     assert [entry.name for entry in path.iterdir()] == [MARK]
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_text("years of work")
@@ -122,7 +124,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     there = sorted(tmp_path.rglob("*"))
     for name, words in (("work", "not an earlier demo's; choose"), ("link", "is not a folder"), ("file", "is not a f")):
         with pytest.raises(ConfigError, match=words):
-            make_room(tmp_path / name, FACTS)
+            replace_earlier_demo(tmp_path / name, FACTS)
     assert sorted(tmp_path.rglob("*")) == there
 
 
@@ -131,20 +133,20 @@ def test_a_demo_that_is_running_or_still_ending_is_not_replaced(tmp_path: Path, 
     monkeypatch.setattr(claims, "LOCK_WAIT_S", 0.0)
     path = earlier_demo(tmp_path / "demo")
     with FolderLock(path / busy).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
-        make_room(path, FACTS)
+        replace_earlier_demo(path, FACTS)
     assert (path / "hub" / "hub.db").exists()
-    make_room(path, FACTS)
+    replace_earlier_demo(path, FACTS)
 
 
 def test_the_folder_that_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: Patch) -> None:
     path = earlier_demo(tmp_path / "demo")
     monkeypatch.chdir(path / "hub")
     with pytest.raises(ConfigError, match="from within"):
-        make_room(path, FACTS)
+        replace_earlier_demo(path, FACTS)
     assert (path / "hub" / "hub.db").exists()
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    make_room(tmp_path / "empty", FACTS)  # nothing is replaced there
+    replace_earlier_demo(tmp_path / "empty", FACTS)  # nothing is replaced there
 
 
 TASKS, NEW_TOKENS = 96, 10
@@ -215,9 +217,7 @@ def test_in_a_process_of_its_own(export: Path, tmp_path: Path) -> None:
     ("timeout_s", "stopped", "said"),
     [(0.01, False, "was not scored within 0 s"), (600, True, r"stopped \(SIGINT\) before .* was scored")],
 )
-def test_a_deadline_or_a_stop_leaves_no_process(
-    tmp_path: Path, monkeypatch: Patch, timeout_s: float, stopped: bool, said: str
-) -> None:
+def test_a_deadline_or_a_stop_leaves_no_process(tmp_path, monkeypatch, timeout_s, stopped, said):
     started, original, stop = list[subprocess.Popen[bytes]](), subprocess.Popen, StopToken()
 
     def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ NOWHERE = "http://127.0.0.1:9"
 )
 def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: Patch, tmp_path: Path, torch: str | None, ok: bool) -> None:
     monkeypatch.setattr(doctor, "DEVICES", tmp_path)
-    monkeypatch.setattr(doctor, "_torch_version", lambda: torch)
+    monkeypatch.setattr(doctor, "torch_version", lambda: torch)
     assert doctor._device() == doctor.Finding("device", True, "cpu (no GPU, or no driver for it)")
     (tmp_path / "nvidia0").touch()
     finding = doctor._device()
@@ -35,9 +35,7 @@ def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: Patch, tmp_path: Path,
 @pytest.mark.parametrize(
     ("least", "none", "ok", "stops"), [(0, 0, True, 0), (2**62, 0, False, 0), (2**62, 2**62, False, 3)]
 )
-def test_little_disk_warns_and_none_stops(
-    monkeypatch: Patch, tmp_path: Path, least: int, none: int, ok: bool, stops: int
-) -> None:
+def test_little_disk_warns_and_none_stops(monkeypatch, tmp_path, least, none, ok, stops):
     monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", least)
     monkeypatch.setattr(doctor, "NO_DISK_BYTES", none)
     finding = doctor._disk(tmp_path / "not" / "there" / "yet")
@@ -79,9 +77,7 @@ def test_a_source_is_asked_as_a_worker_would_ask_it() -> None:
     ],
     ids=["bfloat16", "float32", "no-kind", "too-large"],
 )
-def test_compute_format_of_join_is_said(
-    monkeypatch: Patch, dtype: str, profiles: tuple[str, ...], weights: int, text: str
-) -> None:
+def test_compute_format_of_join_is_said(monkeypatch, dtype, profiles, weights, text):
     for module in ("shoal.engines.memory", "shoal.runtime.limits"):
         monkeypatch.setattr(f"{module}.free_memory_bytes", lambda: 8 * 2**30)
     info = SimpleNamespace(run="r", profiles=profiles, model=ModelSize(parameters=weights))

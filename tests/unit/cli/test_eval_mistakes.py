@@ -1,7 +1,5 @@
 """What `shoal eval` and `shoal filter` are given: found, or said what is wrong with it, before anything is loaded."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -47,15 +45,11 @@ DATA = {"name": "dataset", "data": "{tmp}/data.jsonl"}
         ("{tmp}/run", [], ADDITION, False),
         ("{tmp}/data.jsonl", [], DATA, True),
         ("dataset:{tmp}/data.jsonl", [], DATA, True),
-        *(
-            (f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True)
-            for name in ("aime", "columns")
-        ),
+        *((f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True) for name in ("aime",
+            "columns")),
     ],
-)
-def test_tasks_are_named_in_many_ways(
-    tmp_path: Path, data: Path, spec: str, overrides: list[str], settings: dict[str, object], whole: bool
-) -> None:
+)  # fmt: skip
+def test_tasks_are_named_in_many_ways(tmp_path, data, spec, overrides, settings, whole):
     (tmp_path / "my.py").write_text("")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.toml").write_text(RECIPE)
@@ -109,9 +103,7 @@ def test_a_place_that_cannot_take_results_is_refused_before_tasks_or_models_are_
 
 
 @pytest.mark.parametrize("command", [["eval", "tiny", "--env"], ["filter", "tiny", "--out", "kept.parquet"]])
-def test_programs_refused_without_a_sandbox(
-    command: list[str], tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_programs_refused_without_a_sandbox(command, tmp_path, monkeypatch, capsys):
     tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "", "output": "1"}]})
     row = {"problem_id": "p", "task_type": "prime_rl_code", "prompt": "print 1", "verification_info": tests}
     (tmp_path / "programs.jsonl").write_text(json.dumps(row) + "\n")

@@ -95,7 +95,7 @@ def test_a_folder_takes_a_corrected_recipe_until_something_has_happened_in_it(fo
     assert RunFolder.open(folder.path).recipe.run.seed == 3
 
 
-def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch: Patch) -> None:
+def test_running_run_keeps_its_recipe(folder: RunFolder, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.run.folder.LOCK_WAIT_S", 0.0)
     before = files(folder.path)
     with FolderLock(folder.path).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
@@ -107,7 +107,7 @@ CHANGEABLE = (
     "run.steps=99", "worker.count=3", "relay.count=0", "hub.lease_s=5",
     'trainer.tracking=["tensorboard"]', "trainer.batch_deadline_s=60.0", "trainer.keep_checkpoints=3",
     "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.evaluate_every=3",
-    "trainer.guards.no_signal.limit=9.0", "trainer.guards.divergence.react=warn",
+    "trainer.guards.no_signal.limit=9.0", "trainer.guards.divergence.action=warn",
 )  # fmt: skip
 TRAINED = (
     "trainer.learning_rate=0.5", "trainer.objective.kl=0.1", "trainer.memory.precision=bfloat16",
@@ -116,7 +116,7 @@ TRAINED = (
 )  # fmt: skip
 
 
-def test_what_decides_nothing_of_what_is_trained_may_change(folder: RunFolder) -> None:
+def test_settings_that_do_not_affect_training_may_change(folder: RunFolder) -> None:
     begun(folder)
     for override in TRAINED:
         with pytest.raises(ConfigError, match=r"was made with another recipe \(trainer\..* was .*, is "):
@@ -148,7 +148,7 @@ def test_only_a_restore_moves_a_run_that_has_begun(tmp_path: Path, before: str, 
     assert files(run.path) == there
 
 
-def test_of_its_database_the_password_may_change_and_before_a_run_has_begun_all(tmp_path: Path) -> None:
+def test_database_password_may_change_and_all_of_it_before_the_run(tmp_path: Path) -> None:
     for host in ("typo", "h"):
         run = RunFolder.prepare(tmp_path / host, recipe(f"hub.database=postgresql://u:old@{host}/d"))
         (run.path / "hub").mkdir()
@@ -190,9 +190,6 @@ def test_a_certificate_that_is_not_this_processs_is_refused(folder: RunFolder) -
         folder.certificate("trainer")
 
 
-# ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_addresses_are_written_down_and_kept_for_the_next_start(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"no endpoints\.json"):
         _ = folder.endpoints
@@ -223,7 +220,7 @@ def test_an_earlier_port_that_is_taken_is_replaced_by_another(folder: RunFolder,
     assert second.hub == first.hub
 
 
-def test_a_configured_address_that_cannot_be_had_is_one_sentence(tmp_path: Path, taken: int) -> None:
+def test_unusable_address_is_one_sentence(tmp_path: Path, taken: int) -> None:
     folder = RunFolder.prepare(tmp_path / "run", recipe(f"hub.port={taken}"))
     with pytest.raises(ResourceError, match=rf"cannot listen on port {taken} .*hub\.port=0"):
         folder.assign_endpoints()
@@ -232,7 +229,7 @@ def test_a_configured_address_that_cannot_be_had_is_one_sentence(tmp_path: Path,
         folder.assign_endpoints()
 
 
-def test_damaged_endpoints_are_named_and_chosen_anew(folder: RunFolder) -> None:
+def test_damaged_endpoints_are_named_and_replaced(folder: RunFolder) -> None:
     folder.assign_endpoints()
     (folder.path / "endpoints.json").write_text('{"hub": 3')
     with pytest.raises(ConfigError, match=r"endpoints\.json is damaged"):

@@ -148,10 +148,8 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
     [
         ({"worker": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[worker\] the engine scripted does not"),
         ({"validator": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[validator\] the engine scripted does not"),
-        (
-            {"worker": {"dtype": "bfloat16"}},
-            r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype",
-        ),
+        ({"worker": {"dtype": "bfloat16"}},
+            r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype"),
         ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' "),
@@ -159,17 +157,11 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
         ({"validator": {"engine": "vllm"}}, "validators check with torch"),
     ],
     ids=[
-        "worker-dtype",
-        "validator-dtype",
-        "not-published",
-        "other-engine",
-        "no-profile-file",
-        "proxy",
-        "no-engine",
+        "worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine",
         "vllm-checks",
     ],
-)
-def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
+)  # fmt: skip
+def test_kinds_that_no_validator_judges_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check_ingredients(Recipe.model_validate(changes, strict=False))
 
@@ -185,7 +177,7 @@ def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sente
     ],
     ids=["named", "no-workers", "measured", "coarse-validator", "scripted"],
 )
-def test_what_can_be_checked(changes: dict[str, object]) -> None:
+def test_kinds_that_a_validator_judges_pass(changes: dict[str, object]) -> None:
     check_engines(Recipe.model_validate(changes, strict=False))
 
 
@@ -197,8 +189,6 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     check_machine(recipe, tmp_path)
     check_machine(Recipe.model_validate({"worker": {"device": "cuda", "count": 0}}), tmp_path / "empty")
 
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
 
 LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 

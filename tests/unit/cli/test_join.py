@@ -4,44 +4,28 @@ The hub is a real one in a thread of this process, with the scripted engine: not
 checks that torch was not loaded.
 """
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kit import Capture, Patch, eventually
+from kit import Capture, eventually
 from kit.cast import Lab, says
-from kit.cli import one_line, run_shoal, told
-from kit.fork import Forked, clean_environment
+from kit.cli import one_line, told
+from kit.fork import Forked, clean_environment, run
+from kit.roles import ONE_STEP, ServedRun, prepared, served_run
+from kit.run import processes_of
 from kit.sandbox import gone, needs_bubblewrap, sandboxed
 from shoal.adversary import CHEATS
-from shoal.client import HubClient
-from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, load_key, load_or_create_key, sign_document
-from shoal.run.folder import RunFolder
+from shoal.protocol import SigningKey, load_key, load_or_create_key
 from shoal.run.owner import vouch_for
-from shoal.run.recipe import Recipe
-from shoal.run.roles import run_role
-from shoal.runtime.stop import StopToken
-from shoal.shardcast import Origin
 
 DEADLINE_S = 60
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
-RECIPE = {
-    "run": {"steps": 1, "groups_per_step": 1, "group_size": 2, "max_new_tokens": 6},
-    "hub": {"port": 0, "refill_cap": 0},  # nobody here sorts anything: the step goes on without its group
-    "relay": {"count": 0},
-    "validator": {"engine": "scripted"},
-    "worker": {"engine": "scripted"},
-}
 WITHOUT_TORCH = """
 import sys
 from shoal.cli.main import main
@@ -51,53 +35,10 @@ sys.exit(code)
 """
 
 
-class Served:
-    """A run whose hub, origin and validator are threads here, and whose trainer is this object."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = RunFolder.prepare(folder, Recipe.model_validate(RECIPE))
-        self.endpoints = self.folder.assign_endpoints()
-        self.stop = StopToken()
-        self.threads = ThreadPoolExecutor()
-        self.roles: list[Future[None]] = [self._start(name) for name in ("hub", "origin", "validator-0")]
-        self.key = self.folder.key("trainer")
-        self.client = HubClient(self.endpoints.hub, self.key, self.stop)
-        self.client.register("trainer", "trainer", self.folder.certificate("trainer"))
-        self.origin = Origin(self.folder.path / "origin", self.endpoints.run, self.key)
-
-    def _start(self, name: str) -> Future[None]:
-        return self.threads.submit(run_role, self.folder, name, self.stop)
-
-    def publish(self, version: int) -> None:
-        tensors = [TensorView("w", "F32", (1,), memoryview(np.full(1, version, dtype="<f4")).cast("B"))]
-        policy = self.origin.publish(version, tensors, ledger_head=self.client.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.endpoints.run, policy=policy, created_at_ms=1)
-        self.client.announce(sign_document(announcement, self.key))
-
-    def train(self) -> None:
-        """The only step: wait for its batch, publish what comes after it."""
-        waits = 0
-        while self.client.batch(0, wait_s=1).batch is None:
-            waits += 1
-            assert waits < DEADLINE_S, self.client.status()
-        self.publish(1)
-
-    def workers(self) -> list[str]:
-        return [node.name for node in self.client.status().nodes if node.role == "worker"]
-
-    def close(self) -> None:
-        self.stop.set("the test ends")
-        for role in self.roles:
-            role.result(DEADLINE_S)
-        self.threads.shutdown()
-        self.client.close()
-
-
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    run = Served(tmp_path / "run")
-    yield run
-    run.close()
+def served(tmp_path: Path) -> Iterator[ServedRun]:
+    with served_run(prepared(tmp_path / "run", ONE_STEP)) as run:
+        yield run
 
 
 def start_join(tmp_path: Path, *arguments: str) -> Forked:
@@ -130,9 +71,7 @@ def finished(process: Forked | subprocess.Popen[bytes], tmp_path: Path) -> tuple
         ("--max-disk", "3B", "and 3 bytes are allowed"),
     ],
 )
-def test_policy_above_a_limit_names_the_option(
-    served: Served, tmp_path: Path, option: str, size: str, message: str
-) -> None:
+def test_policy_above_a_limit_names_the_option(served, tmp_path, option, size, message):
     served.publish(0)
     words = (served.endpoints.join, "--engine", "scripted", "--no-check", option, size)
     code, error = finished(start_join(tmp_path, *words), tmp_path)
@@ -144,9 +83,7 @@ def test_policy_above_a_limit_names_the_option(
 
 
 @pytest.mark.parametrize("sandboxed", [False, pytest.param(True, marks=needs_bubblewrap)])
-def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(
-    served: Served, tmp_path: Path, sandboxed: bool
-) -> None:
+def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(served, tmp_path, sandboxed):
     """Of several hubs one that answers will do. An owner's key stays outside of a sandbox."""
     served.publish(0)
     owner = load_or_create_key(tmp_path / "owner.key")
@@ -169,7 +106,7 @@ def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(
 
 @needs_bubblewrap
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_in_a_sandbox_stops_in_good_order_when_told_to(served: Served, tmp_path: Path, number: int) -> None:
+def test_a_worker_in_a_sandbox_stops_in_good_order_when_told_to(served: ServedRun, tmp_path: Path, number: int) -> None:
     process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--sandbox")
     try:
         eventually(lambda: served.workers() != [])
@@ -181,26 +118,18 @@ def test_a_worker_in_a_sandbox_stops_in_good_order_when_told_to(served: Served, 
 
 
 @needs_bubblewrap
-def test_a_sandbox_ends_with_the_process_that_made_it(served: Served, tmp_path: Path) -> None:
+def test_a_sandbox_ends_with_the_process_that_made_it(served: ServedRun, tmp_path: Path) -> None:
     process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--sandbox")
     try:
         eventually(lambda: served.workers() != [])
-        inside = [pid for pid in sandboxed() if str(tmp_path / "node").encode() in command_line(pid)]
-        assert inside != []
+        inside = sandboxed() & processes_of(tmp_path / "node").keys()
+        assert inside
     finally:
         process.kill()
-    assert gone(set(inside))
+    assert gone(inside)
 
 
-def command_line(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def test_machine_that_cannot_work_never_registers(
-    served: Served, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_machine_that_cannot_work_never_registers(served, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("shoal.run.doctor.NO_DISK_BYTES", 2**62)
     monkeypatch.setattr("shoal.run.doctor.LEAST_DISK_BYTES", 2**62)
     arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
@@ -209,7 +138,7 @@ def test_machine_that_cannot_work_never_registers(
     assert served.workers() == []
 
 
-def test_vouch_for_another_machine_is_refused_at_once(served: Served, tmp_path: Path, capsys: Capture) -> None:
+def test_vouch_for_another_machine_is_refused_at_once(served: ServedRun, tmp_path: Path, capsys: Capture) -> None:
     vouch = vouch_for("0" * 32, SigningKey.generate())
     (tmp_path / "vouch.json").write_text(vouch.model_dump_json())
     arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
@@ -217,7 +146,7 @@ def test_vouch_for_another_machine_is_refused_at_once(served: Served, tmp_path: 
     assert served.workers() == []
 
 
-def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: Served, tmp_path: Path) -> None:
+def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: ServedRun, tmp_path: Path) -> None:
     process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--cheat", "copy")
     try:
         eventually(lambda: served.workers() != [])
@@ -246,12 +175,12 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
 
 def test_a_web_server_that_is_no_hub_is_called_one(lab: Lab, tmp_path: Path) -> None:
     url = lab.source(says(b"<html>no such page</html>", 404)).url
-    message = one_line(run_shoal(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
+    message = one_line(run(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
     assert message.startswith(f"{url} answers, but it is no shoal hub [HTTP 404]; check the address")
     assert "<" not in message
 
 
-def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: Served, tmp_path: Path) -> None:
-    message = one_line(run_shoal(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
+def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: ServedRun, tmp_path: Path) -> None:
+    message = one_line(run(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
     assert "another run or an impostor" in message
     assert not (tmp_path / "node").exists()

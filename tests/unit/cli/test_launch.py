@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kit import Patch
-from kit.scene import Memory
+from kit.cli import RecordingDisplay
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
@@ -50,7 +50,7 @@ def test_each_role_is_a_command_of_the_same_program_and_a_cheater_has_one_option
     assert cheater == replace(honest, argv=(*honest.argv, "--cheat", "best-of"))
 
 
-def test_who_ends_the_run_and_who_is_missed() -> None:
+def test_essential_roles_end_the_run_and_others_do_not() -> None:
     names = ("hub", "origin", "relay-0", "trainer", "validator-0", "worker-0")
     kinds = {name: process_spec(Path("/r"), name) for name in names}
     assert [spec.when_done for spec in kinds.values()] == ["restart", "restart", "restart", "end", "rest", "rest"]
@@ -67,17 +67,15 @@ def stand_ins(monkeypatch: Patch, trainer: str) -> None:
 
 
 def start(folder: RunFolder, patience_s: float = 600.0) -> Launched:
-    return launch(folder, patience_s, StopToken(), Memory())
+    return launch(folder, patience_s, StopToken(), RecordingDisplay())
 
 
-def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised_like_the_rest(
-    monkeypatch: Patch, folder: RunFolder
-) -> None:
+def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised_like_the_rest(monkeypatch, folder):
     log = folder.path / "logs" / "worker-2.log"
     gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
     stand_ins(monkeypatch, gate)
     up = (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}")
-    extra, display = ProcessSpec("worker-2", up, log, False, "rest"), Memory()
+    extra, display = ProcessSpec("worker-2", up, log, False, "rest"), RecordingDisplay()
     launched = launch(folder, 600.0, StopToken(), display, (extra,), {"worker-2": "cheats"})
     assert launched.ending == Ending(0, "")
     assert launched.status is None
@@ -126,9 +124,7 @@ BROKEN = "import sys; print('shoal: the model is broken', file=sys.stderr); sys.
     ("trainer", "patience_s", "code", "words"),
     [(BROKEN, 600.0, 2, "trainer: the model is broken"), (SERVE, 0.5, 1, "the hub does not answer")],
 )
-def test_a_run_that_cannot_go_on_ends_and_says_why(
-    monkeypatch: Patch, folder: RunFolder, trainer: str, patience_s: float, code: int, words: str
-) -> None:
+def test_run_that_cannot_continue_ends_with_the_reason(monkeypatch, folder, trainer, patience_s, code, words):
     stand_ins(monkeypatch, trainer)
     ending = start(folder, patience_s).ending
     assert (ending.exit_code, words in ending.message) == (code, True), ending
@@ -136,7 +132,7 @@ def test_a_run_that_cannot_go_on_ends_and_says_why(
 
 def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, SERVE)
-    stop, display = StopToken(), Memory()
+    stop, display = StopToken(), RecordingDisplay()
     timer = threading.Timer(0.3, stop.set, ["SIGINT"])
     timer.start()
     launched = launch(folder, 600.0, stop, display)
@@ -158,9 +154,7 @@ def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: Run
          "version 2 has the best held-out score, 0.900 (last 0.750); to take it: {shoal} export {run} OUT --best"),
     ],
 )  # fmt: skip
-def test_how_a_run_ended_decides_what_to_do_next(
-    folder: RunFolder, code: int, rows: list[dict[str, float]], last: str
-) -> None:
+def test_how_a_run_ended_decides_what_to_do_next(folder, code, rows, last):
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = conclusion(folder.path, Launched(Ending(code, ""), None, 1.0))
@@ -171,7 +165,7 @@ def test_how_a_run_ended_decides_what_to_do_next(
 def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folder: RunFolder) -> None:
     other = folder.recipe.model_copy(update={"run": folder.recipe.run.model_copy(update={"seed": 7})})
     with pytest.raises(ConfigError, match="another start has just made another run"):
-        launch(RunFolder(folder.path, other), 600.0, StopToken(), Memory())
+        launch(RunFolder(folder.path, other), 600.0, StopToken(), RecordingDisplay())
     assert not (folder.path / "endpoints.json").exists()
 
 
@@ -191,9 +185,6 @@ def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: Patch, 
         with pytest.raises(ResourceError, match="worker-1 is in use"):
             start(folder)
     assert start(folder).ending.exit_code == 0
-
-
-# ── roles ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -230,8 +221,8 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
 BEGIN = """
 import logging, sys
 from pathlib import Path
-from shoal.run.roles import begin
-begin("hub", Path(sys.argv[1]), False)
+from shoal.run.roles import start_role
+start_role("hub", Path(sys.argv[1]), False)
 logging.getLogger("shoal").info("hello")
 """
 

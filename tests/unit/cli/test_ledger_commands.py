@@ -23,7 +23,7 @@ from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
 from shoal.run.folder import RunFolder, find_run
 from shoal.run.launch import ledger_line
 from shoal.run.ledger.check import Book, check_ledger, export_ledger, leave_ledger
-from shoal.run.ledger.places import CertifiedHead, KeptHead, kept_path
+from shoal.run.ledger.sources import CertifiedHead, KeptHead, kept_path
 from shoal.runtime.clock import ManualClock
 
 ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
@@ -189,9 +189,7 @@ def test_a_kept_head_never_goes_back(run: Path) -> None:
     assert KeptHead.model_validate_json(kept_path(name).read_bytes()) == before
 
 
-def test_forged_file_with_an_unsigned_head_is_found_and_poisons_nothing(
-    run: Path, tmp_path: Path, own_home: Path
-) -> None:
+def test_forged_file_with_an_unsigned_head_is_found_and_poisons_nothing(run, tmp_path, own_home):
     out = tmp_path / "ledger.jsonl"
     export_ledger(str(run), out)
     entries = rehash([*rows(run)[:-1], rows(run)[-1].model_copy(update={"at_ms": 1})])
@@ -295,7 +293,7 @@ def elsewhere(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 def test_the_run_that_is_meant(elsewhere: Path, original: Path) -> None:
-    with pytest.raises(UserError, match="there is none in runs/"):
+    with pytest.raises(UserError, match="runs/ has no run"):
         find_run(None)
     shutil.copytree(original, elsewhere / "runs" / "one")
     assert find_run(None) == "runs/one"

@@ -1,7 +1,5 @@
 """Witnesses and kept heads: a ledger that is rewritten is found, and proven to anybody."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -25,8 +23,8 @@ from shoal.ledger import Keys, Pin
 from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead, load_key, open_document, sign_document
 from shoal.run.folder import RunFolder
 from shoal.run.ledger import witness as witnessing
-from shoal.run.ledger.check import check_ledger, check_place, export_ledger
-from shoal.run.ledger.places import FolderPlace, HubPlace, proven_fork
+from shoal.run.ledger.check import check_ledger, check_source, export_ledger
+from shoal.run.ledger.sources import FolderLedger, HubLedger, proven_fork
 from shoal.run.ledger.witness import Witness
 from shoal.runtime.clock import ManualClock
 from shoal.shardcast.server import run_origin
@@ -106,9 +104,7 @@ def test_a_witness_signs_for_a_ledger_that_has_only_grown(folder: RunFolder, tmp
     assert (where / "witness.key").stat().st_mode & 0o077 == 0
 
 
-def test_a_witness_refuses_a_rewritten_ledger_and_proves_it(
-    folder: RunFolder, forked: Path, own_home: Path, capsys: Capture
-) -> None:
+def test_a_witness_refuses_a_rewritten_ledger_and_proves_it(folder, forked, own_home, capsys):
     published = (folder.path / "origin" / "witness" / f"{key_of(forked)}.json").read_bytes()
     record_another(folder, forked.parent / "before", batch(1))
     assert look(folder, forked, folder.path / "origin") == 5
@@ -138,7 +134,7 @@ def test_a_witness_of_one_run_does_not_accuse_another(folder: RunFolder, tmp_pat
     assert f"this folder watches run {folder.run_id}" in capsys.readouterr().err
 
 
-def test_what_a_witness_signed_about_another_run_says_nothing(folder: RunFolder, tmp_path: Path) -> None:
+def test_witness_of_another_run_is_ignored(folder: RunFolder, tmp_path: Path) -> None:
     """One key may watch several runs: a source could have one ledger called rewritten by its word on another."""
     witness = SigningKey.generate()
     other = WitnessedHead(run="other-000000000000", index=1, hash="ab" * 32, at_ms=1)
@@ -185,9 +181,7 @@ def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, forke
         check_ledger(str(folder.path), witnesses=[key_of(forked)])
 
 
-def test_file_that_ends_before_the_witness_row_fails(
-    folder: RunFolder, forked: Path, own_home: Path, monkeypatch: Patch
-) -> None:
+def test_file_that_ends_before_the_witness_row_fails(folder, forked, own_home, monkeypatch):
     """The hub exports a fork that is shorter than what the witness signed: its own head and every document fit."""
     grow(folder, 1)
     assert look(folder, forked) == 0
@@ -218,11 +212,11 @@ class StuckHub:
 
 
 def test_forked_hub_that_repeats_a_page_is_refused(folder: RunFolder, forked: Path, own_home: Path) -> None:
-    with closing(FolderPlace(folder.path)) as place:
+    with closing(FolderLedger(folder.path)) as place:
         seen = place.signed_head()
     assert seen is not None
     record_another(folder, forked.parent / "before", batch(1))
-    with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
+    with serving(folder) as url, closing(HubLedger(url, 3.0)) as place:
         place._client = cast(HubClient, StuckHub(place._client))
         with pytest.raises(LedgerError, match=r"row \d+ is missing: row 0 comes next"):
             Witness(place._client, forked, [forked]).look()
@@ -260,7 +254,7 @@ def grow_and_publish(folder: RunFolder) -> None:
 
 def test_folder_that_grows_while_verified_was_not_rolled_back(folder: RunFolder, monkeypatch: Patch) -> None:
     """A row and a manifest that names it come after the folder was opened."""
-    with closing(FolderPlace(folder.path)) as place:
+    with closing(FolderLedger(folder.path)) as place:
         pins = place.pins
 
         def later(run: str, root_key: str) -> list[Pin]:
@@ -268,19 +262,19 @@ def test_folder_that_grows_while_verified_was_not_rolled_back(folder: RunFolder,
             return pins(run, root_key)
 
         monkeypatch.setattr(place, "pins", later)
-        checked = check_place(place)
+        checked = check_source(place)
     assert checked.last.kind == "batch"
 
 
 def test_hub_that_grows_while_verified_not_rolled_back(folder: RunFolder, tmp_path: Path, monkeypatch: Patch) -> None:
     """A witness signs for a row that came after the hub's head was fetched."""
     where = tmp_path / "w"
-    with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
+    with serving(folder) as url, closing(HubLedger(url, 3.0)) as place:
         grow(folder, 0)
         assert main(["ledger", "witness", url, "--folder", str(where), "--once"]) == 0
         key = key_of(where)
         monkeypatch.setattr(witnessing, "download", lambda _url, _most: (where / witness_key(key)).read_bytes())
-        checked = check_place(place, witnesses=[f"{key}@http://witness"])
+        checked = check_source(place, witnesses=[f"{key}@http://witness"])
     assert checked.last.kind == "batch"
 
 
@@ -289,7 +283,7 @@ def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(fo
     origin = folder.path / "origin"
     first, second = sorted((origin / "manifests").rglob("*.json"))
     first.unlink()  # as on a relay: the head that it mirrors names both
-    with served(origin) as source, serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
+    with served(origin) as source, serving(folder) as url, closing(HubLedger(url, 3.0)) as place:
         info = place._run.info.model_copy(update={"sources": (source,), "last_resort": ()})
         place._run = replace(place._run, info=info)
         pins = place.pins(folder.run_id, folder.root_key)
@@ -297,7 +291,7 @@ def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(fo
     assert (place.notes, second.exists()) == ([], True)
 
 
-def test_what_a_witness_signed_is_served_and_read_by_its_address(folder: RunFolder, tmp_path: Path) -> None:
+def test_witnessed_head_is_served_and_read_by_its_address(folder: RunFolder, tmp_path: Path) -> None:
     where, origin = tmp_path / "w", folder.path / "origin"
     assert look(folder, where, origin) == 0
     with served(origin) as source:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import Capture, Patch, TempPaths
+from kit import Patch, TempPaths
 from kit.cli import TINY
 from shoal.adversary import CHEATS
 from shoal.cli.main import main
@@ -186,9 +186,7 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
 
 
 @pytest.mark.parametrize(("command", "code", "words"), MISTAKES, ids=[command for command, *_ in MISTAKES])
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    here: Path, own_home: Path, capsys: Capture, command: str, code: int, words: str
-) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(here, own_home, capsys, command, code, words):
     before = set(here.rglob("*"))
     ended, said = main(shlex.split(command.replace("TINY", str(TINY)))), capsys.readouterr().err
     assert words in said

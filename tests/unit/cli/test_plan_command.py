@@ -46,7 +46,7 @@ def files() -> Mapping[str, bytes]:
     return {"config.json": json.dumps({**QWEN3, "num_hidden_layers": 4}).encode()}
 
 
-def test_what_is_certain_is_exact(files: Mapping[str, bytes]) -> None:
+def test_certain_sizes_are_exact(files: Mapping[str, bytes]) -> None:
     """bfloat16 weights, float32 masters, gradients and two moments: 2 + 4 + 4 + 8 bytes for each weight."""
     shape = shape_of(files, BFLOAT16)
     layer = 3072 * 1024 * 3 + 1024 * 2048 * 2 + 1024 * 1024 * 2 + 2 * 1024 + 2 * 128
@@ -138,9 +138,7 @@ def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mappin
           "link_mbit                  200", "hub.lease_s                             60   derived"]),
     ],
 )  # fmt: skip
-def test_the_command_says_what_fits_and_what_would(
-    arguments: str, code: int, words: list[str], capsys: Capture
-) -> None:
+def test_the_command_says_what_fits_and_what_would(arguments, code, words, capsys):
     recipe, *options = arguments.split()
     assert main(["plan", str(TINY.parent / recipe), *options]) == code
     said = capsys.readouterr().out
@@ -149,7 +147,7 @@ def test_the_command_says_what_fits_and_what_would(
 
 
 @pytest.mark.parametrize(("where", "advised"), [(["--set", "trainer.device=cpu"], False), (["--memory", "8"], True)])
-def test_more_validators_are_advised_for_gpus_only(where: list[str], advised: bool, capsys: Capture) -> None:
+def test_advice_of_more_validators_is_for_gpus_only(where: list[str], advised: bool, capsys: Capture) -> None:
     """By the speeds of a GPU 300 steps of a toy need four; of a processor's trainer these speeds say nothing."""
     assert main(["plan", str(TINY), "--set", "run.steps=300", *where]) == 0
     assert ("raise validator.count" in capsys.readouterr().out) == advised
@@ -169,9 +167,6 @@ def test_help_and_mistakes_need_no_torch() -> None:
     without = f"import sys; sys.modules['torch'] = None; from shoal.cli.main import main; assert {calls} == [0, 2]"
     ran = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-
-
-# -- at the trainer's start, and later ---------------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(files: Mapping[str, bytes], monkeypatch: Patch) -> None:

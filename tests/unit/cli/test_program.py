@@ -198,9 +198,7 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path
     assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
 
 
-def test_the_described_recipe_says_what_became_of_its_rows_and_that_nothing_was_scored_here(
-    capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_the_described_recipe_says_what_became_of_its_rows_and_that_nothing_was_scored_here(capsys, monkeypatch):
     def lacks(_environment: object) -> None:
         raise EnvironmentSetupError("no bubblewrap")
 

@@ -1,7 +1,5 @@
 """The configuration surface is pinned: a new setting is a decision, taken here."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator
@@ -37,7 +35,7 @@ trainer: mask_truncated lora processes tracking micro_batch_tokens device thread
 trainer: keep_checkpoints keep_best evaluate_every evaluate_tasks batch_deadline_s
 trainer.objective: normalisation ratio_base clip_high ratio_cap kl entropy
 trainer.memory: precision recompute compile
-trainer.guards.NAME: limit react
+trainer.guards.NAME: limit action
 trainer.lora: rank alpha targets
 hub: host port advertise trusted_proxies database storage storage_endpoint lease_s lease_hard_s audit_s audit
 hub: credit_window_s newcomer_share refill_cap drop_equal leases_per_node requests_per_key_s requests_per_address_s

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit import Capture, Patch
 from kit.cli import told
 from shoal import protocol
 from shoal.cli.why import check_line, entry_line, node_lines, reward_lines, unit_lines
@@ -25,10 +23,7 @@ from shoal.run.recipe import Recipe
         (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run --dir {}"),
     ],
 )
-def test_a_stopped_run_says_where_it_stands(
-    tmp_path: Path, steps: int, last: dict[str, float], code: int, said: str, remedy: str, monkeypatch: Patch,
-    capsys: Capture,
-) -> None:  # fmt: skip
+def test_a_stopped_run_says_where_it_stands(tmp_path, steps, last, code, said, remedy, monkeypatch, capsys):
     monkeypatch.setattr("shoal.runtime.text.shoal_command", lambda: "shoal")
     monkeypatch.setattr("shoal.run.launch.shoal_command", lambda: "shoal")
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": steps}, "hub": {"port": 0}}))

@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kit import Patch
-from kit.cli import report, status, wait
-from kit.scene import at_step, process, scene, verdict, worker
+from kit.cli import at_step, process, report, scene, status, verdict, wait, worker
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display, frame
 from shoal.protocol import NodeState, NodeView, OwnerOrders
-from shoal.run.progress import History, Scene
+from shoal.run.progress import History, RunView
 
 BANNED = worker(2, state=NodeState.BANNED, reason="sampling.seed: token 3 has another seed", rejected=7)
 REPORTS = (report(0, reward_mean=0.1, held_out=0.4), report(1, reward_mean=0.5, staleness_mean=0.25))
 
-# ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-def lines(*scenes: Scene) -> list[list[str]]:
+def lines(*scenes: RunView) -> list[list[str]]:
     """What a plain display says to one scene after another."""
     said: list[str] = []
     display = PlainDisplay(said.append)
@@ -49,7 +45,7 @@ def test_a_line_is_said_again_only_to_break_a_long_silence() -> None:
 def test_what_the_hub_said_last_is_not_said_again_while_it_is_silent() -> None:
     history = History()
     history.add(status(waits=(wait("trainer", "a batch", 30),)), 5.0)
-    moments = [Scene(status(), (), history, elapsed_s) for elapsed_s in (5.0, 14.0, 16.0, 22.0, 26.0)]
+    moments = [RunView(status(), (), history, elapsed_s) for elapsed_s in (5.0, 14.0, 16.0, 22.0, 26.0)]
     first, *silent = lines(*moments)
     assert len(first) == 1
     assert silent == [
@@ -61,9 +57,9 @@ def test_rate_and_time_left_are_part_of_the_line() -> None:
     history = History()
     for step in range(3):
         history.add(at_step(step, nodes=(worker(0, credit=1000 * step),)), 4.0 * step)
-    ((line,),) = lines(Scene(at_step(2), (), history, 9.0))
+    ((line,),) = lines(RunView(at_step(2), (), history, 9.0))
     assert line.endswith("250 tokens/s  0:27 left")
-    ((line,),) = lines(Scene(at_step(2, finished=True), (), history, 9.0))
+    ((line,),) = lines(RunView(at_step(2, finished=True), (), history, 9.0))
     assert line.endswith("250 tokens/s")
 
 
@@ -112,10 +108,7 @@ def test_control_characters_stay_out_of_lines() -> None:
     assert all(line.isprintable() for line in said)
 
 
-# ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def drawn(moment: Scene, width: int = 80, colours: bool = False) -> str:
+def drawn(moment: RunView, width: int = 80, colours: bool = False) -> str:
     system: Any = "standard" if colours else None
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=system)
     console.print(frame(moment, width))
@@ -123,7 +116,7 @@ def drawn(moment: Scene, width: int = 80, colours: bool = False) -> str:
     return console.file.getvalue()
 
 
-def busy(workers: int = 3) -> Scene:
+def busy(workers: int = 3) -> RunView:
     """A run in which everything happens at once."""
     nodes = [worker(index, accepted=200 - index, credit=1000 - index) for index in range(workers)]
     nodes[2:3] = [BANNED]
@@ -193,7 +186,7 @@ UNHEARD = scene(None, process("hub", pid=None, since_s=2.0), process("worker-0",
     ],
     ids=["finished", "unheard", "starting", "busy", "many-alarms"],
 )
-def test_what_a_frame_shows_and_what_it_does_not(moment: Scene, shown: tuple[str, ...], absent: str) -> None:
+def test_what_a_frame_shows_and_what_it_does_not(moment: RunView, shown: tuple[str, ...], absent: str) -> None:
     found = drawn(moment)
     assert [words for words in shown if words not in found] == []
     assert absent not in found
@@ -231,7 +224,7 @@ def test_a_status_alone_is_drawn_with_all_nodes_and_what_concerns_their_owners()
     judge = NodeView(node="ee" * 16, name="judge", role="validator", state=NodeState.ACTIVE, doing="auditing unit 7")
     ref = {"incarnation": 0, "version": 4, "digest": "a" * 64}
     seen = at_step(
-        2, nodes=(new, gone, away, judge), node_counts={"worker.active": 998, "worker.banned": 2}, no_sample=3,
+        2, nodes=(new, gone, away, judge), node_counts={"worker.active": 998, "worker.banned": 2}, unscored=3,
         submissions={"unsure": 4}, standing=OwnerOrders(conduct="paused", since_ms=99_000, reason="[/power] cut"),
         pools={"easy": 3, "retired": 2}, evaluations=({"policy": ref, "tasks": 128, "scored": 32},),
     )  # fmt: skip
@@ -240,13 +233,10 @@ def test_a_status_alone_is_drawn_with_all_nodes_and_what_concerns_their_owners()
         "shoal": "policy 0.2", "new": "5 + 7 pending probation", "gone": "banned", "worker-2": "silent",
         "and": "and 997 more", "processes": "judge: auditing unit 7", "staleness": "4 unsure (3 could not be scored)",
         "tasks": "3 easy, 2 retired, measuring version 4: 32 of 128 held-out tasks",
-        "owner": "paused by its owner, 1 s ago: [/power] cut; to go on: shoal admin resume",
+        "owner": "paused by its owner, 1 s ago: [/power] cut; to continue: shoal admin resume",
     }.items():  # fmt: skip
         assert words in " ".join(rows[name].split()), name
     assert "1:05" not in rows["shoal"]
-
-
-# ── in a terminal ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -254,9 +244,7 @@ def test_a_status_alone_is_drawn_with_all_nodes_and_what_concerns_their_owners()
     [(True, {}, True), (True, {"TERM": "dumb"}, False), (False, {}, False), (False, {"FORCE_COLOR": "1"}, False),
      (True, {"encoding": "ascii"}, False)],
 )  # fmt: skip
-def test_live_only_on_a_capable_terminal(
-    monkeypatch: Patch, terminal: bool, changes: dict[str, str], live: bool
-) -> None:
+def test_live_only_on_a_capable_terminal(monkeypatch, terminal, changes, live):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=changes.pop("encoding", "utf-8"))
     monkeypatch.setattr(file, "isatty", lambda: terminal, raising=False)
@@ -271,11 +259,11 @@ def test_live_only_on_a_capable_terminal(
         assert raw.getvalue().count(b"\n") == 1
 
 
-def in_trouble(*seconds: float) -> list[Scene]:
+def in_trouble(*seconds: float) -> list[RunView]:
     """A hub that answered last after 100 s."""
     answered = History()
     answered.add(status(), 100.0)
-    return [Scene(None, [process("hub", since_s=300.0)], answered, elapsed_s) for elapsed_s in seconds]
+    return [RunView(None, [process("hub", since_s=300.0)], answered, elapsed_s) for elapsed_s in seconds]
 
 
 BANNED_ALL = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal join`"
@@ -295,12 +283,12 @@ DRAINED = OwnerOrders(conduct="draining", drained=True)
           for at, state in enumerate(("restarting", "restarting", "given up", "given up"))], "worker-0",
          ["worker-0 ended with exit code 1", "", "worker-0 was given up after it ended with exit code 1", ""]),
         ([scene(at_step(2, standing=each)) for each in (OwnerOrders(), PAUSED, PAUSED, DRAINED)], "owner",
-         ["", "owner: paused by its owner, 2 s ago: power cut; to go on: shoal admin resume", "",
-          "owner: drained by its owner, 100 s ago; to go on: shoal admin resume"]),
+         ["", "owner: paused by its owner, 2 s ago: power cut; to continue: shoal admin resume", "",
+          "owner: drained by its owner, 100 s ago; to continue: shoal admin resume"]),
     ],
     ids=["nobody-left", "in-trouble-again", "given-up-after-restarts", "ordered"],
 )  # fmt: skip
-def test_a_fact_is_said_once_and_again_when_it_is_so_again(moments: list[Scene], of: str, said: list[str]) -> None:
+def test_a_fact_is_said_once_and_again_when_it_is_so_again(moments: list[RunView], of: str, said: list[str]) -> None:
     found = ["".join(line for line in heard if of in line) for heard in lines(*moments)]
     assert [line.startswith(words) for line, words in zip(found, said, strict=True)] == [True] * len(said), found
     assert [bool(line) for line in found] == [bool(words) for words in said]

@@ -1,7 +1,5 @@
 """A run's keys and signed papers, and a hub that answers from a script: what the client's tests talk to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

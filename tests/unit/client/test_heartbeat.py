@@ -8,7 +8,7 @@ from typing import Any
 from fake_run import REPLY, ScriptedHub, answer, refusal, run_info, signed
 
 from shoal.client import Activity, RegularHeartbeat
-from shoal.client.weights import LOOK_EVERY_S, Following
+from shoal.client.weights import LOOK_EVERY_S, RefreshingDownloader
 from shoal.protocol import HeartbeatReply, PolicyRef
 from shoal.runtime.clock import ManualClock
 
@@ -86,7 +86,7 @@ class Downloads:
 
 def test_the_hub_is_asked_now_and_then_and_new_relays_are_used() -> None:
     hub, downloads = ScriptedHub(), Downloads()
-    fetch = Following(hub.client(), downloads, hub.clock)  # type: ignore[arg-type]
+    fetch = RefreshingDownloader(hub.client(), downloads, hub.clock)  # type: ignore[arg-type]
     hub.info = signed(run_info(sources=("http://relay", "http://origin")))
     fetch(POLICY, 5)
     assert downloads.sources == [], "not so soon"
@@ -102,7 +102,7 @@ def test_the_hub_is_asked_now_and_then_and_new_relays_are_used() -> None:
 
 def test_a_hub_that_cannot_be_believed_or_asked_changes_nothing() -> None:
     hub, downloads = ScriptedHub(), Downloads()
-    fetch = Following(hub.client(), downloads, hub.clock)  # type: ignore[arg-type]
+    fetch = RefreshingDownloader(hub.client(), downloads, hub.clock)  # type: ignore[arg-type]
     hub.info = signed(run_info(steps=4)).model_copy(update={"signature": "0" * 128})
     hub.clock.advance(LOOK_EVERY_S)
     fetch(POLICY, 5)

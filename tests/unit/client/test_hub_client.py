@@ -45,7 +45,7 @@ def test_public_calls_need_no_identity() -> None:
     assert "shoal-signature" not in hub.requests[0].headers
 
 
-def test_a_retry_is_signed_anew_and_sends_the_same_body() -> None:
+def test_retry_has_a_new_signature_and_the_same_body() -> None:
     hub = ScriptedHub(script=[no_answer, httpx.Response(502), refusal(503, "hub.busy", "wait"), answer(LeaseReply())])
     hub.client().lease(LeaseRequest(request="request-1", max_units=4))
     signatures = [hub.verify(request) for request in hub.requests]
@@ -258,7 +258,7 @@ def later(document: Document, **added: Any) -> SignedDocument:
     return sign_values(document.kind, {**document.model_dump(mode="json"), **added}, HUB)
 
 
-def test_what_a_newer_hub_adds_is_left_alone() -> None:
+def test_unknown_fields_of_a_newer_hub_are_ignored() -> None:
     reply = {"leases": [later(lease(), colour="grey").model_dump()], "mood": "good"}
     hub = ScriptedHub(info=later(run_info(), colour="grey"), script=[httpx.Response(200, json=reply)])
     client = hub.client()

@@ -28,7 +28,7 @@ from fake_run import (
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.transport import FIRST_REST_S, LEAST_ATTEMPT_S, LONGEST_REST_S, Hubs
-from shoal.client.trust import one_run, run_id
+from shoal.client.trust import parse_join_urls, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, LeaseReply, LeaseRequest, Receipt, fingerprint, submission_digest
 from shoal.runtime.clock import Backoff, ManualClock
@@ -110,10 +110,10 @@ def test_no_address_at_all_is_said_to_be_so() -> None:
 
 def test_join_urls_of_one_run_are_put_together_and_of_two_refused() -> None:
     pin = "ab" * 20
-    assert one_run([f"{A}/#{pin}", B, f"{A}/#{pin}"]) == ((A, B), pin)
-    assert one_run([A, B]) == ((A, B), None)
+    assert parse_join_urls([f"{A}/#{pin}", B, f"{A}/#{pin}"]) == ((A, B), pin)
+    assert parse_join_urls([A, B]) == ((A, B), None)
     with pytest.raises(ConfigError, match="different runs"):
-        one_run([f"{A}/#{pin}", f"{B}/#{'cd' * 20}"])
+        parse_join_urls([f"{A}/#{pin}", f"{B}/#{'cd' * 20}"])
 
 
 # ── through a client ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,7 +210,7 @@ def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
 NEW_HUB = fake_run.key(9)
 
 
-def test_a_rotated_key_is_learnt_by_asking_once_more_and_a_revoked_one_is_not_trusted_again() -> None:
+def test_rotated_key_is_fetched_once_and_a_revoked_key_stays_untrusted() -> None:
     hub = ScriptedHub()
     client = hub.client(fingerprint(fake_run.ROOT.public_key))
     assert client.open_lease(signed(lease())).unit == 7
@@ -236,7 +236,7 @@ def test_strange_signatures_do_not_make_it_ask_all_the_time() -> None:
     assert net.asked == ["a/run", "a/run"]
 
 
-def test_what_a_near_hub_may_name_stays_so_after_an_answer_of_a_far_one() -> None:
+def test_reach_of_a_near_hub_stays_after_an_answer_of_a_far_hub() -> None:
     """The relays of a run on a local network are there, whichever of its hubs answers."""
     transport, content = Network(a=HONEST).client(A, B)._transport, HONEST.model_dump_json().encode()
     found = []
@@ -291,7 +291,7 @@ def test_a_short_patience_leaves_an_attempt_the_time_that_an_answer_needs() -> N
     assert hubs.clock.monotonic_s() - began_s == LEAST_ATTEMPT_S
 
 
-def test_who_asks_for_the_run_anew_keeps_nobody_from_calling() -> None:
+def test_refreshing_the_run_blocks_no_other_call() -> None:
     _, client = network()
     trusted = client.trusted_run()
     found: list[object] = []
@@ -392,13 +392,13 @@ def test_one_that_forgets_at_once_has_refused() -> None:
     assert not hub.script
 
 
-def test_who_never_registered_is_told_to() -> None:
+def test_unregistered_node_gets_unknown_node() -> None:
     hub = ScriptedHub(script=[FORGOTTEN])
     with pytest.raises(HubRefused, match="register it"):
         hub.client().heartbeat(Heartbeat())
 
 
-def test_of_several_calls_that_are_refused_together_one_registers() -> None:
+def test_concurrent_refused_calls_register_once() -> None:
     def refused_meanwhile(_request: httpx.Request) -> httpx.Response:
         assert client.heartbeat(Heartbeat()) == REPLY
         return FORGOTTEN

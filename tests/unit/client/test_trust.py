@@ -1,14 +1,12 @@
 """The chain from the root key to the hub: every link broken once; and the root keys that are remembered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_run import CERTIFICATES, HUB, ROOT, RUN, STRANGER, TRAINER, VALIDATOR, certificate, run_info, signed
 
-from shoal.client.trust import known_root, open_run_info, remember_root, split_join_url
+from shoal.client.trust import open_run_info, pinned_root, remember_root, split_join_url
 from shoal.errors import ConfigError, ProtocolError, SignatureError
 from shoal.protocol import SignedDocument, fingerprint
 
@@ -99,11 +97,11 @@ def test_bad_join_urls_are_said_to_be_so(url: str) -> None:
 
 
 def test_a_hub_is_believed_once_and_then_held_to_it(own_home: Path) -> None:
-    assert known_root(["http://a"], None) is None
+    assert pinned_root(["http://a"], None) is None
     remember_root("http://a", "1" * 40)
     remember_root("http://b", "2" * 40)
-    assert known_root(["http://a"], None) == "1" * 40
-    assert known_root(["http://b"], None) == "2" * 40
+    assert pinned_root(["http://a"], None) == "1" * 40
+    assert pinned_root(["http://b"], None) == "2" * 40
     assert (own_home / "known_hubs.json").stat().st_mode & 0o777 == 0o600
     assert own_home.stat().st_mode & 0o777 == 0o700
 
@@ -111,20 +109,20 @@ def test_a_hub_is_believed_once_and_then_held_to_it(own_home: Path) -> None:
 @pytest.mark.parametrize("spelling", ["http://hub.example/", "HTTP://Hub.Example:80", "http://hub.example.:80/"])
 def test_one_address_in_another_spelling_is_the_same_hub(spelling: str) -> None:
     remember_root("http://hub.example", "1" * 40)
-    assert known_root([spelling], None) == "1" * 40
+    assert pinned_root([spelling], None) == "1" * 40
 
 
 def test_another_port_path_or_scheme_is_another_hub() -> None:
     remember_root("http://hub.example", "1" * 40)
     others = ["http://hub.example:81", "http://hub.example/b", "https://hub.example"]
-    assert [known_root([other], None) for other in others] == [None] * 3
+    assert [pinned_root([other], None) for other in others] == [None] * 3
 
 
 def test_a_fingerprint_from_the_join_url_goes_before_the_memory(caplog: pytest.LogCaptureFixture) -> None:
     remember_root("http://a", "1" * 40)
-    assert known_root(["http://a"], "3" * 40) == "3" * 40
+    assert pinned_root(["http://a"], "3" * 40) == "3" * 40
     remember_root("http://a", "3" * 40)
-    assert known_root(["http://a"], None) == "3" * 40
+    assert pinned_root(["http://a"], None) == "3" * 40
     assert "1" * 40 in caplog.text
     assert "3" * 40 in caplog.text
 
@@ -133,7 +131,7 @@ def test_addresses_of_different_runs_are_refused_together() -> None:
     remember_root("http://a", "1" * 40)
     remember_root("http://b", "2" * 40)
     with pytest.raises(ConfigError, match="hubs of different runs"):
-        known_root(["http://a", "http://b"], None)
+        pinned_root(["http://a", "http://b"], None)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"http://a": 1}'])
@@ -141,4 +139,4 @@ def test_a_damaged_memory_says_what_to_do(own_home: Path, text: str) -> None:
     own_home.mkdir()
     (own_home / "known_hubs.json").write_text(text)
     with pytest.raises(ConfigError, match="remove it"):
-        known_root(["http://a"], None)
+        pinned_root(["http://a"], None)

@@ -1,12 +1,9 @@
 """Engines by name and by policy: the scripted one, what a machine computes with, and the shelf: one fetch per policy, a
 bounded number of copies, and never other weights than promised."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,9 +83,7 @@ A100, T4 = ("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5))
         pytest.param(T4, (*FLOAT32, *BFLOAT16), ("cuda", "float32"), id="a GPU without bfloat16, both"),
     ],
 )
-def test_a_machine_follows_what_the_run_takes(
-    monkeypatch: Patch, machine: tuple[str, tuple[int, int]] | None, taken: tuple[str, ...], found: Any
-) -> None:
+def test_a_machine_follows_what_the_run_takes(monkeypatch, machine, taken, found):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if machine is not None:
         gpu(monkeypatch, *machine)

@@ -1,7 +1,5 @@
 """Dialogues as tokens: what is drawn with a tool's answers in between reads the same when it is judged."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

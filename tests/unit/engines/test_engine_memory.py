@@ -1,7 +1,5 @@
 """Memory that runs out: batches are halved, groups are split, and what comes out is what would have come out anyway."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator
@@ -12,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from kit.tiny import build_tiny
 from shoal.engines import Chunks, Completion, GenerationRequest, PrefillRequest, memory
 from shoal.engines import torch as engine_module
 from shoal.engines.memory import PATIENCE, Room, is_out_of_memory, release_memory
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ResourceError
-from shoal.models.tiny import build_tiny
 from shoal.protocol import ProofParameters, SamplingParameters
 from shoal.toploc import check_proofs, compare, split_proofs
 

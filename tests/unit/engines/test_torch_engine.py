@@ -1,8 +1,6 @@
 """The torch engine against plain transformers, and what only it promises. Decoding with pages: rows come and go, groups
 share their prompt, memory may run out, and a trial decides who may."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig
 
+from kit.tiny import build_tiny
 from shoal.engines import GenerationRequest, PrefillRequest, paged
 from shoal.engines.batching import paged_decoder
 from shoal.engines.cpu import CpuDecoder
@@ -21,7 +20,6 @@ from shoal.engines.torch import TorchEngine
 from shoal.errors import ModelError
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.models.tiny import build_tiny
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import inverse
 from shoal.sampling.stream import uniforms

@@ -1,7 +1,5 @@
 """What is said where vLLM is missing, or not the one that its engine was written for. Needs no vLLM."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import pytest

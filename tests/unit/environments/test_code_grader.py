@@ -1,7 +1,5 @@
 """The code grader with the real sandbox: gold programs are worth 1, near-misses and garbage 0."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -132,9 +130,7 @@ def test_a_right_program_is_worth_one(answer: str, code: str) -> None:
 @pytest.mark.parametrize(("answer", "code", "passed", "says"), [
     *((SUM, *near) for near in NEAR_SUM.values()), *((PAIRS, code, 0, says) for code, says in NEAR_PAIRS.values()),
 ], ids=[*NEAR_SUM, *NEAR_PAIRS])  # fmt: skip
-def test_a_wrong_program_is_worth_nothing_and_the_note_says_the_kind(
-    answer: str, code: str, passed: int, says: str
-) -> None:
+def test_a_wrong_program_is_worth_nothing_and_the_note_says_the_kind(answer, code, passed, says):
     value, share, notes = score(answer, code)
     assert value == 0.0
     if answer == SUM:
@@ -149,7 +145,7 @@ def call_of(name: str, *given: Any, output: Any) -> str:
 
 @needs_bubblewrap
 @pytest.mark.parametrize(("name", "output"), [("gcd", 4), ("sqrt", 2.0), ("Any", None), ("max", 8)])
-def test_what_a_program_may_take_for_granted_is_not_its_own_function(name: str, output: Any) -> None:
+def test_predefined_names_are_not_the_programs_functions(name: str, output: Any) -> None:
     value, _share, notes = score(call_of(name, 12, 8, output=output), "pass")
     assert (value, notes) == (0.0, "test 1 of 1: ended with an error (KeyError)")
 

@@ -1,7 +1,5 @@
 """The sandbox as a machine: it starts, it refuses where it cannot, and its failures are told from bad programs."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -62,7 +60,7 @@ except ImportError:
     ],
     ids=["there is none", "no namespaces", "no answer"],
 )  # fmt: skip
-def test_where_there_is_no_sandbox_it_is_refused_with_what_to_do_and_unscored(
+def test_missing_sandbox_is_refused_with_advice_and_code_is_unscored(
     script: str, setup: str, scoring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "START_S", 0.5)
@@ -141,7 +139,7 @@ def test_a_program_that_was_not_let_run_is_unscored(monkeypatch: pytest.MonkeyPa
 
 
 @needs_bubblewrap
-def test_when_the_validator_dies_nothing_goes_on() -> None:
+def test_programs_end_when_the_validator_dies() -> None:
     script = f"""
 from shoal.environments.sandbox import Limits, Sandbox
 with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
@@ -164,7 +162,7 @@ with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
 @needs_bubblewrap
 def test_a_program_that_could_not_be_confined_is_not_run_and_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter that the kernel does not take: nothing ran, so nothing is worth 0."""
-    monkeypatch.setattr(process_module, "_filter", lambda: "ff" * 8)
+    monkeypatch.setattr(process_module.seccomp, "assemble", lambda _machine: b"\xff" * 8)
     with pytest.raises(ScoringFailure, match="killed"):
         run("print(1)")
     with pytest.raises(EnvironmentSetupError, match="cannot be run safely here"):

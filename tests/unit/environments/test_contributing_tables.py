@@ -1,7 +1,5 @@
 """CONTRIBUTING.md names every optional interface and every list that an extension goes into."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 
@@ -12,7 +10,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders.registry")
 LISTS = {
     "GRADERS": "shoal.environments.graders.registry", "FORMATS": "shoal.environments.formats",
-    "TELLING": "shoal.environments.formats", "TOOLS": "shoal.environments.tools", "PartJudge": "shoal.rewards.panel",
+    "BY_COLUMNS": "shoal.environments.formats", "TOOLS": "shoal.environments.tools", "PartJudge": "shoal.rewards.panel",
     "panel_of": "shoal.rewards.panel",
 }  # fmt: skip
 

@@ -1,7 +1,5 @@
 """The formats of common data sets: hand-made files of each, and rows that do not fit them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle
@@ -71,7 +69,7 @@ def test_aime(name: str, packed: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["1000", "-1", "3.5", "ten", "", None, "٣"])
-def test_answers_that_are_none_of_aimes(answer: str | None, tmp_path: Path) -> None:
+def test_aime_refuses_other_answers(answer: str | None, tmp_path: Path) -> None:
     rows = [{"problem": f"{number}?", "answer": answer if number == 3 else "7"} for number in range(8)]
     with pytest.raises(UnusableTask, match=r"row 3 .*answer is"):
         _ = open_data(write_jsonl(tmp_path / "a.jsonl", rows), format="aime").task("3").answer
@@ -139,7 +137,7 @@ def test_livecodebench(packed: bool, tmp_path: Path) -> None:
     assert "def addPair(self, a: int, b: int) -> int:" in tasks[4].prompt
 
 
-def test_what_codeforces_states_beside_the_description_is_asked(tmp_path: Path) -> None:
+def test_codeforces_input_and_output_formats_are_part_of_the_prompt(tmp_path: Path) -> None:
     stated = {"description": "Print the sum.", "input_format": "Two integers.", "output_format": None}
     rows = [{**stated, "id": f"{row}/A", "official_tests": [{"input": f"{row} 3", "output": "5"}]} for row in range(5)]
     for number, task in enumerate(tasks_of(open_data(write_parquet(tmp_path / "a.parquet", rows)))):
@@ -195,7 +193,7 @@ def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> N
         ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
     ],
 )
-def test_rows_that_are_none_of_livecodebench(change: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_livecodebench_refuses_other_rows(change: dict[str, str], said: str, tmp_path: Path) -> None:
     rows = rows_in("livecodebench")
     rows[0] |= change
     environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows))

@@ -2,8 +2,6 @@
 script that makes synthetic data sets: its tasks are right, its bad rows bad, and one seed gives one data set.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -114,9 +112,7 @@ def test_the_digest_is_of_the_content_and_the_options(tmp_path: Path) -> None:
     assert one.data_digest == sized.data_digest == graded.data_digest != other.data_digest
 
 
-def test_damaged_or_missing_cache_costs_time_only(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_or_missing_cache_costs_time_only(tmp_path, own_cache, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", described(10))
     expected = open_data(path).digest
     for entry in own_cache.iterdir():
@@ -272,9 +268,7 @@ def test_its_tasks_are_right(script: SimpleNamespace, tmp_path: Path) -> None:
         assert (len(given), str(sum(given[::every]))) == (length, case["output"])
 
 
-def test_the_same_seed_gives_the_same_rows_and_as_many_bad_ones_as_asked_for(
-    script: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_the_same_seed_gives_the_same_rows_and_as_many_bad_ones_as_asked_for(script, tmp_path):
     made = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         script.make(script.Plan(tmp_path / name, tasks=50, shard_gb=0.0001, seed=seed, bad=15))

@@ -1,7 +1,5 @@
 """Rows: public data sets in their own spelling, those that cannot be used, and which split each is in."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -91,9 +89,7 @@ def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @both_kinds
-def test_unjudged_kinds_are_refused_by_default(
-    name: str, said: tuple[str, ...], packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unjudged_kinds_are_refused_by_default(name, said, packed, tmp_path, caplog):
     path = fixture(name, tmp_path, packed)
     for bad_rows in ("", "refuse"):
         message = refused(path, bad_rows=bad_rows)
@@ -150,7 +146,7 @@ def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     (" {'ground_truth': \"it's\"}", {"ground_truth": "it's"}),
     ("[{'input': '1', 'output': None}]", [{"input": "1", "output": None}]),
 ])  # fmt: skip
-def test_what_python_wrote_is_read(info: str, read: Any, tmp_path: Path) -> None:
+def test_python_literals_are_read(info: str, read: Any, tmp_path: Path) -> None:
     rows = described(6, verification_info={0: info})
     task = open_data(write_jsonl(tmp_path / "a.jsonl", rows), grader="exact").task("0/p0")
     assert json.loads(task.answer) == read
@@ -169,13 +165,11 @@ DEEP: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
 @pytest.mark.parametrize(("name", "where"), [("a.jsonl", "a.jsonl line 8"), ("a.parquet", "a.parquet")])
-def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
-    name: str, where: str, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(name, where, column, value, said, tmp_path, caplog):
     path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
     environment = open_data(path, bad_rows="skip")
     assert [(row, reason.startswith(said)) for row, reason in environment.problems.first] == [(7, True)]
-    assert f"1 of 20 rows left out, for they cannot be used: row 7 ({where}): {said}" in caplog.text
+    assert f"1 of 20 rows cannot be used and are left out: row 7 ({where}): {said}" in caplog.text
     assert [task.id for task in tasks_of(environment)] == [f"{row}/p{row}" for row in range(20) if row != 7]
     assert environment.task("8/p8").prompt == "What is 8 + 8?"
     with pytest.raises(UnusableTask):
@@ -223,7 +217,7 @@ def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: py
     prompts = {**{number: f"Other {number}?" for number in range(6)}, 2: ""}
     path = write_jsonl(tmp_path / "test.jsonl", described(6, verification_info={4: "{"}, prompt=prompts))
     environment = open_data(train, held_out=path)
-    assert "1 of 6 rows left out, for they cannot be used: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
+    assert "1 of 6 rows cannot be used and are left out: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
     good, found = environment.check(lambda *_: None)
     assert good.problems.count == 0
     assert [found.where(row) for row, _ in found.problems.first] == ["test.jsonl line 3", "test.jsonl line 5"]
@@ -309,7 +303,7 @@ def test_spaces_case_and_width_do_not_make_another_question(text: str) -> None:
         assert prompt_digest(text.upper()) == prompt_digest(text.lower()) == digest
 
 
-def test_what_was_said_before_makes_another_question(tmp_path: Path) -> None:
+def test_history_is_part_of_the_question_digest(tmp_path: Path) -> None:
     """The last words of many conversations are the same."""
     first, second = ([("user", text), ("assistant", "4")] for text in ("2+2?", "3+1?"))
     assert len({question_digest("And doubled?", history) for history in (first, second, ())}) == 3
@@ -371,9 +365,7 @@ def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text", [False, True])
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
-def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(
-    name: str, text: bool, tmp_path: Path
-) -> None:
+def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(name, text, tmp_path):
     rows = described(27, solve_rate_tiny={1: None})
     if text:
         rows = [{**row, "solve_rate_tiny": str(row["solve_rate_tiny"] or "")} for row in rows]

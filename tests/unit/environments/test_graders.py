@@ -1,7 +1,5 @@
 """What graders read: the answer's part, a letter among several, a program and its tests, what is the same output."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -63,7 +61,7 @@ def test_the_letter_that_an_answer_gives(text: str, letter: str) -> None:
     assert chosen_letter(text) == letter
 
 
-def test_tasks_have_letters_and_only_what_follows_the_thinking_counts() -> None:
+def test_choice_answers_are_letters_after_the_thinking() -> None:
     choice = grader("choice")
     assert choice.problem("C") == ""
     assert all("not a letter" in choice.problem(wrong) for wrong in ("", "c", "AB", "K", "Nitrogen"))
@@ -96,7 +94,7 @@ CALLED = {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 
          [b"", b"5 5", b"{", b"[" * 50_000, b"9" * 5000, b"[" + b"1," * 50_000 + b"5]"]),
     ],
 )  # fmt: skip
-def test_what_a_call_may_return(info: Any, right: list[bytes], wrong: list[bytes]) -> None:
+def test_return_values_of_calls(info: Any, right: list[bytes], wrong: list[bytes]) -> None:
     (case,) = read_tests(json.dumps(info)).cases
     assert [case.passed(b"5", returned) for returned in right + wrong] == [True] * len(right) + [False] * len(wrong)
 
@@ -173,7 +171,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("info", "says"), BAD)
-def test_what_is_wrong_is_said(info: Any, says: str) -> None:
+def test_problems_of_tests_are_named(info: Any, says: str) -> None:
     answer = info if isinstance(info, str) else json.dumps(info)
     with pytest.raises(BadTests, match=says):
         read_tests(answer)
@@ -221,9 +219,7 @@ WANTED = [
 @pytest.mark.parametrize(
     ("completion", "code", "functions"), [*((*pair, []) for pair in BLOCKS), *((*pair, ["f"]) for pair in WANTED)]
 )
-def test_which_block_is_the_program_or_the_last_that_defines_the_function(
-    completion: str, code: str, functions: list[str]
-) -> None:
+def test_which_block_is_the_program_or_the_last_that_defines_the_function(completion, code, functions):
     assert program(after_thinking(completion), functions) == code
 
 

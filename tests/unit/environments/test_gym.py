@@ -1,7 +1,5 @@
 """reasoning-gym: every generator by name, the same tasks in every process, scorers that nothing can fool or hang."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
@@ -91,7 +89,7 @@ def fingerprints(names):
 """
 
 
-def test_those_that_went_by_hashes_or_global_numbers_do_not_any_more() -> None:
+def test_patched_generators_do_not_depend_on_hashes_or_global_random_numbers() -> None:
     chosen = ["isomorphic_strings", "ransom_note", "polynomial_multiplication", "list_functions", "pool_matrix"]
     command = [sys.executable, "-c", f"{FINGERPRINT}print(json.dumps(fingerprints({chosen})))"]
     environ = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -132,9 +130,7 @@ class Scorer:
 @pytest.mark.parametrize(
     "error", [OSError("disk"), ImportError("numpy"), RuntimeError("defect"), MemoryError(), ValueError("no number")]
 )
-def test_a_scorer_that_fails_is_no_wrong_answer_unless_it_can_read_gold(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_scorer_that_fails_is_no_wrong_answer_unless_it_can_read_gold(monkeypatch, error):
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
     own = isinstance(error, MemoryError)  # for whoever limits the memory
     monkeypatch.setattr(made, "_first", Scorer(error))
@@ -156,7 +152,7 @@ def test_a_wrong_sign_is_a_wrong_answer() -> None:
 CALLS = {"eval", "exec", "compile", "parse_expr", "sympify", "S"}
 
 
-@pytest.mark.parametrize("name", [*source.EVALUATORS, *source.PARSERS])
+@pytest.mark.parametrize("name", [*source.EVAL_MODULES, *source.PARSER_MODULES])
 def test_nothing_that_an_answer_says_is_run(name: str, tmp_path: Path) -> None:
     made = generator(name.rpartition(".")[2])
     mark = tmp_path / "was_run"
@@ -172,7 +168,7 @@ def test_nothing_that_an_answer_says_is_run(name: str, tmp_path: Path) -> None:
 
 def test_every_scorer_that_evaluates_is_known() -> None:
     """The list of modules to mend is complete: no other scorer calls anything that evaluates."""
-    known = {f"reasoning_gym.{name}" for name in (*source.EVALUATORS, *source.PARSERS)}
+    known = {f"reasoning_gym.{name}" for name in (*source.EVAL_MODULES, *source.PARSER_MODULES)}
     harmless = {  # these evaluate what they made themselves, or have a parser of their own
         f"reasoning_gym.{name}"
         for name in ("algorithmic.number_sorting", "arithmetic.bitwise_arithmetic", "logic.propositional_logic")
@@ -288,7 +284,7 @@ def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
         ({"generator": "acre", "level": 1}, "has no curriculum"),
     ],
 )
-def test_what_cannot_work_is_said_when_it_is_built(options: dict[str, object], sentence: str) -> None:
+def test_invalid_generator_settings_are_refused_when_built(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         gym(**options)
 

@@ -1,7 +1,5 @@
 """The mathematics grader: tables of pairs, gold answers as data sets write them, properties, garbage."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from fractions import Fraction
@@ -59,7 +57,7 @@ def test_every_gold_answer_is_usable_and_right_against_itself() -> None:
         assert GRADER.score(gold, f"<think>Hm.</think>\nThus\n$$\\boxed{{{gold}}}$$").value == 1.0, gold
 
 
-def test_pairs_that_nothing_was_tuned_to_are_mostly_judged_as_people_do() -> None:
+def test_unseen_pairs_are_mostly_graded_right() -> None:
     """The bar for the grader: at least nine of ten, and five wrong acceptances of 684. Do not tune to these pairs: a
     class that is judged wrongly gets new pairs in the other table."""
     unseen = pairs("math_unseen.txt")
@@ -106,7 +104,7 @@ def test_any_of_several_gold_answers_is_right_and_all_together_are_not() -> None
         (json.dumps({"answer": None}), "text or a number"),
     ],
 )  # fmt: skip
-def test_a_gold_answer_that_cannot_be_used_is_a_problem_and_no_zero(answer: str, says: str) -> None:
+def test_unusable_gold_answer_is_a_problem_and_never_zero(answer: str, says: str) -> None:
     assert says in GRADER.problem(answer)
     with pytest.raises(ScoringFailure, match=says):
         GRADER.score(answer, "\\boxed{1}")

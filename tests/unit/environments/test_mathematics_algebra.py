@@ -1,7 +1,5 @@
 """Symbolic algebra in its helper process: answers, limits, and who is to blame when they are exceeded."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -73,13 +71,13 @@ def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Helper]:
 
 
 @pytest.mark.parametrize("gold", ["stubborn", f"always {signal.SIGSEGV:d}"])
-def test_algebra_that_cannot_be_interrupted_or_crashes_is_the_formula_s_fault(dying: Helper, gold: str) -> None:
+def test_algebra_that_crashes_or_cannot_be_interrupted_exceeds_the_limits(dying: Helper, gold: str) -> None:
     assert dying.same(gold, "1") is None
     assert dying.same("2", "2") is True
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_that_others_killed_says_nothing_about_the_answer(dying: Helper, number: int) -> None:
+def test_externally_killed_worker_is_retried_then_unscored(dying: Helper, number: int) -> None:
     """As the kernel does when memory is short. A fresh helper is asked; then it is no sample, and not remembered."""
     equal = SymbolicEquality(dying)
     assert equal(f"once {number:d}", "1") is True
@@ -105,9 +103,7 @@ def test_a_helper_that_was_killed_is_replaced(helper: Helper) -> None:
         ("silent", "without an answer"), ("/bin/false", "does not start"), ("/no/such/python", "cannot be started"),
     ],
 )  # fmt: skip
-def test_a_helper_that_does_not_start_or_answer_is_a_failure_of_the_machinery(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str, said: str
-) -> None:
+def test_a_helper_that_does_not_start_or_answer_is_a_failure_of_the_machinery(monkeypatch, tmp_path, python, said):
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nprintf R\nexec cat > /dev/null\n")
     silent.chmod(0o755)
@@ -125,7 +121,7 @@ class _Slow(Helper):
         return None if "\\int" in gold + given else gold == given
 
 
-def test_who_took_too_long_decides_between_zero_and_unscored() -> None:
+def test_slow_answer_scores_zero_and_slow_gold_is_unscored() -> None:
     slow = SymbolicEquality(_Slow())
     with pytest.raises(TooLarge):
         slow("\\sum k", "\\int x dx")
@@ -135,7 +131,7 @@ def test_who_took_too_long_decides_between_zero_and_unscored() -> None:
 
 
 @pytest.mark.parametrize("formula", ["\\sum k^{99999}", "\\int 2^{3^4}", "\\lim 123456!", "\\sum " + "1" * 100])
-def test_what_cannot_be_meant_is_not_even_asked(formula: str) -> None:
+def test_implausible_formulas_are_not_sent_to_the_helper(formula: str) -> None:
     def refuse(self: Helper, gold: str, given: str) -> bool:
         raise AssertionError("asked")
 

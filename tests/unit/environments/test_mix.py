@@ -2,8 +2,6 @@
 put around an environment: its digest, length budgets, what scoring needs of the machine.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -172,7 +170,7 @@ def test_a_recipe_s_mixture_also_if_it_was_written_down(tmp_path: Path) -> None:
           for name in ("task", "limit", "judge.taste")),  # they mean something else in scores
     ],
 )  # fmt: skip
-def test_what_is_wrong_names_the_part(parts: list[dict[str, Any]], more: dict[str, Any], sentence: str) -> None:
+def test_errors_name_the_part(parts: list[dict[str, Any]], more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         built(*parts, **more)
 
@@ -335,7 +333,7 @@ def test_the_prompt_ends_with_the_target() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"targets": []}, {"targets": [0]}, {"text": "be brief"}, {"form": "min"}, {"alpha": -1}, {"delta": 2}]
 )
-def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+def test_contradicting_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         budget(**wrong)
 

@@ -1,7 +1,5 @@
 """Generated tasks, a reward of one's own, and the calculator: what they ask, score and refuse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -119,9 +117,9 @@ def test_a_plain_function_and_a_list_are_enough(load):
         ("return 'good'", "returned 'good' on task .*: not a number"), ("return None", "not a number"),
         ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
         ("return {'parts': {}}", "a mapping has `value`"), ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
-        ("return {'value': None}", "its value is no number"),
-        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is no number"),
-        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is no number"),
+        ("return {'value': None}", "its value is not a number"),
+        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is not a number"),
+        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is not a number"),
         ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
         *((f"return {{'value': 1, 'parts': {{'{name}': 1.0}}}}", f"call '{name}' something else")
           for name in ("task", "length", "target", "limit", "shuffled_from", "judge.taste")),  # they decide something
@@ -221,7 +219,7 @@ def test_values(text: str, value: str) -> None:
         "1;2", "(" * 200 + "1" + ")" * 200, "-" * 250 + "1", "1+" * 200 + "1", "//", "1//2", "***",
     ],
 )  # fmt: skip
-def test_what_has_no_value(text: str) -> None:
+def test_expressions_without_value(text: str) -> None:
     with pytest.raises(NoValue):
         evaluate(text)
 
@@ -275,7 +273,7 @@ def test_a_number_that_is_wrong_may_be_worth_something() -> None:
     assert environment.score(task, "17").parts == {"exact": 0.0, "number": 1.0}
 
 
-def test_dialogues_are_seen_through_what_is_put_around_an_environment() -> None:
+def test_dialogues_of_an_inner_environment_are_found() -> None:
     plain = EnvironmentSettings(name="calculator", options={"max_turns": 5})
     dressed = plain.model_copy(update={"length": LengthSettings(targets=(5,))})
     for given_settings in (plain, dressed):
@@ -292,7 +290,7 @@ def test_dialogues_are_seen_through_what_is_put_around_an_environment() -> None:
     [("tool = 'calculator'; max_turns = 5", 5), ("tool = 'calculator'", 3), ("", 0),
      ("def tool(turns): return 'rm -rf /'", 0)],
 )  # fmt: skip
-def test_a_file_of_ones_own_may_name_a_tool_and_bring_none_of_its_own(load, lines: str, turns: int) -> None:
+def test_reward_file_may_name_a_built_in_tool_only(load, lines: str, turns: int) -> None:
     made = load(f"{ONE}{TAKES}\n{lines}")
     assert has_dialogues(made) == bool(turns)
     rule = DialogueRule("calculator", turns) if turns else None

@@ -2,8 +2,6 @@
 scored again without a model or torch.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -29,7 +27,7 @@ from shoal.evaluation.plan import SamplingPlan, sample_seed, tasks_of
 from shoal.evaluation.records import COMPLETIONS, IDENTITY, PROGRESS, EvaluationJournal
 from shoal.evaluation.subject import EngineChoice, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
-from shoal.rewards import DirectScorer, Job, NotBegun
+from shoal.rewards import DirectScorer, Job, NotStarted
 from shoal.runtime.stop import StopToken
 
 GREEDY = SamplingPlan(max_new_tokens=16)
@@ -142,7 +140,7 @@ class Listed:
         return Score(exact, {"exact": exact, "odd": float("inf")}, notes=f"the answer is {task.answer}")
 
 
-def test_a_prompt_that_the_model_cannot_take_is_that_tasks_problem(tmp_path: Path) -> None:
+def test_prompt_that_the_model_cannot_take_is_a_problem_of_its_task(tmp_path: Path) -> None:
     problems = {
         "21=": "", "1" * 300 + "=": "the prompt and its completion are longer than the model's context",
         "2~1=": "the prompt has characters that the model's tokenizer does not know", "": "the prompt has no tokens",
@@ -232,7 +230,7 @@ class Interrupting(DirectScorer):
             self._stop.set("test")
             if self._raises:
                 raise DeadlineExceeded("told to stop")
-        return [*super().scores(jobs[:1]), *(NotBegun("no time") for _ in jobs[1:])]
+        return [*super().scores(jobs[:1]), *(NotStarted("no time") for _ in jobs[1:])]
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -261,7 +259,7 @@ def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path, raises: bool) 
 
 @pytest.mark.parametrize("damage", [b'[{"task":"sort/held_out/3","in', b"\x00" * 80, b"[]\n", b"{}\n"])
 @pytest.mark.parametrize("file", [COMPLETIONS, PROGRESS])
-def test_what_a_crash_left_half_written_is_done_again(tmp_path: Path, file: str, damage: bytes) -> None:
+def test_half_written_batch_is_drawn_again_after_a_crash(tmp_path: Path, file: str, damage: bytes) -> None:
     run(tmp_path / "whole")
     given, stop, out = evaluation(), StopToken(), tmp_path / "cut"
     run(out, given, Interrupting(given.chosen.environment, stop, False), stop)
@@ -270,7 +268,7 @@ def test_what_a_crash_left_half_written_is_done_again(tmp_path: Path, file: str,
     assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
 
 
-def test_results_without_a_summary_are_made_again_and_finished_ones_are_known(tmp_path: Path) -> None:
+def test_missing_summary_is_written_again_and_finished_results_are_found(tmp_path: Path) -> None:
     given = evaluation()
     assert finished(tmp_path / "none", given.about) is None
     summary = run(tmp_path, given)
@@ -392,7 +390,7 @@ def test_rescored_results_are_as_if_scoring_had_never_failed(tmp_path: Path) -> 
     assert content(tmp_path / "lost") == content(tmp_path / "whole")
 
 
-def test_mended_grader_replaces_all_scores_and_the_same_command_knows_the_results(tmp_path: Path) -> None:
+def test_rescore_replaces_all_scores_and_a_second_run_finds_them(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(out, of(reward_file(tmp_path, "return 0.0")))["avg_at_k"]["value"] == 0.0
     mended = reward_file(tmp_path, EXACT)

@@ -59,7 +59,7 @@ def shifted(tmp_path: Path, tasks: int, gain: int) -> tuple[Results, Results]:
     return results(tmp_path, "a", first), results(tmp_path, "b", second)
 
 
-def test_a_difference_is_told_only_where_it_is(tmp_path: Path) -> None:
+def test_difference_is_reported_only_if_there_is_one(tmp_path: Path) -> None:
     a, b = shifted(tmp_path, tasks=60, gain=2)
     found = compare(a, b)
     assert found.difference.low > 0
@@ -68,10 +68,10 @@ def test_a_difference_is_told_only_where_it_is(tmp_path: Path) -> None:
     assert (found.verdict, compare(b, a).verdict) == ("better", "worse")
     found = compare(*shifted(tmp_path, tasks=60, gain=0))
     assert found.verdict == "none"
-    assert found.sentence.startswith("no difference can be told: ")
-    assert f"with these 60 tasks a difference of {found.detectable:.3f} would be" in found.sentence
+    assert found.sentence.startswith("no difference was found: ")
+    assert f"with these 60 tasks a difference of {found.detectable:.3f} is found" in found.sentence
     assert found.detectable > abs(found.difference.value)
-    assert compare(a, a).sentence == "no difference can be told: A and B scored the same on every one of 60 tasks"
+    assert compare(a, a).sentence == "no difference was found: A and B scored the same on every one of 60 tasks"
     a = results(tmp_path, "a", [record(f"t{n}", 0.5) for n in range(9)])
     moved = compare(a, results(tmp_path, "b", [record(f"t{n}", n / 8) for n in range(9)])).as_json()
     assert [each["task"] for each in moved["gained"]] == ["t8", "t7", "t6", "t5"]
@@ -87,7 +87,7 @@ def test_the_interval_alone_does_not_make_a_difference(tmp_path: Path) -> None:
     assert (found.p_value, found.verdict) == (2 / 32, "none")
 
 
-def test_what_is_left_of_an_evaluation_is_not_compared_unless_forced(tmp_path: Path) -> None:
+def test_incomplete_evaluation_is_compared_only_if_forced(tmp_path: Path) -> None:
     about = ABOUT | {"plan": ABOUT["plan"] | {"samples": 1}, "chosen": {"tasks": 20}}
     whole = results(tmp_path, "a", [record(f"t{n}", 0.0) for n in range(20)], about)
     nearly = results(tmp_path, "c", [record(f"t{n}", None if n == 0 else 1.0) for n in range(20)], about)
@@ -106,7 +106,7 @@ def test_only_tasks_of_both_with_the_same_prompt_are_paired(tmp_path: Path) -> N
     assert found.means == {"y": (0.0, 1.0)}
     lines = list(comparison_lines(a, b, found))
     assert lines[2] == "1 tasks in both (1 only in a, 2 only in b, 1 other prompt)"
-    assert "one task says nothing" in lines[-1]
+    assert "one task is too few" in lines[-1]
     with pytest.raises(ConfigError, match="have no task in common"):
         compare(a, results(tmp_path, "c", [record("u", 1.0)]))
 
@@ -139,7 +139,7 @@ def test_the_command_for_people_and_for_programs(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PAR1nonsense", b"{}"])
-def test_what_holds_no_results_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_files_without_results_are_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "x.parquet"
     if content is not None:
         path.write_bytes(content)
@@ -239,13 +239,13 @@ def test_random_flips_come_to_what_counting_comes_to(monkeypatch: pytest.MonkeyP
     assert 0.01 < exact < 0.9
 
 
-def test_where_nothing_differs_the_test_rejects_as_often_as_it_says() -> None:
+def test_sign_flip_test_has_its_nominal_error_rate() -> None:
     rng = np.random.default_rng(8)
     rejected = sum(sign_flip_p(rng.choice([-0.25, 0.0, 0.25, 0.5, -0.5], 15), 0) < 0.05 for _ in range(400))
     assert rejected / 400 < 0.08
 
 
-def test_the_difference_that_could_be_told_is_told_four_times_in_five() -> None:
+def test_detectable_difference_is_found_in_four_of_five_comparisons() -> None:
     rng = np.random.default_rng(9)
     spread = rng.normal(0, 0.4, 60)
     wanted = statistics.detectable_difference(spread)
@@ -278,7 +278,7 @@ def test_the_rate_is_of_samples_that_could_be_scored() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0.5", "a:b", "0.5:0.1", "-0.1:1", "0:1.1", "nan:1", "0:0.5:1"])
-def test_what_is_no_band_is_refused_and_its_ends_belong_to_it(text: str) -> None:
+def test_invalid_bands_are_refused_and_bands_include_their_ends(text: str) -> None:
     with pytest.raises(ConfigError, match="give two rates from 0 to 1"):
         RateBand.parse(text)
     band = RateBand.parse("0.1:0.3")
@@ -360,7 +360,7 @@ class TestTheFile:
         assert write_rows(tmp_path / "y.parquet", pa.table({"a": []}), {}) == 0
         assert not (tmp_path / "y.parquet").exists()
 
-    def test_what_is_there_is_known(self, tmp_path: Path) -> None:
+    def test_existing_output_is_recognised(self, tmp_path: Path) -> None:
         path = tmp_path / "x.parquet"
         assert not written_before(path, {"band": "0:1"})
         write_rows(path, pa.table({"a": [1]}), {"band": "0:1"})
@@ -380,13 +380,13 @@ def tasks(environment: Environment, split: str, count: int) -> list[Task]:
 
 
 class TestLeaks:
-    def test_a_leak_is_found_whatever_it_is_called_and_however_it_is_spaced(self) -> None:
+    def test_leak_is_found_under_other_ids_and_spacing(self) -> None:
         environment = sort(train_size=50)
         evaluated = [Task("mine", f" {environment.tasks('train')[7].prompt}\n", ""), one_task("999=")]
         assert find_leaks(evaluated, environment) == Leaks(known=("mine",))
         assert find_leaks(tasks(environment, "held_out", 64), sort(train_size=2000)) == Leaks()
 
-    def test_what_was_in_batches_is_said_apart(self) -> None:
+    def test_leaks_in_batches_are_listed_separately(self) -> None:
         environment = sort(train_size=50)
         evaluated = tasks(environment, "train", 3)
         found = find_leaks(evaluated, environment, ["sort/train/1", "sort/train/40"])
@@ -444,7 +444,7 @@ class TestSummary:
         assert found["by"]["kind"]["code"]["tasks"] == 1
         assert {"part m", "kind code"} <= {line[2:].partition("  ")[0] for line in table_lines(found)}
 
-    def test_nothing_scored_is_no_number(self) -> None:
+    def test_summary_without_scores_has_no_figures(self) -> None:
         found = summary_of(SamplingPlan(), [record("a", None), record("b", problem="too long")])
         assert (found["avg_at_k"], found["pass_at_k"], found["unscored"]["share"]) == (None, {"1": None}, 1.0)
         assert list(table_lines(found))[1:] == [
@@ -453,7 +453,7 @@ class TestSummary:
             "  1 task left out: too long",
         ]
 
-    def test_one_in_twenty_may_be_missing_and_rows_that_cannot_be_used_are_none_of_them(self) -> None:
+    def test_five_percent_of_samples_may_be_missing_not_counting_unusable_rows(self) -> None:
         good, lost = [record(f"t{n}", 1.0) for n in range(18)], record("b", None)
         shares = [summary_of(SamplingPlan(), given)["unscored"]["share"]
                   for given in ([*good, record("a", 1.0), lost], [*good, lost])]  # fmt: skip

@@ -1,7 +1,5 @@
 """What most tests of the hub begin with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Group commit: writers share a trip to the disk, and nobody's promise depends on anybody else's mistake."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator

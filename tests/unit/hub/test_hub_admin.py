@@ -1,7 +1,5 @@
 """The owner's orders: who may give them, what they do to a running hub, and that the ledger keeps them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

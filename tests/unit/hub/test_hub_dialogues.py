@@ -1,7 +1,5 @@
 """Runs whose environment answers the model: what leases say of it, and who gets none."""
 
-from __future__ import annotations
-
 import pytest
 
 from kit.hub import Bench, FakeEnvironment, fresh_request, ok, submission_body

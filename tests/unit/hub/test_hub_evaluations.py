@@ -1,7 +1,5 @@
 """Evaluations over the hub's HTTP interface: slices for validators, reports, and what everybody sees of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

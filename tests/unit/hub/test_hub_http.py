@@ -1,7 +1,5 @@
 """Each row of the HTTP table: its codes, its idempotency, and who is turned away with which sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -232,9 +230,7 @@ class TestAuditsAndVerdicts:
             ({"submission": "a" * 64}, (404, "submission.unknown")),
         ],
     )
-    def test_a_verdict_that_does_not_fit(
-        self, started: Bench, changes: dict[str, object], code: tuple[int, str]
-    ) -> None:
+    def test_a_verdict_that_does_not_fit(self, started, changes, code):
         started.alice.submit(started.alice.lease(fresh_request())[0])
         (audit,) = started.audits()
         assert code_of(started.judge(audit, **changes)) == code

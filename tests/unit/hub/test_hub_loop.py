@@ -1,7 +1,5 @@
 """The whole loop over HTTP: policy, lease, submission, audit, verdict, batch, next policy."""
 
-from __future__ import annotations
-
 import pytest
 
 from kit.hub import Bench, fresh_request, ok

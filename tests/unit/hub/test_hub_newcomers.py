@@ -1,7 +1,5 @@
 """Newcomers' share through the services: who is here, who asks, what goes back to whom, whose audits come first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

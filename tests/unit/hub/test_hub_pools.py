@@ -1,7 +1,5 @@
 """Which tasks units get from a real hub: unusable ones are passed over, solved ones retire, whoever is first."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random
@@ -120,9 +118,7 @@ def test_solved_tasks_retire_and_others_take_their_place(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("pools", "counts"), [(POOLS, {"normal": 3}), (None, {})])
-def test_pools_change_with_batches_only_and_without_pools_nothing_is_kept(
-    tmp_path: Path, pools: PoolSettings | None, counts: dict[str, int]
-) -> None:
+def test_pools_change_with_batches_only_and_without_pools_nothing_is_kept(tmp_path, pools, counts):
     play = begun(tmp_path, environment=RowEnvironment(), pools=pools)
     play.work(play.workers[0], 3, (0.0, 1.0, 1.0, 1.0))
     with play.storage.read() as reader:

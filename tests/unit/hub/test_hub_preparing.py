@@ -1,7 +1,5 @@
 """Tasks and prompts may take long to make: the hub makes them while it holds no lock that others wait for."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -270,9 +268,7 @@ class Schedule:
     refill_cap=st.sampled_from([0, 1, 4]),
     audit=st.sampled_from(["all", "reputation"]),
 )
-def test_two_schedules_of_one_world_train_on_the_same(
-    tmp_path_factory: pytest.TempPathFactory, seeds: tuple[int, int], world: int, refill_cap: int, audit: str
-) -> None:
+def test_two_schedules_of_one_world_train_on_the_same(tmp_path_factory, seeds, world, refill_cap, audit):
     """Groups that are pulled are generated again under the same seeds: by reputation, too, it makes no difference."""
     first, second = (Schedule(tmp_path_factory.mktemp("run"), seed, world, refill_cap, audit).run() for seed in seeds)
     assert first == second

@@ -1,7 +1,5 @@
 """Audits by reputation over a real database: depth, pulls, pending credit; over restarts and dead validators too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,9 +205,7 @@ class TestProbability:
     @pytest.mark.parametrize(
         ("streak", "expected"), [(0, 1), (8, 1), (10, 1), (11, 10 / 11), (20, 0.5), (200, 0.05), (100_000, 0.05)]
     )
-    def test_everything_at_first_then_ten_over_the_streak_and_never_below_one_in_twenty(
-        self, streak: int, expected: float
-    ) -> None:
+    def test_everything_at_first_then_ten_over_the_streak_and_never_below_one_in_twenty(self, streak, expected):
         assert reputation.full_audit_probability(REPUTATION, proven(streak)) == pytest.approx(expected)
 
     def test_after_an_unsure_audit_everything_for_a_while_unless_our_own_machinery_failed(self) -> None:

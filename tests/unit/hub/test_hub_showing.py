@@ -1,8 +1,6 @@
 """Newcomers who show their progress, over HTTP: taken, renewed by, looked at, held against the submission."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -187,9 +185,7 @@ def _require_ledger_verifies(bench: Bench, kinds: set[str]) -> None:
         (_lapse, "accepted"),
     ],
 )
-def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit_alone(
-    bench: Bench, end: Callable[[Bench, Lease], None], meanwhile: str
-) -> None:
+def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit_alone(bench, end, meanwhile):
     ok(bench.alice.submit(leased(bench)))
     [first] = bench.audits()
     ok(bench.judge(first))  # alice is in the ledger now, so her ban has to be

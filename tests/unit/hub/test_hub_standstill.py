@@ -1,7 +1,5 @@
 """Whether a run can continue by itself: alarms about validators, and who is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,9 +47,9 @@ def test_a_missed_canary_alarms_once_for_each(bench: Bench) -> None:
         pytest.param({"accepted": 253, "rejected": 1, "unsure": 1}, "", id="255 audits without a canary"),
         pytest.param({"accepted": 254, "rejected": 1, "unsure": 1}, "made 256 audits", id="256 audits without one"),
         pytest.param({"accepted": 254, "rejected": 1, "unsure": 1, "canaries_caught": 1}, "", id="one caught"),
-        pytest.param({"no_sample": 7, "unsure": 7}, "", id="7 unscored"),
-        pytest.param({"no_sample": 8, "unsure": 8, "accepted": 100}, "not score 8 of 108", id="8 of 108 unscored"),
-        pytest.param({"no_sample": 8, "unsure": 8, "accepted": 152}, "", id="5 % unscored"),
+        pytest.param({"unscored": 7, "unsure": 7}, "", id="7 unscored"),
+        pytest.param({"unscored": 8, "unsure": 8, "accepted": 100}, "not score 8 of 108", id="8 of 108 unscored"),
+        pytest.param({"unscored": 8, "unsure": 8, "accepted": 152}, "", id="5 % unscored"),
         pytest.param({"abstained": 1}, "has another environment, or other data", id="abstains"),
     ],
 )
@@ -62,10 +60,10 @@ def test_a_validator_whose_audits_say_little_alarms_once(bench: Bench, counters:
 
 
 def test_what_could_not_be_scored_is_counted_in_status_and_metrics(bench: Bench) -> None:
-    beat(bench, no_sample=3, unsure=3, canaries_caught=1)
-    ok(bench.alice.call("POST", "/heartbeat", {"counters": {"no_sample": 40}}))
-    assert bench.status().no_sample == 3
-    assert "shoal_hub_no_sample 3.0" in bench.http.get("/metrics").text
+    beat(bench, unscored=3, unsure=3, canaries_caught=1)
+    ok(bench.alice.call("POST", "/heartbeat", {"counters": {"unscored": 40}}))
+    assert bench.status().unscored == 3
+    assert "shoal_hub_unscored 3.0" in bench.http.get("/metrics").text
 
 
 class TestStandstill:

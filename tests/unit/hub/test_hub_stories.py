@@ -1,7 +1,5 @@
 """Why: the hub tells all that happened to a unit and to a node, with proofs, and nothing that must stay secret."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -157,9 +155,7 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
 # Which verdicts a status shows: the newest, and refusals that hundreds of acceptances would hide
 
 
-def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(bench, monkeypatch):
     monkeypatch.setattr(reporting, "VERDICTS_SHOWN", 1)
     bad, good = bench.alice.lease(fresh_request(), 1), bench.bob.lease(fresh_request(), 1)
     ok(bench.alice.submit(bad[0]))
@@ -224,9 +220,7 @@ def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
         (certificate(CAROL, "worker"), "vouch.signature"),
     ],
 )
-def test_a_vouch_that_does_not_hold_is_refused_and_leaves_nothing(
-    bench: Bench, signed: SignedDocument, code: str
-) -> None:
+def test_a_vouch_that_does_not_hold_is_refused_and_leaves_nothing(bench, signed, code):
     assert code_of(register(bench, CAROL, signed)) == (403, code)
     assert vouches(bench) == []
     assert CAROL.node not in [node.node for node in bench.status().nodes]

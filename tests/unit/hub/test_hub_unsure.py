@@ -1,7 +1,5 @@
 """Work that nobody can judge, by as many throwaway keys as there are: no unit is void, and no step waits for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,9 +77,7 @@ def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_agai
     assert (row.state, row.lapsed, row.window) == (NodeState.ACTIVE, 0, 0)
 
 
-def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(
-    play: Play, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(play, caplog):
     """Three established machines of one kind fail one check: the first two are struck, from the third on nobody is.
     The alarm is in the status, in the hub's log once, among the metrics, and in what `shoal why` says of the third."""
     workers = [play.join(streak=8) for _ in range(3)]

@@ -1,7 +1,5 @@
 """Audits, verdicts, strikes and bans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -76,9 +74,7 @@ class TestAccepted:
         assert audits.has_equal_rewards(judged[:1] * 2)
 
     @pytest.mark.parametrize(("drop_equal", "state"), [("task", UnitState.DROPPED), ("total", UnitState.ACCEPTED)])
-    def test_a_group_that_differs_in_length_only_is_dropped_by_task_and_kept_by_total(
-        self, drop_equal: str, state: UnitState
-    ) -> None:
+    def test_a_group_that_differs_in_length_only_is_dropped_by_task_and_kept_by_total(self, drop_equal, state):
         rewards = tuple(RolloutReward(value=1 - cost, parts={"task": 1, "length": -cost}) for cost in (0.1, 0.2))
         row = case()
         ruling = Ruling(verdict(row.submission, rewards=()).model_copy(update={"rewards": rewards}), "v", "{}")

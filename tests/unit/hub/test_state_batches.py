@@ -1,7 +1,5 @@
 """Batches and policies: what a step consists of, and what a new version or incarnation changes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

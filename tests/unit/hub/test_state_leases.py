@@ -1,7 +1,5 @@
 """Leases and submissions: who gets what, what ends it, and which answer a submission gets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Newcomers together get a bounded share of units and audits, and at least that of audits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -108,9 +106,7 @@ class TestFirstUnits:
             (InHand(0, *[{"a": 2, "b": 2}] * 3), {"groups": 32, "lapses": 1}, "everywhere", "last lease came to noth"),
         ],
     )
-    def test_a_new_key_that_gets_none_is_told_why(
-        self, in_hand: InHand, changes: dict[str, Any], short: str, why: str
-    ) -> None:
+    def test_a_new_key_that_gets_none_is_told_why(self, in_hand, changes, short, why):
         found = self.grant(in_hand, **changes)
         assert declined(found) == (True, short, False)
         assert why in found.plan.waiting
@@ -128,9 +124,7 @@ class TestFirstUnits:
             ({"a": 2, "b": 2}, "", 240),  # this machine's own processes are no flood
         ],
     )
-    def test_half_of_what_new_keys_may_have_is_lent_for_lease_s_only(
-        self, long: dict[str, int], network: str, hard_s: int
-    ) -> None:
+    def test_half_of_what_new_keys_may_have_is_lent_for_lease_s_only(self, long, network, hard_s):
         """Of 8 for newcomers a network may have 4, of these 2 for longer, and all networks together 4."""
         (row,) = self.grant(InHand(0, long, long, long), network=network, groups=32, units=1).leases
         assert row.hard_deadline_ms - row.issued_at_ms == hard_s * 1000

@@ -1,7 +1,5 @@
 """Windows, sanctions and pace: what a node may hold, what lapsing costs it, and how a suspension ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -116,9 +114,7 @@ class TestLeaseSize:
         pace_ms=st.integers(0, 10**6), since_ms=st.integers(0, 10**6), held_leases=st.integers(0, 64),
         step=st.integers(3, 5), staleness=st.integers(0, 4),
     )  # fmt: skip
-    def test_whoever_holds_nothing_gets_something(
-        self, pace_ms: int, since_ms: int, held_leases: int, step: int, staleness: int
-    ) -> None:
+    def test_whoever_holds_nothing_gets_something(self, pace_ms, since_ms, held_leases, step, staleness):
         found = self.size(pace_ms, since_ms=since_ms, held_leases=held_leases, step=step, staleness=staleness)
         assert int(held_leases == 0) <= found <= 8
 

@@ -1,8 +1,6 @@
 """Accounts follow from the ledger alone: one credit per verified token, once per submission. Shares follow from a
 prefix of it: exact, by owner, and never changed by what comes later."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 
@@ -108,7 +106,7 @@ def test_nothing_is_lost_or_made_on_the_way(work: list[tuple[str, int, str]]) ->
         ([("batch", {"step": 0}), ("batch", {"step": 2})], "step 2 comes where step 1 should be"),
     ],
 )
-def test_what_cannot_be_counted_is_refused_by_row(rows: list[Row], why: str) -> None:
+def test_invalid_rows_are_refused_by_number(rows: list[Row], why: str) -> None:
     with pytest.raises(LedgerError, match=why):
         fold(entries_of(*rows))
 
@@ -148,7 +146,7 @@ def test_shares_are_those_of_the_moment_when_a_batch_was_written_down() -> None:
     assert shares_of(RUN).shares[1] == Share("c", ("c",), 27, 67)
 
 
-def test_what_comes_later_changes_no_earlier_share() -> None:
+def test_later_rows_change_no_earlier_share() -> None:
     for end in range(6, len(RUN) + 1):
         assert shares_of(RUN[:end], step=0) == shares_of(RUN, step=0)
 
@@ -159,7 +157,7 @@ def test_a_step_without_a_batch_has_no_shares(step: int, words: str) -> None:
         shares_of(RUN, step)
 
 
-def test_nobody_has_a_share_before_there_is_credit() -> None:
+def test_no_shares_without_credit() -> None:
     assert shares_of(RUN[:3]).shares == ()
     with pytest.raises(UserError, match="no step has a batch yet"):
         shares_of(RUN[:3], step=0)
@@ -177,10 +175,10 @@ def test_shares_add_up_to_one_exactly(work: list[tuple[str, int]], owned: set[st
         assert sum(Fraction(*share.fraction) for share in found.shares) == 1
 
 
-def test_the_first_vouch_stays() -> None:
+def test_second_owner_of_a_node_is_refused() -> None:
     again = entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": OWNER}))
     assert fold(again).by_node["a"].owner == OWNER
-    with pytest.raises(LedgerError, match=r"row 1 \(vouch\).*the first who vouched stays"):
+    with pytest.raises(LedgerError, match=r"row 1 \(vouch\).*an owner never changes"):
         fold(entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": "0b" * 32})))
 
 
@@ -203,5 +201,5 @@ def test_sanctions_come_and_go() -> None:
         (("admin", {"verb": "ban", "node": "a", "target": "a"}), ("node:a",)),
     ],
 )
-def test_what_an_entry_is_about(row: Row, about: tuple[str, ...]) -> None:
+def test_subjects_of_entries(row: Row, about: tuple[str, ...]) -> None:
     assert subjects(entries_of(row)[0]) == about

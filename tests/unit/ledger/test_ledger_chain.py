@@ -1,7 +1,5 @@
 """The hash chain: any change, gap, swap or rollback is found and its row named."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -84,7 +82,7 @@ def test_pages_are_verified_one_after_the_other() -> None:
         verify(entries[3:], head, after=append(entries[1], "credit", {}, 9))
 
 
-def test_what_cannot_be_written_down_is_refused() -> None:
+def test_values_that_json_cannot_carry_are_refused() -> None:
     with pytest.raises(LedgerError, match="not a kind"):
         append(None, "gift", {}, 1)
     with pytest.raises(LedgerError, match="row 0"):
@@ -139,7 +137,7 @@ def test_two_signed_statements_that_differ_prove_a_fork() -> None:
         ),
     ],
 )
-def test_what_proves_nothing(made: ForkProof, why: str) -> None:
+def test_invalid_fork_proofs_are_refused(made: ForkProof, why: str) -> None:
     with pytest.raises(LedgerError, match=f"proves no fork: .*{why}"):
         check_fork(made)
 

@@ -1,7 +1,5 @@
 """Credit has evidence: who holds the hub's key alone cannot invent any that verifies."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping
@@ -168,7 +166,7 @@ FORGERIES: dict[str, tuple[Forge, str]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_what_the_hubs_key_alone_can_write_does_not_verify(name: str) -> None:
+def test_ledger_written_with_the_hubs_key_alone_does_not_verify(name: str) -> None:
     forge, words = FORGERIES[name]
     book = honest()
     check(book)
@@ -188,7 +186,7 @@ def test_without_documents_the_rows_alone_are_still_checked(name: str) -> None:
 
 
 @pytest.mark.parametrize("audit", ["all", "reputation"])
-def test_a_light_audit_pays_only_where_row_0_says_that_audits_go_by_reputation(audit: str) -> None:
+def test_light_audit_gives_credit_only_in_runs_that_audit_by_reputation(audit: str) -> None:
     book = Book()
     book.begin(audit=audit)
     book.join(JUDGE, "validator")
@@ -210,13 +208,13 @@ def test_limits_in_row_0_that_the_protocol_does_not_have_are_refused(limits: dic
         check(book)
 
 
-def test_without_documents_invented_credit_passes_and_that_is_why_they_are_needed() -> None:
+def test_invented_credit_passes_only_without_documents() -> None:
     book = honest()
     pay(verdict=None)(book)
     assert check(book, needs_documents=False).credited == 8
 
 
-def test_a_receipt_that_names_another_ledger_is_a_fork_with_the_receipt_as_statement() -> None:
+def test_receipt_with_another_ledger_head_proves_a_fork() -> None:
     book = honest()
     receipt = book.receipt(9, ALICE, 90)
     head = {**receipt.document["ledger"], "hash": "f" * 64}
@@ -275,7 +273,7 @@ MUTABLE = [
 
 
 @given(st.sampled_from(MUTABLE))
-def test_any_signed_value_of_a_row_that_is_changed_and_hashed_anew_is_found(where: tuple[int, tuple[Any, ...]]) -> None:
+def test_changed_value_of_a_row_is_found_even_if_hashed_again(where: tuple[int, tuple[Any, ...]]) -> None:
     row, path = where
     with pytest.raises(LedgerError):
         check(HONEST.rewritten(row, changed(HONEST.entries[row].body, path)))

@@ -2,8 +2,6 @@
 memory, what learns, travels and is merged.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -22,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from kit.tiny import build_tiny
 from shoal.errors import ModelError
 from shoal.models import TextTokenizer, as_numpy, eos_token_id, from_numpy, model_folder, read_files
 from shoal.models.folder import model_size
@@ -29,7 +28,6 @@ from shoal.models.load import adapted, check_policy, load_model, model_from_file
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
 from shoal.models.quantize import INT8, Quantization, quantized
 from shoal.models.state import TORCH_TYPES, TYPE_NAMES, apply_state, policy_state, policy_views, to_torch, to_view
-from shoal.models.tiny import build_tiny
 from shoal.protocol import Entry, TensorView
 from shoal.runtime.limits import UNLIMITED_BYTES
 from shoal.shardcast import Content
@@ -91,7 +89,7 @@ def test_missing_folders_and_files(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_applied_weights_give_the_same_outputs_in_place_and_tied_ones_travel_once(tied):
+def test_applied_weights_give_equal_outputs_and_tied_weights_are_stored_once(tied):
     source, target = (build_tiny(seed, tie_word_embeddings=tied) for seed in (0, 1))
     views, ids, head = policy_views(source), torch.arange(10)[None], target.get_output_embeddings().weight
     before = head.data_ptr()
@@ -114,7 +112,7 @@ def test_applied_weights_give_the_same_outputs_in_place_and_tied_ones_travel_onc
          r"model.norm.weight is torch.float64\[64\]"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_changes_nothing(change, said):
+def test_misfitting_weights_are_refused_without_changes(change, said):
     target, views = build_tiny(1), policy_views(build_tiny(0))
     before = {name: tensor.clone() for name, tensor in policy_state(target).items()}
     change(views)
@@ -219,13 +217,13 @@ def as_pickle(folder: Path) -> None:
         (lambda folder: edit_config(folder, intermediate_size=100), r"does not load|do not fit"),
         (as_pickle, "does not load"),
         (lambda folder: edit_config(folder, final_logit_softcapping=30.0),
-         "final_logit_softcapping, which transformers does not look at in a model of type"),
+         "final_logit_softcapping, which transformers ignores in a model of type"),
         (lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
          r"holds adapters \(adapter_config\.json\): merge them"),
     ],
     ids=["cut short", "a weight missing", "of another size", "a pickle", "an unknown rescaling", "other adapters"],
 )  # fmt: skip
-def test_what_would_not_be_the_model_does_not_load(copy, spoil, said):
+def test_folders_with_missing_or_wrong_weights_do_not_load(copy, spoil, said):
     spoil(copy)
     with pytest.raises(ModelError, match=said):
         load_model(copy)
@@ -276,11 +274,11 @@ def test_published_model_passes(kind):
         check(files, entries_of(model)[1:])
 
 
-def test_weights_travel_in_what_the_model_can_hold_and_tied_ones_once():
+def test_weights_of_a_narrower_type_are_accepted_and_tied_ones_stored_once():
     loaded = load_model("tiny")
     check(loaded.files, entries_of(loaded.model, dtype="BF16"), "float32")
     check(loaded.files, entries_of(loaded.model, dtype="BF16"), "bfloat16")
-    with pytest.raises(ModelError, match=r"weights are never rounded on the way"):
+    with pytest.raises(ModelError, match=r"weights are never rounded when they are loaded"):
         check(loaded.files, entries_of(loaded.model), "bfloat16")
     config = {**json.loads((TINY / "config.json").read_text()), "tie_word_embeddings": True}
     files = {"config.json": json.dumps(config).encode()}
@@ -329,7 +327,7 @@ def trained(model, seed: int = 1):
     return model
 
 
-def test_at_first_the_model_computes_what_it_did_and_only_adapters_get_a_gradient():
+def test_new_adapters_change_no_result_and_only_they_get_gradients():
     model = with_adapters()
     assert torch.equal(model(IDS).logits, build_tiny(0)(IDS).logits)
     model(IDS).logits.sum().backward()
@@ -378,7 +376,7 @@ def test_an_unusable_file_is_refused(data: bytes):
 
 
 @pytest.mark.parametrize("target", ["lm_head", "query", "embed_tokens"])
-def test_a_layer_that_cannot_have_one_is_named_with_those_that_can(target: str):
+def test_unknown_adapter_target_is_refused_with_the_known_ones(target: str):
     with pytest.raises(ModelError, match=rf"'{target}'.*q_proj"):
         add_adapters(build_tiny(0), AdapterShape(4, 8.0, (target,)))
 

@@ -1,14 +1,12 @@
 """Log-probabilities and the gradient of the head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kit.tiny import build_tiny
 from shoal.models import logprobs
 from shoal.models.logprobs import Head, hidden_states, token_logprobs
-from shoal.models.tiny import build_tiny
 
 
 def test_a_bfloat16_model_has_a_float32_head():

@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch.utils._pytree import tree_map
 
+from kit.tiny import build_tiny
 from shoal.errors import ModelError
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import ATTENTION, Packed, compile_layers, decoder_layers, packed_states, supports_packing
-from shoal.models.tiny import build_tiny
 
 LENGTHS = (5, 1, 12, 3, 30, 7)
 
@@ -104,7 +104,7 @@ def test_filling_up_is_a_sequence_of_its_own(model):
     torch.testing.assert_close(packed_states(model, filled)[:58], packed_states(model, packed), rtol=1e-5, atol=1e-5)
 
 
-def test_which_models_are_packed_also_if_their_arguments_are_copied_on_their_way_to_a_layer(model):
+def test_models_with_full_attention_are_packed_even_if_layer_arguments_are_copied(model):
     """As FSDP does it, layer by layer."""
     for layer in decoder_layers(model):
         layer.register_forward_pre_hook(lambda _layer, *given: tree_map(lambda leaf: leaf, given), with_kwargs=True)
@@ -136,7 +136,7 @@ def test_which_models_are_not(kind, caplog):
 def test_one_long_sequence_does_not_widen_many_short_ones():
     largest = 0
 
-    class Watch(torch.overrides.TorchFunctionMode):
+    class GuardMonitor(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             nonlocal largest
             result = function(*args, **(kwargs or {}))
@@ -146,7 +146,7 @@ def test_one_long_sequence_does_not_widen_many_short_ones():
 
     model = build_tiny(0, max_position_embeddings=512)
     lengths = (200, *[2] * 150)
-    with torch.no_grad(), Watch():
+    with torch.no_grad(), GuardMonitor():
         packed_states(model, Packed.of(sequences(lengths)))
     assert 0 < largest <= 2 * sum(lengths) * 192  # neither [S, longest] nor [T, T]: 500 tokens of the widest layer
 

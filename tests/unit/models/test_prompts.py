@@ -1,7 +1,5 @@
 """Prompts by chat template: the tokens that the template means, and no others, whatever the messages say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shoal.errors import ModelError
 from shoal.models import PromptEncoder, TextTokenizer, model_folder, read_files
-from shoal.models.prompts import special_words, template_source
+from shoal.models.prompts import special_token_texts, template_source
 
 SPECIAL = ("<|end|>", "<|user|>", "<|bot|>", "<|sys|>", "<s>", "<s>x")
 CHAT = (
@@ -102,7 +100,7 @@ def test_no_message_adds_control_tokens(system: str, prompt: str) -> None:
         PromptEncoder(model()).encode(f"{prompt}\U0010fff00\U0010fff1{system}")
 
 
-def test_what_a_template_may_use() -> None:
+def test_functions_available_to_templates() -> None:
     template = (
         "{{ strftime_now('%Y-%m-%d') }}|{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
         "{{ m | tojson }}{% break %}{% endfor %}{{ tools is none }}"
@@ -132,7 +130,7 @@ def test_where_templates_come_from() -> None:
     assert template_source(model(None, chat_template="in the configuration")) == "in the configuration"
     assert template_source(model(None, chat_template=listed)) == "yes"
     assert template_source(model("a file", chat_template="in the configuration")) == "a file"
-    assert special_words(model()) == {"bos_token": "<s>", "eos_token": "<|end|>"}
+    assert special_token_texts(model()) == {"bos_token": "<s>", "eos_token": "<|end|>"}
 
 
 def test_chat_without_a_template_is_refused_and_can_be_switched_off() -> None:
@@ -142,7 +140,7 @@ def test_chat_without_a_template_is_refused_and_can_be_switched_off() -> None:
     assert PromptEncoder(model(), chat=True).uses_template
 
 
-def test_thinking_that_the_template_begins_by_itself_is_not_begun_twice() -> None:
+def test_thinking_prefix_of_the_template_is_not_repeated() -> None:
     begun = CHAT.replace("<|bot|>{% endif %}", "<|bot|><think>\n{% endif %}")
     by_itself = PromptEncoder(model(begun), thinking="<think>\n")
     asked = PromptEncoder(model(), thinking="<think>\n")
@@ -150,12 +148,12 @@ def test_thinking_that_the_template_begins_by_itself_is_not_begun_twice() -> Non
     assert asked.encode("x").count(IDS["<think>"]) == 1
 
 
-def test_the_frame_of_a_tool_s_words_is_what_the_template_would_have_written() -> None:
+def test_tokens_around_a_tools_answer_equal_the_templates() -> None:
     before, after = PromptEncoder(model(), thinking="<think>").frame()
     assert before == (IDS["<|user|>"],)  # the end of the model's turn is the token that it drew itself
     assert after == (IDS["<|end|>"], IDS["<|bot|>"], IDS["<think>"])
     assert PromptEncoder(model(None)).frame() == (spelt("\n"), spelt("\n"))
-    with pytest.raises(ModelError, match="cannot hold a dialogue"):
+    with pytest.raises(ModelError, match="cannot be used for dialogues"):
         PromptEncoder(model("{{ messages[-1].content }}")).frame()
     encoder = PromptEncoder(model())
     before, after = encoder.frame()

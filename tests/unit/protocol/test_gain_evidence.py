@@ -1,7 +1,5 @@
 """The evidence that tolerance buys reward: hand-computed wealth, honest nodes, steered ones, sleepers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -76,7 +74,7 @@ def test_no_honest_node_of_ten_thousand_is_struck(share: float) -> None:
     assert (most >= 1_000).mean() <= 1 / 1_000  # Ville's inequality, at a level where it can be seen
 
 
-def test_who_chooses_the_best_of_several_branches_is_found_after_70_unequal_pairs() -> None:
+def test_best_of_several_branches_is_found_after_70_unequal_pairs() -> None:
     assert (wealth(0.9, 2_000, 70) >= ENOUGH).mean() >= 0.94
 
 
@@ -84,7 +82,7 @@ def test_a_sleeper_is_found_although_it_was_honest_for_long() -> None:
     assert (wealth(0.9, 1_000, 1_000 + 140, honest_first=1_000) >= ENOUGH).mean() >= 0.95
 
 
-def test_what_a_node_was_struck_for_is_taken_out_of_the_evidence_of_others() -> None:
+def test_struck_gain_is_removed_from_the_evidence_of_others() -> None:
     both = GainEvidence().after([1.0] * 30)
     assert both.value > ENOUGH
     assert both.without(ENOUGH).value == pytest.approx(1 / 31 + (both.value - 1 / 31) / ENOUGH)

@@ -1,7 +1,5 @@
 """Keys: files, signatures, weak points, and sealed ones."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -159,7 +157,7 @@ def test_nothing_of_it_can_be_exchanged(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "not json", SEALED[:-9], SEALED + " x", "{" * 100_000])
-def test_what_is_no_sealed_key_is_said_to_be_none(text: str) -> None:
+def test_text_that_is_not_a_sealed_key_is_refused(text: str) -> None:
     with pytest.raises(KeyFileError, match="shoal key export"):
         unseal(text, WORDS)
 
@@ -182,7 +180,7 @@ def test_a_short_passphrase_is_refused() -> None:
         seal(KEY, "1234567")
 
 
-def test_a_key_is_written_where_there_is_none_and_never_over_another(tmp_path: Path) -> None:
+def test_key_is_stored_only_where_no_key_is(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "node.key"
     store_key(path, KEY)
     assert path.stat().st_mode & 0o777 == 0o600

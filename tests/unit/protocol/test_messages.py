@@ -1,7 +1,5 @@
 """Messages: round trips, versions, bounds; the codec of bulk bodies refuses before it allocates."""
 
-from __future__ import annotations
-
 import inspect
 import struct
 
@@ -158,7 +156,7 @@ def refused(data: bytes, limits: BodyLimits = LIMITS) -> str:
 
 
 @given(submissions)
-def test_what_is_packed_unpacks_to_the_same(submission: Submission) -> None:
+def test_packed_body_unpacks_to_the_same(submission: Submission) -> None:
     assert unpack(pack(submission), Submission, LIMITS) == submission
 
 

@@ -1,7 +1,5 @@
 """Nothing signed can be changed, taken for something else, replayed elsewhere, or outlive a trusted key."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar
 
@@ -109,7 +107,7 @@ def test_only_trusted_keys_count() -> None:
         open_document(claimed, Lease, OTHER.public_key)
 
 
-def test_what_json_cannot_carry_is_a_protocol_error() -> None:
+def test_values_outside_json_are_protocol_errors() -> None:
     signed = sign_document(LEASE, KEY)
     for value in (float("nan"), float("inf"), "\ud800"):
         with pytest.raises(ProtocolError, match="JSON cannot carry"):

@@ -1,7 +1,5 @@
 """A sequence classifier as a judge: real small models, made on the spot and really run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,11 @@ from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.rewards.classifier import Classifier
-from shoal.rewards.panel import Piece
+from shoal.rewards.panel import JudgedText
 
 WORDS = ["<pad>", "<unk>", "</s>", "ask", "good", "bad", "long", "user", "assistant", ":"]
-PIECES = [Piece("ask", "good"), Piece("ask", "bad bad"), Piece("ask", "long " * 9), Piece("ask ask", "good bad")]
+ASKED = [("ask", "good"), ("ask", "bad bad"), ("ask", "long " * 9), ("ask ask", "good bad")]
+PIECES = [JudgedText(*pair) for pair in ASKED]
 
 
 def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
@@ -62,7 +61,7 @@ def test_one_label_is_the_models_own_number_in_any_batches_and_order(tmp_path: P
     assert Classifier(tmp_path, "cpu").values([]) == []
 
 
-def test_several_labels_are_the_probability_of_the_last_or_of_the_one_called_positive(tmp_path: Path) -> None:
+def test_several_labels_give_the_probability_of_positive_or_of_the_last(tmp_path: Path) -> None:
     model = bert(tmp_path / "last", num_labels=3)
     bert(tmp_path / "named", num_labels=3, id2label={0: "Positive", 1: "b", 2: "c"})
     with torch.inference_mode():
@@ -88,7 +87,7 @@ def test_a_decoder_without_a_padding_token_is_read_at_the_end_of_each_text(tmp_p
 def test_a_conversation_is_put_into_the_models_own_template(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
     model = bert(tmp_path, template, num_labels=1)
-    piece = Piece("ask", "good", history=(("user", "long"), ("assistant", "bad")))
+    piece = JudgedText("ask", "good", history=(("user", "long"), ("assistant", "bad")))
     with torch.inference_mode():
         text = "user : long assistant : bad user : ask assistant : good"
         wanted = model(ids(text)).logits[0, 0].item()
@@ -124,7 +123,7 @@ def test_a_completion_cannot_speak_as_somebody_else(tmp_path: Path, template: st
     judge = Classifier(tmp_path, "cpu")
     judge.prepare()
     controls = [words.convert_tokens_to_ids(each) for each in ("<|im_start|>", "<|im_end|>")]
-    harmless, harmful = (judge._ids(Piece("ask", said)) for said in ("fine", text))
+    harmless, harmful = (judge._ids(JudgedText("ask", said)) for said in ("fine", text))
     count = 2 if template else 0
     assert [[found.count(each) for each in controls] for found in (harmless, harmful)] == [[count, count]] * 2
     assert "good" not in text or words.decode(harmful).replace(" ", "").endswith(
@@ -132,18 +131,16 @@ def test_a_completion_cannot_speak_as_somebody_else(tmp_path: Path, template: st
     )
 
 
-def test_what_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
+def test_long_text_loses_its_beginning(tmp_path: Path) -> None:
     bert(tmp_path, num_labels=1)
     long = "bad " * 40 + "good " * 31
-    found, same = Classifier(tmp_path, "cpu").values([Piece("ask", long), Piece("bad", "good " * 31)])
+    found, same = Classifier(tmp_path, "cpu").values([JudgedText("ask", long), JudgedText("bad", "good " * 31)])
     assert found == same
-    assert isinstance(Classifier(tmp_path, "cpu").values([Piece("", "")])[0], float)
+    assert isinstance(Classifier(tmp_path, "cpu").values([JudgedText("", "")])[0], float)
 
 
 @pytest.mark.parametrize("what", ["nothing there", "no weights", "pickled weights", "damaged weights", "fails"])
-def test_a_model_that_does_not_load_or_fails_is_unscored(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_load_or_fails_is_unscored(tmp_path, what, monkeypatch):
     if what != "nothing there":
         model = bert(tmp_path, num_labels=1)
     if what.endswith("weights"):

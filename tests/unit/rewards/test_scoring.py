@@ -21,11 +21,10 @@ from kit.sandbox import needs_bubblewrap
 from shoal.environments import EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
-from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, ScoringPool
+from shoal.rewards import DirectScorer, Job, NotStarted, Scorer, ScoringPatience, ScoringPool
 from shoal.rewards.child import _answer
 from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Work, frame_of, read_message
-from shoal.rewards.pool import Ground, ScoringProcess, _Round
-from shoal.rewards.protocol import process_count, settled
+from shoal.rewards.pool import PoolContext, ScoringProcess, ScoringRound, process_count, score_all
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -53,7 +52,7 @@ def limited(said: str) -> Score:
     return Score(0.0, {"limit": 1.0}, f"scoring it {said}")
 
 
-def test_it_scores_as_the_environment_does_in_order_and_equal_jobs_alike() -> None:
+def test_pool_scores_like_the_environment_in_order() -> None:
     settings = EnvironmentSettings(name="sort")
     environment = build(settings)
     said = [(task, text) for task in environment.tasks("train")[:40] for text in (task.answer, "nonsense", task.answer)]
@@ -89,7 +88,7 @@ def test_exceeded_limit_scores_0_and_a_failure_of_the_machinery_is_unscored(
     assert first == limited(said) if blamed else isinstance(first, ScoringFailure) and said in str(first)
 
 
-def test_a_job_that_waits_without_end_is_unscored_for_a_busy_machine_looks_the_same(tmp_path: Path) -> None:
+def test_job_that_never_ends_without_computing_is_unscored(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         failure = one(pool, "sleep")
         assert type(failure) is ScoringFailure, "and not one that was not begun"
@@ -98,7 +97,7 @@ def test_a_job_that_waits_without_end_is_unscored_for_a_busy_machine_looks_the_s
 
 @pytest.mark.slow
 @needs_bubblewrap
-def test_a_right_program_that_its_task_allows_more_time_than_the_pool_gets_it(tmp_path: Path) -> None:
+def test_program_gets_the_time_of_its_task_even_beyond_the_pools(tmp_path: Path) -> None:
     tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "2", "output": "5"}]})
     rows = [{"prompt": f"p{n}", "verification_info": tests, "task_type": "prime_rl_code"} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -127,7 +126,7 @@ def test_trouble_that_passes_costs_no_score(pool: ScoringPool, tmp_path: Path, t
     assert (tmp_path / "mark").exists()
 
 
-def test_trouble_in_the_middle_of_many_jobs_costs_only_those_who_make_it(pool: ScoringPool) -> None:
+def test_failing_jobs_do_not_affect_other_jobs(pool: ScoringPool) -> None:
     jobs = [Job("plain", f"fine {n}") for n in range(800)]
     for place, trouble in ((100, "spin in C"), (101, "raise"), (250, "killed"), (251, "gigabytes")):
         jobs[place] = Job("plain", trouble)
@@ -142,7 +141,7 @@ def test_trouble_in_the_middle_of_many_jobs_costs_only_those_who_make_it(pool: S
 class Timed(ScoringProcess):
     """Takes so many milliseconds for each job."""
 
-    def __init__(self, ground: Ground, clock: ManualClock, takes_ms: int) -> None:
+    def __init__(self, ground: PoolContext, clock: ManualClock, takes_ms: int) -> None:
         super().__init__(ground)
         self._clock, self._takes_ms, self.sizes = clock, takes_ms, list[int]()
 
@@ -166,11 +165,11 @@ def test_jobs_in_a_message_grow_with_the_speed_and_end_with_the_time(
     takes_ms: int, all_s: float, sizes: list[int], scored: int
 ) -> None:
     clock = ManualClock()
-    ground = Ground(EnvironmentSettings(), LIMITS, "", ScoringPatience(all_s=all_s), StopToken(), clock)
+    ground = PoolContext(EnvironmentSettings(), LIMITS, "", ScoringPatience(all_s=all_s), StopToken(), clock)
     process, jobs = Timed(ground, clock, takes_ms), [Job("plain", str(n)) for n in range(800)]
-    found = list(_Round(ground, jobs).run([process]).values())
+    found = list(ScoringRound(ground, jobs).run([process]).values())
     assert process.sizes[:7] == sizes
-    assert (found.count(JobAnswer(1.0)), sum(isinstance(each, NotBegun) for each in found)) == (scored, 800 - scored)
+    assert (found.count(JobAnswer(1.0)), sum(isinstance(each, NotStarted) for each in found)) == (scored, 800 - scored)
 
 
 @pytest.mark.parametrize("trouble", ["print", "threads", "fork", "\ud800 half a pair"])
@@ -187,7 +186,7 @@ def test_a_forked_copy_answers_nothing_wherever_it_could(pool: ScoringPool, tmp_
 
 
 @pytest.mark.slow
-def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_started_by_a_job_end_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         assert isinstance(one(pool, str(note), "leaves"), ScoringFailure)
@@ -217,18 +216,18 @@ def test_all_together_have_a_deadline(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
         one(pool, "fine")
         begun, left = pool.scores([Job("plain", "sleep"), Job("plain", "sleep:2")])
-    assert (type(begun), type(left)) == (ScoringFailure, NotBegun)
+    assert (type(begun), type(left)) == (ScoringFailure, NotStarted)
     assert "longer than 0.2 s in all: this was not begun" in str(left)
 
 
-def test_what_was_not_begun_is_asked_again_until_all_is_settled() -> None:
+def test_jobs_not_started_are_asked_again_until_all_are_scored() -> None:
     asked = []
 
     def one_at_a_time(given: Sequence[Job]) -> list[Score | ScoringFailure]:
         asked.append(len(given))
-        return [Score(float(given[0].completion)), *([NotBegun("no time")] * (len(given) - 1))]
+        return [Score(float(given[0].completion)), *([NotStarted("no time")] * (len(given) - 1))]
 
-    assert settled(one_at_a_time, [Job("plain", str(n)) for n in range(3)]) == [Score(0.0), Score(1.0), Score(2.0)]
+    assert score_all(one_at_a_time, [Job("plain", str(n)) for n in range(3)]) == [Score(0.0), Score(1.0), Score(2.0)]
     assert asked == [3, 2, 1]
 
 
@@ -332,7 +331,7 @@ def score(prompt, completion, answer):
 
 
 @pytest.mark.parametrize("stopped", [slow("before it asks"), slow("while it waits"), "with its child"])
-def test_a_process_that_was_stopped_for_longer_than_its_child_has_loses_nothing(tmp_path: Path, stopped: str) -> None:
+def test_stopped_parent_does_not_count_against_its_child(tmp_path: Path, stopped: str) -> None:
     (tmp_path / "reward.py").write_text(SLOW_TO_START)
     with parent_of(tmp_path, 1.0, "fine") as (parent, child):
         until((tmp_path / "started").exists)
@@ -435,7 +434,7 @@ class Strict:
         return Score(1 / 0) if "zero" in completion else Score(1, {"whole": 1}, "fine")
 
 
-def test_a_job_is_a_score_a_failure_or_too_much_and_says_first_what_its_task_allows() -> None:
+def test_job_answers_are_score_failure_or_memory_after_the_allowed_time() -> None:
     source, sink = os.pipe()
     answers = [_answer(Strict(), "t", said, 10.0, sink) for said in ("x", "elephant", "zero")]
     assert answers[:2] == [JobAnswer(1.0, {"whole": 1.0}, b"fine"), JobAnswer(needs_memory=True)]
@@ -471,7 +470,7 @@ def test_a_channel_gives_up_on_what_is_no_message(pipes: tuple[int, int, int, in
         Channel(source, sink, StopToken()).receive(5)
 
 
-def test_a_channel_does_not_wait_for_ever_nor_sends_what_is_too_large(
+def test_channel_waits_are_bounded_and_large_messages_are_refused(
     pipes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = Channel(pipes[0], pipes[3], StopToken())

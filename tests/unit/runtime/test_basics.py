@@ -1,7 +1,5 @@
 """Clocks, back-off, stopping."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -96,7 +94,7 @@ def test_it_never_goes_back_and_measures_time_within_a_tenth(moves: list[tuple[s
         assert steady.now_ms() >= before_ms
 
 
-def test_it_goes_on_from_what_an_earlier_process_wrote_down() -> None:
+def test_clock_continues_from_an_earlier_process() -> None:
     wall = ManualClock()
     written_ms = wall.now_ms() + 60_000
     steady = SteadyClock(wall, not_before_ms=written_ms)
@@ -140,7 +138,7 @@ def interrupted(flag: Flag, moment: int) -> int:
     return seen
 
 
-def test_a_flag_can_be_set_by_whoever_interrupts_its_waiter() -> None:
+def test_flag_is_set_by_a_signal_handler_in_its_waiter() -> None:
     """`threading.Event` cannot: `set` would wait for the lock that the interrupted `wait` holds."""
     moments = interrupted(Flag(), 0)
     flags = [Flag() for _ in range(moments)]

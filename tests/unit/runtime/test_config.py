@@ -1,7 +1,5 @@
 """Recipes: what loads, what is refused and in which words, and that a dumped model loads to itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path
@@ -29,7 +27,7 @@ class Trainer(Section):
     resume: Path | None = None
 
     @model_validator(mode="after")
-    def _no_compiled_cispo(self) -> Trainer:
+    def _no_compiled_cispo(self) -> "Trainer":
         if self.compile and self.loss == "cispo":
             raise ValueError("cispo cannot be compiled; set compile = false")
         return self
@@ -168,7 +166,7 @@ anything = st.builds(
 
 
 @given(st.builds(Nested, top=st.integers(0, 9), one=anything, two=anything))
-def test_what_is_dumped_loads_to_the_same_model(model: Nested) -> None:
+def test_dumped_config_loads_to_the_same_model(model: Nested) -> None:
     assert parse_config(dump_config(model), Nested, "dump") == model
 
 

@@ -1,7 +1,5 @@
 """Crash points: named and placed one for one, deadly when asked for, nothing otherwise."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal
@@ -84,7 +82,7 @@ def test_a_point_that_has_struck_leaves_a_file_and_is_over_for_everybody(tmp_pat
         (f"{OTHER},{ONE}:two", "a number from 1, not 'two'"),
     ],
 )
-def test_what_names_no_point_is_refused(asked: str, sentence: str) -> None:
+def test_unknown_crash_points_are_refused(asked: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         crash.arm({crash.CRASH_AT: asked})
 

@@ -88,7 +88,7 @@ logging.getLogger("shoal.hub").warning("a sentence")
         (RuntimeError("the header is too long"), ResourceError, "the header is too long"),
     ],
 )
-def test_whoever_says_it_the_sentence_is_the_same(error: Exception, kind: type[ResourceError], hint: str) -> None:
+def test_full_disk_has_one_message_for_every_library(error: Exception, kind: type[ResourceError], hint: str) -> None:
     said = resource_error("write", Path("/data/x"), error)
     assert type(said) is kind
     assert str(said).startswith(f"cannot write /data/x: {hint}")
@@ -103,7 +103,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", WRITES)
-def test_what_was_there_stays(tmp_path: Path, request: pytest.FixtureRequest, what: str) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, request: pytest.FixtureRequest, what: str) -> None:
     if in_own_namespace(request):
         return
     with small_disk(tmp_path / "disk", "64k") as disk:
@@ -187,14 +187,14 @@ def test_a_rewind_keeps_what_a_row_says_of_its_version_until_the_row_is_written_
     assert again.rows() == []
 
 
-def test_what_is_no_number_is_never_written(tmp_path: Path) -> None:
+def test_nan_is_never_written(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="not JSON compliant"):
         log.append(0, {"loss": float("nan")})
     assert log.rows() == []
 
 
-def test_what_becomes_known_later_is_added_to_its_row(tmp_path: Path) -> None:
+def test_amend_adds_to_the_row_of_its_step(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     for step in range(3):
         log.append(step, {"loss": float(step)})
@@ -214,7 +214,7 @@ def test_a_row_that_a_rewind_left_in_part_can_be_added_to(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", ["null", '"fast"', "NaN", "-Infinity", "true", "[1]", '{"a": 1}', "1" + "0" * 400])
-def test_what_somebody_put_there_that_is_no_number_is_left_out(tmp_path: Path, value: str) -> None:
+def test_values_that_are_not_numbers_are_skipped(tmp_path: Path, value: str) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.path.write_text(f'{{"step": 0, "loss": 0.5, "rate_factor": {value}}}\n{{"step": {value}, "loss": 0.25}}\n')
     assert log.rows() == [{"step": 0, "loss": 0.5}]

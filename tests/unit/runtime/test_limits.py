@@ -1,7 +1,5 @@
 """What a process may take of its machine; settings derived from sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ def test_size_is_bytes(text, size):
 @pytest.mark.parametrize(
     "text", ["", "much", "-1GB", "0", "0GB", "8GBit/s", "8 apples", "50", "1e9", "nan", "iB", f"{10**400}GB"]
 )
-def test_what_is_no_size_is_refused_with_an_example(text):
+def test_bad_size_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--max-disk '.*' is no amount of bytes: write for example 500MB, 8GB"):
         parse_size(text, "--max-disk")
 
@@ -44,7 +42,7 @@ def test_rate_is_bytes_per_second(text, rate):
 @pytest.mark.parametrize(
     ("text", "said"), [("fast", "is no bandwidth"), ("20", "is no bandwidth"), ("9kbit/s", "too little")]
 )
-def test_what_is_no_rate_is_refused_with_an_example(text, said):
+def test_bad_rate_is_refused_with_an_example(text, said):
     with pytest.raises(ConfigError, match=f"--max-bandwidth '{text}' .*{said}.*(20Mbit/s|64kbit/s)"):
         parse_rate(text, "--max-bandwidth")
 
@@ -116,7 +114,7 @@ def test_with_short_completions_a_lease_covers_applying_a_version() -> None:
     assert derive(short).max_audits == 12  # 4,096 tokens take 1.64 s, and 20 s are for one claim
 
 
-def test_what_is_set_wins_and_the_rest_is_derived() -> None:
+def test_given_settings_win_and_others_are_derived() -> None:
     chosen = settle(HubSettings(lease_s=5, audit_s=7), LARGE)
     assert (chosen.lease_s, chosen.audit_s, chosen.lease_hard_s) == (5, 7, 7950.0)
     assert settle(TrainerSettings(checkpoint_every=1), LARGE).checkpoint_every == 1

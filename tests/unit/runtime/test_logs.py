@@ -1,7 +1,5 @@
 """Logs, and others' words made fit for a terminal."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess
@@ -90,7 +88,7 @@ NASTY = {
 
 
 @given(st.text())
-def test_what_is_visible_stays_and_json_keeps_its_meaning(text: str) -> None:
+def test_visible_text_stays_and_json_keeps_its_meaning(text: str) -> None:
     assert visible(text).isprintable()
     kept = [letter for letter in text if letter.isprintable()]
     assert [letter for letter in visible(text) if letter in kept] == kept or "⏎" in visible(text)

@@ -1,7 +1,5 @@
 """The supervisor over real processes: tiny `python -c` children, signals, and a supervisor killed with -9."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,7 +13,7 @@ import pytest
 from kit import eventually
 from shoal.errors import ResourceError
 from shoal.runtime.clock import Backoff
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, RestartPolicy, Supervisor, last_line
 
 DEADLINE_S = 20.0
@@ -101,9 +99,7 @@ def test_a_crash_loop_of_an_essential_process_ends_the_run_with_a_sentence(bench
     assert bench.log("hub").count("fire") == 3
 
 
-def test_a_crash_loop_of_another_process_is_given_up_and_the_run_goes_on(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_crash_loop_of_an_optional_process_does_not_end_the_run(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     worker = bench.spec("worker", "import sys; print('no luck'); sys.exit(1)", essential=False)
     supervisor = bench.make(worker, bench.spec("trainer", SLEEP, when_done="end"))
     poll_until(supervisor, lambda: "giving up: worker" in caplog.text, "giving up")
@@ -134,7 +130,7 @@ def test_a_mistake_of_the_user_is_not_retried(bench: Bench, code: int) -> None:
 SHUT_OUT = "import sys; print('shoal: this node is banned: sampling.seed', file=sys.stderr); sys.exit(6)"
 
 
-def test_one_that_the_hub_has_shut_out_rests_and_the_run_goes_on(bench: Bench) -> None:
+def test_excluded_process_rests_and_the_run_continues(bench: Bench) -> None:
     cheater = bench.spec("worker", SHUT_OUT, essential=False, when_done="rest")
     supervisor = bench.make(cheater, bench.spec("trainer", SLEEP, when_done="end"))
     poll_until(supervisor, lambda: view(supervisor, "worker").state == "resting", "the worker to rest")
@@ -173,7 +169,7 @@ def test_the_run_ends_with_the_trainer_and_takes_the_others_along(bench: Bench) 
 
 @pytest.mark.parametrize("when_done", ["end", "rest"])
 def test_one_that_somebody_told_to_stop_is_not_done_and_comes_back(bench: Bench, when_done: str) -> None:
-    code = f"import sys\nsys.exit({TOLD_TO_STOP_CODE})"
+    code = f"import sys\nsys.exit({STOPPED_CODE})"
     supervisor = bench.make(bench.spec("trainer", code, when_done=when_done))
     poll_until(supervisor, lambda: view(supervisor, "trainer").restarts == 1, "a second life")
     assert "was told to stop by somebody" in view(supervisor, "trainer").why
@@ -266,7 +262,7 @@ def test_a_command_that_does_not_exist_is_one_sentence(bench: Bench) -> None:
 ORPHANAGE = """
 import sys
 from pathlib import Path
-from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
+from shoal.runtime.stop import STOPPED_CODE, StopToken
 from shoal.runtime.supervise import ProcessSpec, Supervisor
 folder = Path(sys.argv[1])
 child = (

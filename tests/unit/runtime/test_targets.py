@@ -1,7 +1,5 @@
 """Which addresses a hub may name, by where it is itself; and that what was checked is what is connected to."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from contextlib import closing
@@ -63,7 +61,7 @@ MAY_NAME = {
 
 
 @pytest.mark.parametrize("hub", MAY_NAME)
-def test_what_a_hub_may_name(hub: Nearness) -> None:
+def test_reach_by_nearness_of_the_hub(hub: Nearness) -> None:
     assert {target for target in Nearness if Reach(hub).allows(target)} == MAY_NAME[hub]
 
 
@@ -80,7 +78,7 @@ def test_numbers_are_checked_behind_a_proxy_too(host: str) -> None:
     targets.check_behind_proxy("relay.example", 80, Reach(Nearness.PUBLIC))  # a name is the proxy's to look up
 
 
-def test_what_the_user_named_is_not_checked() -> None:
+def test_targets_given_by_the_user_are_not_checked() -> None:
     reach = Reach(Nearness.PUBLIC, frozenset({("127.0.0.1", 80)}))
     assert addresses("127.0.0.1", 80, reach) == ["127.0.0.1"]
     with pytest.raises(TargetRefused):

@@ -2,8 +2,6 @@
 inverse-CDF sampling makes of them; and the check of a seed names each way of cheating.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise
@@ -89,7 +87,7 @@ def test_a_position_does_not_depend_on_where_reading_starts(seed, start, count):
 
 
 @pytest.mark.parametrize(("seed", "start", "count"), [(-1, 0, 1), (2**64, 0, 1), (0, -1, 1), (0, 0, -1)])
-def test_what_is_no_seed_or_position_is_refused(seed, start, count):
+def test_invalid_seeds_and_positions_are_refused(seed, start, count):
     with pytest.raises(ValueError, match=r"seed|position"):
         uniforms(seed, start, count)
 
@@ -219,7 +217,7 @@ def test_temperature_by_row_in_either_shape():
             torch.testing.assert_close(column, torch.cat(parts), rtol=1e-12, atol=0)
 
 
-def test_logits_that_are_no_numbers_give_no_interval_and_no_crash():
+def test_nan_logits_give_no_interval_and_no_crash():
     logits = torch.zeros(2, 8)
     logits[0, 3] = torch.nan
     found = sampler.token_statistics(logits, torch.tensor([1, 1]), 1.0)
@@ -264,7 +262,7 @@ def test_an_honest_sequence_passes_without_any_tolerance_used(seed):
 
 
 @given(st.integers(0, 10_000))
-def test_rounding_noise_on_the_validators_side_passes_and_another_seed_is_beyond(seed):
+def test_rounding_noise_passes_and_another_seed_is_beyond(seed):
     logits, u, tokens = drawn(seed)
     noise = np.random.default_rng(seed + 1).normal(0, 1e-6, logits.shape).astype(np.float32)
     assert checked(logits + noise, u, tokens).passed
@@ -291,7 +289,7 @@ def test_an_improbable_token_next_to_u_is_implausible():
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_what_is_no_number_never_passes(broken):
+def test_nan_never_passes(broken):
     result = check_seeded(np.array([0.5]), np.array([broken]), np.array([broken]), np.array([-1.0]))
     assert result.reason == "beyond"
     nan_probability = check_seeded(np.array([0.5]), np.array([0.2]), np.array([0.5]), np.array([np.nan]))

@@ -1,6 +1,4 @@
-"""A broadcast without sockets or threads: plans and sources in simulated time, for tests of what a plan decides."""
-
-from __future__ import annotations
+"""A broadcast without sockets or threads: sources in simulated time, for tests of what the scheduler decides."""
 
 import random
 from collections import Counter
@@ -8,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
-from shoal.shardcast.plan import Flight, Kind, Plan, Question, SourceScores
+from shoal.shardcast.scheduler import Attempt, Kind, MapRequest, Scheduler, SourceScores
 
 STEP_S = 0.02
 SIZE = 1000
@@ -43,7 +41,7 @@ class Source:
     silent: bool = False  # about its map only
     claims: set[str] = field(default_factory=set)
     announces: set[str] = field(default_factory=set)
-    sending: list[Flight] = field(default_factory=list)
+    sending: list[Attempt] = field(default_factory=list)
     asked: Counter[str] = field(default_factory=Counter)
     sent_bytes: float = 0.0
 
@@ -55,88 +53,88 @@ class Source:
 
 
 class Node:
-    """A client or relay: one plan, and as many slots for flights as it has connections."""
+    """A client or relay: one scheduler, and as many slots for attempts as it has connections."""
 
-    def __init__(self, world: World, seed: int = 0, connections: int = 4, **sources: Sequence[str]) -> None:
+    def __init__(self, world: "World", seed: int = 0, connections: int = 4, **sources: Sequence[str]) -> None:
         self.world = world
         named = [sources.get(kind, ()) for kind in ("upstreams", "peers", "last_resort")]
         self.scores = SourceScores(*named, world.clock)
-        self.plan = Plan(self.scores, connections, random.Random(seed))
-        self.flights: list[Flight] = []
+        self.scheduler = Scheduler(self.scores, connections, random.Random(seed))
+        self.attempts: list[Attempt] = []
         self.kept: set[str] = set()
         self.connections = connections
         self.manifest: PolicyManifest | None = None
-        self.questions: dict[str, tuple[Question, float]] = {}
+        self.requests: dict[str, tuple[MapRequest, float]] = {}
         world.nodes.append(self)
 
     def want(self, manifest: PolicyManifest) -> None:
         self.manifest = manifest
-        self.plan.want(manifest, manifest.chunks, self.world.now_s)
+        self.scheduler.want(manifest, manifest.chunks, self.world.now_s)
 
     def step(self) -> None:
         self._ask_for_maps()
-        for flight in list(self.flights):
-            if not flight.source or flight.lost or self._left(flight):
-                self._end(flight, False)
-        while len(self.flights) < self.connections:
-            flight = self.plan.take(self.world.now_s)
-            if flight is None:
+        for attempt in list(self.attempts):
+            if not attempt.source or attempt.cancelled or self._left(attempt):
+                self._end(attempt, False)
+        while len(self.attempts) < self.connections:
+            attempt = self.scheduler.next_attempt(self.world.now_s)
+            if attempt is None:
                 break
-            self.flights.append(flight)
-            if flight.source:
-                self._start(flight)
+            self.attempts.append(attempt)
+            if attempt.source:
+                self._start(attempt)
 
-    def arrived(self, flight: Flight) -> None:
-        source = self.world.sources[flight.source]
-        self.plan.delivered(flight, self.world.now_s)
+    def arrived(self, attempt: Attempt) -> None:
+        source = self.world.sources[attempt.source]
+        self.scheduler.delivered(attempt, self.world.now_s)
         if source.corrupt:
-            self.scores.drop(flight.source, f"{flight.source} sent bytes that are not the chunk")
-            self._end(flight, False)
+            self.scores.drop(attempt.source, f"{attempt.source} sent bytes that are not the chunk")
+            self._end(attempt, False)
             return
-        self.scores.succeeded(flight.source, SIZE, self.world.now_s - flight.started_s)
-        self.kept.add(flight.chunk.hash)
-        self._end(flight, True)
+        self.scores.succeeded(attempt.source, SIZE, self.world.now_s - attempt.started_s)
+        self.kept.add(attempt.chunk.hash)
+        self._end(attempt, True)
 
     def _ask_for_maps(self) -> None:
-        """A question that is held is answered when the map has grown or the time is over."""
+        """A request that is held is answered when the map has grown or the time is over."""
         for source, kind in self.scores.kinds().items():
-            if source not in self.questions:
-                asked = self.plan.question(source)
+            if source not in self.requests:
+                asked = self.scheduler.next_map_request(source)
                 if asked is not None and kind is not Kind.LAST_RESORT:
-                    self.questions[source] = (asked, self.world.now_s)
-            if source in self.questions and self.manifest is not None and not self.world.sources[source].silent:
-                question, asked_s = self.questions[source]
+                    self.requests[source] = (asked, self.world.now_s)
+            if source in self.requests and self.manifest is not None and not self.world.sources[source].silent:
+                request, asked_s = self.requests[source]
                 body = self.world.sources[source].map(self.manifest.chunks)
-                half = -(-question.size // 8)
+                half = -(-request.size // 8)
                 count = 0 if body is None else int.from_bytes(body[:half], "little").bit_count()
-                if body is None or count > question.known or self.world.now_s - asked_s >= question.wait_s:
-                    self.plan.see(source, question.place, body, asked_s, self.world.now_s)
-                    del self.questions[source]
+                if body is None or count > request.known or self.world.now_s - asked_s >= request.wait_s:
+                    self.scheduler.update_map(source, request.place, body, asked_s, self.world.now_s)
+                    del self.requests[source]
 
-    def _left(self, flight: Flight) -> bool:
-        if not self.plan.should_leave(flight, self.world.now_s):
+    def _left(self, attempt: Attempt) -> bool:
+        if not self.scheduler.should_leave(attempt, self.world.now_s):
             return False
-        elapsed_s = self.world.now_s - flight.started_s
-        self.scores.failed(flight.source, f"{flight.source} is slow", None, flight.received_bytes / elapsed_s)
+        elapsed_s = self.world.now_s - attempt.started_s
+        self.scores.failed(attempt.source, f"{attempt.source} is slow", None, attempt.received_bytes / elapsed_s)
         return True
 
-    def _start(self, flight: Flight) -> None:
-        source = self.world.sources[flight.source]
-        source.asked[flight.chunk.hash] += 1
+    def _start(self, attempt: Attempt) -> None:
+        source = self.world.sources[attempt.source]
+        source.asked[attempt.chunk.hash] += 1
         if source.dead:
-            self.scores.failed(flight.source, f"{flight.source} is dead")
-            self._end(flight, False)
-        elif source.busy or flight.chunk.hash not in source.has:
-            self.plan.lacks(flight, 503 if source.busy else 404, self.world.now_s)
-            self._end(flight, False)
+            self.scores.failed(attempt.source, f"{attempt.source} is dead")
+            self._end(attempt, False)
+        elif source.busy or attempt.chunk.hash not in source.has:
+            self.scheduler.mark_missing(attempt, 503 if source.busy else 404, self.world.now_s)
+            self._end(attempt, False)
         else:
-            source.sending.append(flight)
+            source.sending.append(attempt)
 
-    def _end(self, flight: Flight, done: bool) -> None:
-        if flight.source and flight in self.world.sources[flight.source].sending:
-            self.world.sources[flight.source].sending.remove(flight)
-        self.flights.remove(flight)
-        self.plan.land(flight, done)
+    def _end(self, attempt: Attempt, done: bool) -> None:
+        if attempt.source and attempt in self.world.sources[attempt.source].sending:
+            self.world.sources[attempt.source].sending.remove(attempt)
+        self.attempts.remove(attempt)
+        self.scheduler.finish(attempt, done)
 
 
 class World:
@@ -155,7 +153,7 @@ class World:
     def run(self, seconds: float) -> bool:
         """Until every node has everything; false if that takes longer."""
         end_s = self.now_s + seconds
-        while any(node.plan.pending() for node in self.nodes):
+        while any(node.scheduler.pending() for node in self.nodes):
             if self.now_s > end_s:
                 return False
             self.step()
@@ -169,15 +167,15 @@ class World:
             self._send(source)
 
     def _send(self, source: Source) -> None:
-        """The uplink of a step, in equal parts to all flights."""
-        owners = {flight: node for node in self.nodes for flight in node.flights}
-        for flight in list(source.sending):
+        """The uplink of a step, in equal parts to all attempts."""
+        owners = {attempt: node for node in self.nodes for attempt in node.attempts}
+        for attempt in list(source.sending):
             part = source.rate_bytes_s * STEP_S / max(1, len(source.sending))
-            before = flight.received_bytes
-            flight.received_bytes = min(SIZE, int(before + max(part, 1)))
-            source.sent_bytes += flight.received_bytes - before
-            if flight.received_bytes == SIZE:
-                owners[flight].arrived(flight)
+            before = attempt.received_bytes
+            attempt.received_bytes = min(SIZE, int(before + max(part, 1)))
+            source.sent_bytes += attempt.received_bytes - before
+            if attempt.received_bytes == SIZE:
+                owners[attempt].arrived(attempt)
 
 
 def swarm(world: World, chunks: Sequence[Chunk], count: int, origin_rate: float) -> tuple[Source, list[Node]]:
@@ -196,5 +194,5 @@ class _Mirrored(Source):
 
     def map(self, chunks: Sequence[Chunk]) -> bytes | None:
         assert self.node is not None
-        self.announces = self.node.plan.announced()
+        self.announces = self.node.scheduler.announced()
         return super().map(chunks)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.cast import CHUNK, KEY, RUN, Lab, content
-from kit.liar import manifest_of, write_tree
+from kit.forged import manifest_of, write_tree
 from shoal.errors import BroadcastError, ManifestRefused
 from shoal.protocol import PolicyManifest, TensorView, content_digest
 from shoal.shardcast.content import Content, digest_of
@@ -24,7 +24,7 @@ shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 def build(files: dict[str, bytes], tensors: list[TensorView], chunk_size: int = CHUNK) -> PolicyManifest:
     content = Content.of(files, tensors)
-    payload = b"".join(bytes(data) for data in content.cut(chunk_size))
+    payload = b"".join(content.chunks(chunk_size, bytes))
     return manifest_of(3, content.entries, payload, chunk_size=chunk_size)[0]
 
 
@@ -51,7 +51,7 @@ def test_any_content_survives_layout_cutting_signing_and_opening(files, parts, c
     manifest = build(files, parts, chunk_size)
     assert read_manifest(encode(manifest, KEY), RUN, KEY.public_key) == manifest
     assert manifest.policy.digest == digest_of(files, parts, chunk_size)
-    whole = b"".join(bytes(data) for data in Content.of(files, parts).cut(chunk_size))
+    whole = b"".join(Content.of(files, parts).chunks(chunk_size, bytes))
     payload = open_payload(manifest, memoryview(whole))
     assert payload.files == files
     assert [(t.name, t.shape, bytes(t.data)) for t in payload.tensors] == [
@@ -72,7 +72,7 @@ def test_the_digest_depends_on_every_byte_name_and_shape() -> None:
 def test_multidimensional_and_scalar_views_are_taken_as_bytes() -> None:
     matrix, scalar = np.arange(6, dtype="<f4").reshape(2, 3), np.array(7, dtype="<i8")
     views = [TensorView("m", "F32", (2, 3), memoryview(matrix)), TensorView("s", "I64", (), memoryview(scalar))]
-    assert b"".join(Content.of({}, views).cut(5)) == matrix.tobytes() + scalar.tobytes()
+    assert b"".join(Content.of({}, views).chunks(5, bytes)) == matrix.tobytes() + scalar.tobytes()
 
 
 def test_a_view_that_is_not_contiguous_is_refused() -> None:

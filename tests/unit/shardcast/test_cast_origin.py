@@ -1,7 +1,5 @@
 """Publishing: atomic, idempotent, bounded, and retention that never breaks what is kept."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from kit import Patch, TempPaths
 from kit.cast import KEY, OTHER_KEY, RUN, Lab, chunk_paths, chunks_in, content, manifest_path
-from kit.liar import write
+from kit.forged import write
 from shoal.errors import ManifestRefused, PolicyMismatch
 from shoal.protocol import LedgerHead, PolicyManifest, TensorView
 from shoal.runtime.clock import ManualClock
@@ -37,7 +35,7 @@ def offers(lab: Lab, *labels: str) -> bool:
     return head is not None and head.kept_versions == labels and head.policy.label == labels[-1]
 
 
-def test_what_is_published_is_a_tree_of_plain_files(lab: Lab) -> None:
+def test_publication_is_a_tree_of_plain_files(lab: Lab) -> None:
     origin = Origin(lab.www, RUN, KEY, ManualClock(5000), OriginSettings(chunk_size_bytes=1000))
     ledger = LedgerHead(run=RUN, index=7, hash="c" * 64)
     files, tensors = content()
@@ -54,7 +52,7 @@ def test_what_is_published_is_a_tree_of_plain_files(lab: Lab) -> None:
     assert head.manifest_hash == manifest_hash(data)
 
 
-def test_the_same_version_again_changes_nothing_and_with_other_content_is_an_error(lab: Lab) -> None:
+def test_republishing_is_harmless_and_other_content_is_an_error(lab: Lab) -> None:
     first = lab.publish(1)
     before = stamps(lab.www)
     assert lab.publish(1) == first
@@ -103,39 +101,39 @@ def test_a_crash_at_any_step_leaves_the_version_before_served(lab: Lab, monkeypa
 
 
 @pytest.mark.parametrize("step", ["remove_manifest", "remove_chunks_except"])
-def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_offers(lab, monkeypatch: Patch, step: str):
-    lab.publish(1, kept_versions=1)
+def test_crash_while_old_versions_are_removed_keeps_all_offered_ones(lab, monkeypatch: Patch, step: str):
+    lab.publish(1, keep_versions=1)
     with monkeypatch.context() as patch:
         Power(patch, step, after=True)
         with pytest.raises(KeyboardInterrupt):
-            lab.publish(2, kept_versions=1)
+            lab.publish(2, keep_versions=1)
     assert offers(lab, "0.2")
     offered = read_manifest((lab.www / "manifests" / "0.2.json").read_bytes(), RUN, KEY.public_key)
     assert all(path.exists() for path in chunk_paths(lab.www, offered))
-    assert is_whole(lab, lab.publish(3, kept_versions=1))
+    assert is_whole(lab, lab.publish(3, keep_versions=1))
 
 
 @settings(max_examples=15, deadline=None)
 @given(seeds=st.lists(st.integers(0, 3), min_size=1, max_size=8), kept=st.integers(1, 3))
-def test_any_history_leaves_every_kept_version_whole_and_nothing_else(tmp_path_factory: TempPaths, seeds, kept):
+def test_any_history_leaves_exactly_the_kept_versions_complete(tmp_path_factory: TempPaths, seeds, kept):
     lab = Lab(tmp_path_factory.mktemp("origin"))
-    manifests = [lab.publish(version, seed, kept_versions=kept) for version, seed in enumerate(seeds)]
+    manifests = [lab.publish(version, seed, keep_versions=kept) for version, seed in enumerate(seeds)]
     assert is_whole(lab, *manifests[-kept:])
     assert offers(lab, *(one.policy.label for one in manifests[-kept:]))
     assert not any(manifest_path(lab.www, old).exists() for old in manifests[:-kept])
 
 
 def test_a_damaged_manifest_stops_the_removal_of_chunks_not_the_publication(lab: Lab) -> None:
-    first = lab.publish(1, kept_versions=2)
+    first = lab.publish(1, keep_versions=2)
     manifest_path(lab.www, first).write_bytes(b"torn")
-    lab.publish(2, kept_versions=2)
+    lab.publish(2, keep_versions=2)
     assert all(path.exists() for path in chunk_paths(lab.www, first))
     assert offers(lab, "0.1", "0.2")
 
 
 def test_a_version_behind_the_head_that_is_not_kept_is_signed_but_not_served(lab: Lab) -> None:
-    first, _ = lab.publish(1, kept_versions=1), lab.publish(2, kept_versions=1)
-    assert lab.publish(1, kept_versions=1).policy == first.policy
+    first, _ = lab.publish(1, keep_versions=1), lab.publish(2, keep_versions=1)
+    assert lab.publish(1, keep_versions=1).policy == first.policy
     assert not manifest_path(lab.www, first).exists()
     assert offers(lab, "0.2")
 

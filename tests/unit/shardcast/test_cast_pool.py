@@ -1,7 +1,5 @@
 """The pool over real sockets: maps, trading, slow and lying sources. Only what matches its hash is ever kept."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading
@@ -17,8 +15,8 @@ from kit.cast import WITHIN_S, Handler, Lab, instead, reply, says
 from shoal.protocol import Chunk
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import PoolSettings
-from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
+from shoal.shardcast.scheduler import SourceScores
 
 SIZE = 1000
 
@@ -114,7 +112,7 @@ def test_the_next_chunk_is_announced_before_the_last_has_arrived(lab: Lab) -> No
     def map_first(target: str, to: socket.socket) -> None:
         """Before a source has said that it sends no maps, it is asked for one chunk at a time."""
         if target.startswith("/chunks/"):
-            eventually(lambda: bool(pool._plan._maps), WITHIN_S)
+            eventually(lambda: bool(pool._scheduler._maps), WITHIN_S)
         honest(target, to)
 
     honest = chunks_by(serving(full()), says(b"", 404))
@@ -178,7 +176,7 @@ def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(lab: La
         assert pool.wait(WITHIN_S)
 
 
-def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(lab: Lab) -> None:
+def test_a_closed_pool_does_not_call_its_store_and_its_threads_end(lab: Lab) -> None:
     asked = threading.Event()
     holding = lab.source(lambda target, to: (asked.set(), holding.closed.wait(WITHIN_S)))  # type: ignore[arg-type, return-value]
     before = set(threading.enumerate())
@@ -193,7 +191,7 @@ def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(lab: Lab) ->
         assert not thread.is_alive()
 
 
-def test_what_is_no_longer_wanted_is_left_on_its_way(lab: Lab) -> None:
+def test_attempts_for_unwanted_chunks_are_cancelled(lab: Lab) -> None:
     left, asked = threading.Event(), threading.Event()
 
     def stall(target: str, to: socket.socket) -> None:

@@ -1,7 +1,5 @@
 """Relays: mirror, verify, hold, resume, never go back; beside each other they trade, within a budget they choose."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from pathlib import Path
@@ -33,7 +31,7 @@ from kit.cast import (
     reply,
     says,
 )
-from kit.liar import write
+from kit.forged import write
 from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken
@@ -86,7 +84,7 @@ def test_limits_of_the_recipe_hold_for_clients(lab: Lab) -> None:
 
 
 def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(lab: Lab) -> None:
-    relay, folder = mirrored(lab, kept_versions=2)
+    relay, folder = mirrored(lab, keep_versions=2)
     manifests = []
     for version in range(5):
         manifests.append(lab.publish(version, seed=version // 2))
@@ -95,7 +93,7 @@ def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(lab: Lab) ->
     assert chunks_in(folder) == {chunk.hash for kept in manifests[3:] for chunk in kept.chunks}
 
 
-def test_a_request_for_a_chunk_on_its_way_is_held_and_the_map_follows_what_arrives(lab: Lab) -> None:
+def test_request_for_a_coming_chunk_is_held_and_the_map_grows(lab: Lab) -> None:
     manifest, release = lab.publish(1), threading.Event()
     late = manifest.chunks[2].hash
     relay = lab.relay("relay", lab.source(held_back(lab, late, release)).url)
@@ -110,7 +108,7 @@ def test_a_request_for_a_chunk_on_its_way_is_held_and_the_map_follows_what_arriv
     assert grown.result(10) == (200, bytes([0b11111, 0]))
 
 
-def test_a_relay_ended_in_the_middle_resumes_without_fetching_twice(lab: Lab) -> None:
+def test_interrupted_relay_resumes_without_fetching_twice(lab: Lab) -> None:
     folder = lab.folder / "relay"
     files, tensors = content(1, sizes=(5000,))
     manifest = lab.publish(1, files=files, tensors=tensors)
@@ -166,7 +164,7 @@ def level(lab: Lab, upstream: str, count: int, **settings: float) -> dict[str, R
     return {url: lab.relay(str(port), upstream, peers=list(urls), port=port, **settings) for url, port in urls.items()}
 
 
-def test_a_relay_whose_upstream_is_dead_learns_from_its_peer_also_one_that_starts_later(lab: Lab) -> None:
+def test_relay_with_dead_upstream_gets_versions_from_its_peer_even_if_that_starts_later(lab: Lab) -> None:
     lab.publish(1)
     (port,) = free_ports(1)
     second = lab.relay("second", DEAD, peers=[f"http://127.0.0.1:{port}"])
@@ -184,16 +182,16 @@ def test_relays_given_the_same_list_leave_themselves_out(lab: Lab, caplog: Logs)
     until("0.1", *relays.values())
     for url, relay in relays.items():
         eventually(lambda one=relay, own=url: set(health(one)["sources"]) == {upstream, *relays} - {own})
-        assert f"{url} is this relay itself: left out of its peers" in caplog.text
+        assert f"{url} is this relay itself: it is left out" in caplog.text
 
 
 @pytest.mark.parametrize("answer", [says(b"", 404), says(b"[]"), says(b"<html>")], ids=["404", "list", "page"])
-def test_a_peer_that_is_no_relay_tells_of_heads_and_is_said_to_be_none(lab: Lab, caplog: Logs, answer: Handler) -> None:
+def test_peer_that_is_not_a_relay_gives_heads_only(lab: Lab, caplog: Logs, answer: Handler) -> None:
     lab.publish(1)
     peer = lab.liar({"/health": answer})
     relay = lab.relay("relay", DEAD, peers=[peer.url])
     eventually(lambda: health(relay)["head"] == "0.1")
-    assert f"{peer.url} is no relay" in caplog.text
+    assert f"{peer.url} is not a relay" in caplog.text
 
 
 def test_two_peers_take_each_chunk_from_upstream_about_once(lab: Lab) -> None:
@@ -220,17 +218,17 @@ def test_two_peers_take_each_chunk_from_upstream_about_once(lab: Lab) -> None:
 # What is mirrored
 
 
-def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_reached(lab: Lab) -> None:
+def test_only_offered_chunks_are_mirrored_and_every_kept_version_can_be_made(lab: Lab) -> None:
     weights = np.random.default_rng(5).integers(0, 2**15, 8000, dtype=np.uint16)
     manifests: list[PolicyManifest] = []
     for version in range(6):
         weights[version * 10] ^= 1
         views = [TensorView("w", "BF16", weights.shape, memoryview(weights.tobytes()))]
-        settings = {"kept_versions": 6, "anchor_every": 4, "delta_from_bytes": 0}
+        settings = {"keep_versions": 6, "anchor_every": 4, "delta_from_bytes": 0}
         manifests.append(lab.publish(version, tensors=views, **settings))
     assert [one.anchor for one in manifests] == [True, False, False, False, True, False]
-    newest, _ = mirrored(lab, "newest", kept_versions=1)
-    deeper, folder = mirrored(lab, "deeper", kept_versions=3)
+    newest, _ = mirrored(lab, "newest", keep_versions=1)
+    deeper, folder = mirrored(lab, "deeper", keep_versions=3)
     until("0.5", newest, deeper)
     assert (health(newest)["versions"], len(health(deeper)["versions"])) == (["0.4", "0.5"], 6)
     assert chunks_in(folder) == {chunk.hash for one in manifests for chunk in offered(one)}
@@ -239,7 +237,7 @@ def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_re
     lab.fetch(manifests[3], deeper.url)
 
 
-def test_what_was_never_in_a_signed_manifest_is_refused_although_it_lies_on_the_disk(lab: Lab) -> None:
+def test_chunk_on_disk_that_is_in_no_signed_manifest_is_not_served(lab: Lab) -> None:
     lab.publish(1)
     relay, folder = mirrored(lab)
     until("0.1", relay)
@@ -248,11 +246,11 @@ def test_what_was_never_in_a_signed_manifest_is_refused_although_it_lies_on_the_
         assert ask(relay.url, f"/{key}")[0] == 404
 
 
-def test_a_budget_lets_the_oldest_go_and_whole_versions_are_logged(lab: Lab, caplog: Logs) -> None:
+def test_disk_budget_removes_the_oldest_and_complete_versions_are_logged(lab: Lab, caplog: Logs) -> None:
     caplog.set_level("INFO")
     budget = size_of([lab.publish(version) for version in range(3)][1:])
     upstream = lab.honest().url
-    relay = lab.relay("relay", upstream, kept_versions=3, disk_budget_gb=budget / 1e9)
+    relay = lab.relay("relay", upstream, keep_versions=3, disk_budget_gb=budget / 1e9)
     for versions in (["0.1", "0.2"], ["0.2", "0.3"]):
         eventually(lambda kept=versions: is_complete(relay, kept[1]) and health(relay)["versions"] == kept)
         assert (health(relay)["ok"], health(relay)["disk_bytes"]) == (True, budget)
@@ -262,7 +260,7 @@ def test_a_budget_lets_the_oldest_go_and_whole_versions_are_logged(lab: Lab, cap
     assert sum(path.stat().st_size for path in (lab.folder / "relay" / "chunks").glob("??/*")) <= budget
 
 
-def test_a_version_that_does_not_fit_is_told_with_numbers_and_what_is_there_is_served(lab: Lab, caplog: Logs) -> None:
+def test_version_that_does_not_fit_is_reported_and_its_chunks_are_served(lab: Lab, caplog: Logs) -> None:
     small = lab.publish(1)
     relay, _ = mirrored(lab, disk_budget_gb=size_of([small]) / 1e9)
     until("0.1", relay)

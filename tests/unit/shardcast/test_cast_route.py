@@ -1,7 +1,5 @@
 """Routes, always the cheapest of those that are open; maps of what is here; what a relay mirrors. All of it pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import pairwise
 
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import VersionNotFound
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
-from shoal.shardcast.lookup import Route, Step, plan
+from shoal.shardcast.lookup import Route, Step, find_route
 from shoal.shardcast.manifest import Place, kept_places, select_versions, size_of
 from shoal.shardcast.server import Inventory
 
@@ -47,7 +45,7 @@ class Web:
 
     def route(self, target: int, held: Collection[int] = (), closed: Collection[str] = ()) -> Route:
         here = {ref(version).digest for version in held}
-        return plan(self._known[target], here, self.manifest_of, closed)
+        return find_route(self._known[target], here, self.manifest_of, closed)
 
 
 def versions(route: Route) -> list[int]:
@@ -63,7 +61,7 @@ WEB = (
 )
 
 
-def test_with_nothing_here_an_anchor_is_fetched_whole_and_nothing_is_asked_for() -> None:
+def test_without_local_payload_an_anchor_is_fetched_without_other_manifests() -> None:
     web = Web(*WEB)
     route = web.route(12)
     assert (versions(route), route.whole, web.asked) == ([12], WEB[-1], [])
@@ -133,7 +131,7 @@ def test_weights_that_come_back_are_not_walked_through_twice() -> None:
         deltas = () if version == 1 else (Delta(base=named(version - 1), size_bytes=10, chunks=(chunk,)),)
         return manifest(version, anchor=version == 1).model_copy(update={"policy": found, "deltas": deltas})
 
-    route = plan(at(named(5)), set(), at)
+    route = find_route(at(named(5)), set(), at)
     assert len({step.name for step in route.steps}) == len(route.steps)
     assert [step.manifest.policy.digest[0] for step in route.steps] == ["b", "c"]
 
@@ -157,7 +155,7 @@ def bits(data: bytes) -> list[int]:
     arriving=st.lists(st.sampled_from(NAMES)),
     soon=st.sets(st.sampled_from(NAMES)),
 )
-def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(chunks, here, arriving, soon):
+def test_maps_have_bits_for_present_and_for_coming_chunks(chunks, here, arriving, soon):
     inventory = Inventory([named(name) for name in chunks], {named(name).hash for name in here})
     for name in arriving:
         before = inventory.count
@@ -199,7 +197,7 @@ CHAIN = by_place(
 )
 
 
-def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
+def test_oldest_versions_are_removed_first_and_anchors_stay() -> None:
     assert numbers(select_versions(CHAIN, 3, 110).mirrored) == [1, 2, 3, 4, 5]
     for budget in (109, 60, 50):  # version 3 would fit, but nobody could reach it
         selection = select_versions(CHAIN, 3, budget)
@@ -208,7 +206,7 @@ def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
         assert selection.fits
 
 
-def test_a_route_that_does_not_fit_is_told_and_what_fits_is_mirrored_newest_first() -> None:
+def test_route_that_does_not_fit_is_reported_and_newest_versions_are_mirrored() -> None:
     selection = select_versions(CHAIN, 3, 49)
     assert (selection.fits, selection.route_bytes) == (False, 50)
     assert numbers(selection.mirrored) == [2, 3, 5]  # no anchor fits beside them
@@ -216,7 +214,7 @@ def test_a_route_that_does_not_fit_is_told_and_what_fits_is_mirrored_newest_firs
     assert numbers(select_versions(grown, 2, 50).mirrored) == [1]  # what was here already stays
 
 
-def test_a_manifest_not_known_yet_is_wanted_and_ends_the_route_for_now() -> None:
+def test_unknown_manifest_is_wanted_and_counts_as_anchor() -> None:
     unknown = {**CHAIN, (0, 4): None}
     selection = select_versions(unknown, 1, 50)
     assert numbers(selection.wanted) == [4, 5]

@@ -1,7 +1,5 @@
 """The server: only names of a tree, held head requests, and no client that can cost more than its connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -128,7 +126,7 @@ def test_any_other_name_is_not_found(lab: Lab, target: str) -> None:
         b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(lab: Lab, request_bytes: bytes) -> None:
+def test_other_requests_are_refused_and_disconnected(lab: Lab, request_bytes: bytes) -> None:
     assert send(lab.honest().url, request_bytes).startswith(b"HTTP/1.1 400 ")
 
 
@@ -164,7 +162,7 @@ def test_the_head_is_held_until_a_newer_one_is_published(lab: Lab) -> None:
     eventually(lambda: health(origin)["connections"] == 2)
     assert not answer.done()
     lab.publish(2)
-    assert json.loads(answer.result(5)[1])["document"]["policy"]["version"] == 2
+    assert json.loads(answer.result(15)[1])["document"]["policy"]["version"] == 2
 
 
 def test_a_held_head_is_answered_with_the_old_one_when_the_wait_is_over(lab: Lab) -> None:
@@ -173,7 +171,7 @@ def test_a_held_head_is_answered_with_the_old_one_when_the_wait_is_over(lab: Lab
     lab.publish(1)
     started = time.monotonic()
     assert get(url, "/head.json?after=0.1&wait_s=0.2")[::2] == (200, (lab.www / "head.json").read_bytes())
-    assert 0.2 <= time.monotonic() - started < 3
+    assert 0.2 <= time.monotonic() - started < 15
     for nonsense in ("after=x&wait_s=nan", "after=0.0&wait_s=20", "wait_s=-3", "wait_s=1e999", ""):
         assert get(url, f"/head.json?{nonsense}")[0] == 200
 
@@ -235,7 +233,7 @@ def test_connections_beyond_a_cap_are_told_to_come_back(lab: Lab, limit: str, re
         eventually(lambda: get(server.url, "/head.json")[0] == 200)
 
 
-def test_what_cannot_be_served_is_a_resource_error(lab: Lab, tmp_path: Path) -> None:
+def test_failure_to_serve_is_a_resource_error(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     port = int(lab.honest().url.rsplit(":", 1)[1])
     for folder, host, at, why in (
@@ -275,10 +273,10 @@ def test_a_map_is_held_until_more_chunks_are_there_or_its_version_goes(tmp_path:
         eventually(lambda: shelf.arrivals.waited_for("have/0.1"))
         assert not more.done()
         shelf.set_count(2)
-        assert more.result(5) == (200, b"\x03\x80")
+        assert more.result(15) == (200, b"\x03\x80")
         assert not all_of_it.done()
         shelf.set_count(None)
-        assert all_of_it.result(5)[0] == 404
+        assert all_of_it.result(15)[0] == 404
 
 
 def test_ipv6_clients_are_let_in_and_counted_by_network(lab: Lab) -> None:
@@ -332,7 +330,7 @@ def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(sizes: list[int],
         assert sent <= 1000.0 * (may_go_s - 100.0 + Throttle.BURST_S) + 1e-3
 
 
-def test_a_bucket_lets_a_quiet_client_receive_at_once_and_a_busy_one_wait() -> None:
+def test_throttle_allows_a_burst_and_then_delays() -> None:
     throttle = Throttle(rate_bytes_s=1000.0)
     assert throttle.take(1000, 50.0) == 0.0
     assert throttle.take(500, 50.0) == pytest.approx(0.5)

@@ -1,20 +1,17 @@
 """Choosing sources, and the connection to one."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections import Counter
 
 import pytest
-from blake3 import blake3
 
 from kit.cast import Lab, ScriptedSource, reply, says
-from kit.liar import hanging_up
+from kit.forged import hanging_up
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
-from shoal.shardcast.plan import Kind, SourceScores
+from shoal.shardcast.scheduler import Kind, SourceScores
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 
@@ -73,7 +70,7 @@ def test_a_dropped_source_is_not_asked_until_restored() -> None:
     assert {scores.choose() for _ in range(50)} == {A, B}
 
 
-def test_what_is_known_of_a_source_survives_a_new_list() -> None:
+def test_scores_of_remaining_sources_survive_a_new_list() -> None:
     scores = SourceScores([A])
     scores.drop(A, "lied")
     scores.set_sources([A, B])
@@ -96,7 +93,7 @@ def test_each_source_is_one_kind_and_the_nearest_counts() -> None:
 @pytest.mark.parametrize(
     "source", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/a b", "http://h?q"]
 )
-def test_what_is_not_a_url_is_refused(source: str) -> None:
+def test_invalid_source_urls_are_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="source"):
         SourceScores([source])
 
@@ -105,16 +102,15 @@ def connect(source: ScriptedSource, stop: StopToken | None = None, stall_s: floa
     return Connection(source.url, stop or StopToken(), Timeouts(connect_s=2, stall_s=stall_s))
 
 
-def test_a_body_is_received_in_place_and_hashed(lab: Lab) -> None:
+def test_a_body_is_received_in_place(lab: Lab) -> None:
     body = bytes(range(256)) * 20_000
     connection = connect(lab.source(says(body)))
-    hasher, buffer = blake3(), bytearray(len(body))
+    buffer = bytearray(len(body))
     for _ in range(2):  # the second over the same connection
         answer = connection.get("/x", Deadline(5))
         assert (answer.status, answer.size_bytes) == (200, len(body))
-        connection.read_into(memoryview(buffer), Deadline(5), hasher)
+        connection.read_into(memoryview(buffer), Deadline(5))
         assert buffer == body
-    assert hasher.digest() == blake3(body + body).digest()
 
 
 def test_a_connection_closed_while_idle_is_opened_again(lab: Lab) -> None:

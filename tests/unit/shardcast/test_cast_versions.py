@@ -1,7 +1,5 @@
 """A run's versions as deltas: every one that is kept can be had from any earlier one, or from nothing, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -75,7 +73,7 @@ def noise(seed: int, name: str = "first") -> TensorView:
 
 
 def test_strides_and_anchors_follow_the_settings(lab: Lab) -> None:
-    manifests = Run(lab, anchor_every=6, kept_versions=3).steps(13)
+    manifests = Run(lab, anchor_every=6, keep_versions=3).steps(13)
     assert [manifest.policy.version for manifest in manifests if manifest.anchor] == [1, 7, 13]
     assert [bases(manifest) for manifest in manifests[:8]] == [[], [1], [2], [3, 2], [4], [5, 4], [6], [7]]
 
@@ -86,11 +84,11 @@ def test_the_next_version_costs_a_delta(run: Run, lab: Lab) -> None:
     lab.fetch(first, url)
     last = run.told(second, url)
     assert last.done_bytes == last.total_bytes == second.deltas[0].size_bytes < second.size_bytes / 20
-    assert "policy 0.1, which is here and 1 delta" in last.route
+    assert "the local policy 0.1 and 1 delta" in last.route
 
 
 def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(lab: Lab) -> None:
-    run = Run(lab, anchor_every=4, kept_versions=5)
+    run = Run(lab, anchor_every=4, keep_versions=5)
     newest = run.steps(7)[-1]
     lab.origin().keep_newest(2)
     assert run.head().kept_versions == ("0.5", "0.6", "0.7"), "the newest, back to its anchor"
@@ -106,7 +104,7 @@ def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(lab: Lab
     lab.fetch(following, client)
 
 
-def test_what_has_no_delta_that_pays_is_an_anchor(run: Run, lab: Lab) -> None:
+def test_version_without_a_small_delta_is_an_anchor(run: Run, lab: Lab) -> None:
     run.step(1)
     assert run.step(2, share=0.9).anchor is False  # one bit each: that pays
     alone = [
@@ -119,7 +117,7 @@ def test_what_has_no_delta_that_pays_is_an_anchor(run: Run, lab: Lab) -> None:
     assert run.step(6, incarnation=1, files={"other.json": b"{}"}).anchor
 
 
-def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(run: Run, lab: Lab, monkeypatch):
+def test_route_of_large_deltas_costs_at_most_twice_the_payload(run: Run, lab: Lab, monkeypatch):
     """Deltas of a tenth of the payload pay one by one; fifteen of them and the anchor cost more than two payloads."""
     monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
     manifests = run.steps(16, share=0.5)
@@ -143,7 +141,7 @@ def test_a_base_damaged_on_the_origins_disk_is_not_used(run: Run, lab: Lab, part
         lab.fetch(third, lab.honest().url)
 
 
-def test_what_changed_is_told_tensor_by_tensor(run: Run, lab: Lab) -> None:
+def test_changes_are_listed_by_tensor(run: Run, lab: Lab) -> None:
     """Applied to the tensors of the version before, it gives the new ones: an engine needs no second copy."""
     first, *_, fourth = run.steps(4)
     client = lab.client(lab.honest().url)
@@ -162,10 +160,10 @@ def test_what_changed_is_told_tensor_by_tensor(run: Run, lab: Lab) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(data, tmp_path_factory: TempPaths):
+def test_client_ends_with_the_right_bytes_for_any_versions_and_losses(data, tmp_path_factory: TempPaths):
     """Any settings, any gaps in the numbers, any versions skipped by a client: bit for bit, or not offered."""
     with lab_in(tmp_path_factory.mktemp("versions")) as lab:
-        run = Run(lab, anchor_every=data.draw(st.integers(1, 6)), kept_versions=data.draw(st.integers(1, 4)))
+        run = Run(lab, anchor_every=data.draw(st.integers(1, 6)), keep_versions=data.draw(st.integers(1, 4)))
         url, version, offers = lab.honest().url, 0, dict[str, set[str]]()
         client = lab.client(url)
         for _ in range(data.draw(st.integers(1, 8))):
@@ -244,7 +242,7 @@ def test_a_publication_that_fails_leaves_nothing_on_the_disk(run: Run, monkeypat
     run.step(2)
 
 
-def test_what_nobody_could_read_is_not_announced(run: Run, lab: Lab, monkeypatch: Patch) -> None:
+def test_unreadable_manifest_is_not_announced(run: Run, lab: Lab, monkeypatch: Patch) -> None:
     run.step(1)
     with monkeypatch.context() as patch:
         patch.setattr("shoal.shardcast.manifest.MAX_MANIFEST_BYTES", 500)

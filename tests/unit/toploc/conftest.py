@@ -1,7 +1,5 @@
 """The tests of proofs run with both kinds of arithmetic, where they ask for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

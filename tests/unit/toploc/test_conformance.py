@@ -2,8 +2,6 @@
 crashes, nothing passes. And what was committed to is found again, whatever it was.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from typing import Any
@@ -268,7 +266,7 @@ def point_batches(draw: st.DrawFn) -> PointBatch:
 
 
 @hypothesis.given(points=point_batches(), seed=st.integers(0, 2**32))
-def test_what_was_committed_to_is_found_again_in_any_order(points: PointBatch, seed: int) -> None:
+def test_committed_points_are_found_in_any_order(points: PointBatch, seed: int) -> None:
     proofs = commit(points)
     compared = compare(points, proofs)
     assert compared.malformed == [None] * len(points)

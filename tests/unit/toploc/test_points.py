@@ -1,7 +1,5 @@
 """Chunks and their largest values: every arithmetic and every type of input chooses the same points."""
 
-from __future__ import annotations
-
 import doctest
 import subprocess
 import sys
@@ -119,9 +117,7 @@ def test_other_types_and_shapes_are_refused() -> None:
     assert len(top_points(np.zeros((0, 64), np.float32), [0, 0], 128, 32)) == 0
 
 
-def test_chunks_do_not_cross_sequences_and_slabs_that_bound_the_memory_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunks_do_not_cross_sequences_and_slabs_that_bound_the_memory_change_nothing(monkeypatch):
     values = normal(6, 100, 64)
     together = top_points(values, [33, 0, 67], 128, 32)
     alone = PointBatch.concat([top_points(values[:33], [33], 128, 32), top_points(values[33:], [67], 128, 32)])

@@ -2,8 +2,6 @@
 something else, each for its reason.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -150,7 +148,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_no_honest_prover_writes_is_malformed(name: str) -> None:
+def test_bytes_that_no_honest_prover_writes_are_malformed(name: str) -> None:
     points = points_of(13, 2)
     honest = commit(points)
     result = judged(points, honest[0], BROKEN[name], tolerance=LENIENT)
@@ -318,7 +316,7 @@ def test_the_limits_of_one_chunk(changes: dict[str, float], passes: bool) -> Non
     assert passes or result.chunk == 3
 
 
-def test_the_evidence_also_where_nothing_agrees_and_of_nothing_at_all() -> None:
+def test_evidence_without_agreement_and_without_chunks() -> None:
     result = check(synthetic(2, 64, exp_mismatches=64, median=3.0))
     assert (result.reason, result.chunks, result.values, result.exponent_mismatches) == ("mismatch", 2, 256, 128)
     assert (result.mantissa_mean, result.mantissa_median, result.outside_hits) == (1.0, 3.0, 1)

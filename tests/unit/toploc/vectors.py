@@ -1,7 +1,5 @@
 """The conformance vectors of tests/data/toploc_vectors.json as arrays, and chunks to try things on."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """For tests of the trainer: what it polls for is noticed soon."""
 
-from __future__ import annotations
-
 import pytest
 from trainer_stubs import make_group, tiny_model
 

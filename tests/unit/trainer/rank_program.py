@@ -1,6 +1,6 @@
 """One process of a group of ranks, as `torchrun` would start it: `python rank_program.py FOLDER STEPS SETTINGS-JSON`.
 
-Rank 0 trains a tiny model against a hub in memory; the others follow it. What comes of it is in FOLDER/trainer.
+Rank 0 trains a tiny model against a hub in memory; the others follow_rank_0 it. What comes of it is in FOLDER/trainer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.shardcast.origin import Origin
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.ranks import RankGroup, join_ranks
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.shards import follow, lead
+from shoal.trainer.shards import follow_rank_0, lead_ranks
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         if ranks.rank == 0:
             _lead(folder, steps, settings, ranks, stop)
         else:
-            follow(ranks, stop)
+            follow_rank_0(ranks, stop)
     finally:
         if ranks.rank == 0:
             ranks.end()
@@ -39,7 +39,7 @@ def _lead(folder: Path, steps: int, settings: TrainerSettings, ranks: RankGroup,
     hub = FakeHub(steps)
     hub.remember(origin)
     parts = TrainingParts(
-        folder=folder / "trainer", hub=hub, origin=origin, learner=lead(loaded, settings, ranks),
+        folder=folder / "trainer", hub=hub, origin=origin, learner=lead_ranks(loaded, settings, ranks),
         files=dict(loaded.files), key=KEY,
     )  # fmt: skip
     TrainingRun(parts, stop).run()

@@ -1,7 +1,5 @@
 """Any causal language model of transformers: it loads from a folder, trains a step, and its policy travels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +147,7 @@ CAPS = ("gemma2", "vaultgemma", "gemma4_text", "nanochat")
 
 
 @pytest.mark.parametrize("name", [*SCALES, *CAPS, "llama"])
-def test_what_is_done_to_logits_is_read_from_the_configuration_or_refused(name: str) -> None:
+def test_logit_transforms_come_from_the_configuration_or_are_refused(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(name))
     head = Head.of(model)
@@ -190,12 +188,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("llama4_text", {**COMMON, **FEW}, "Llama4ForCausalLM does not tell its layers from its head"),
+        ("llama4_text", {**COMMON, **FEW}, "Llama4ForCausalLM does not separate its layers from its head"),
         ("openai-gpt", {"vocab_size": 96, "n_embd": 16, "n_layer": 1, "n_head": 2}, "GPTLMHeadModel does not support"),
         *((kind, changes, "cannot be decoded in batches") for kind, changes in RECURRENT.items()),
     ],
 )
-def test_what_cannot_be_computed_or_decoded_is_refused_in_words(kind: str, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_models_are_refused_with_a_reason(kind: str, changes: dict[str, Any], said: str) -> None:
     config = AutoConfig.for_model(kind, **changes)
     sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_id=1)
     files = {"config.json": config.to_json_string(use_diff=False).encode()}

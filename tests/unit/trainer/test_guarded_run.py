@@ -19,15 +19,17 @@ from shoal.run.launch import Launched, conclusion
 from shoal.runtime.supervise import Ending
 from shoal.trainer import guards
 from shoal.trainer.checkpoint import CheckpointStore, restore
-from shoal.trainer.guards import GuardSettings, Watch
-from shoal.trainer.record import standing
+from shoal.trainer.guards import GuardMonitor, GuardSettings
+from shoal.trainer.record import open_alarms
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.step import StepWork, look_back, train_step
+from shoal.trainer.step import StepWork, check_policy, train_step
 
 
 def test_healthy_steps_are_not_touched_by_guards(tmp_path: Path) -> None:
     """All guards at their most severe, and weights as of a plain loop: hub, publisher and files add nothing to them."""
-    severe = {name: {"react": "stop"} for name in ("gradient_spike", "clip_fraction", "mismatch_kl", "reward_collapse")}
+    severe = {
+        name: {"action": "stop"} for name in ("gradient_spike", "clip_fraction", "mismatch_kl", "reward_collapse")
+    }
     run, made = training_run(tmp_path, FakeHub(4), changed(guards=severe))
     run.run()
     plain, hub = learner(), FakeHub(4)
@@ -65,7 +67,7 @@ def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_pat
 def test_skip_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     """Every update moves too far for this limit, so none is made; warnings reach the hub once."""
     hub = FakeHub(3)
-    skipping = {"effective_samples": {"react": "skip", "limit": 0.999999999}}
+    skipping = {"effective_samples": {"action": "skip", "limit": 0.999999999}}
     run, made = training_run(tmp_path, hub, changed(guards=skipping, minibatches=1))
     with torch.no_grad():  # another model than the one that drew the tokens
         made.model.model.norm.weight.mul_(0.9)
@@ -94,23 +96,25 @@ def test_the_look_changes_nothing_and_sees_what_a_next_step_would() -> None:
     made, hub = learner(), FakeHub(1)
     work = StepWork(0, hub.rollouts(0).groups, temperature=1.0, max_staleness=0)
     before = weights(made)
-    fresh = look_back(made, work)
+    fresh = check_policy(made, work)
     assert fresh["mismatch"] < 1e-5, "it drew these tokens itself"
     assert same(weights(made), before)
     train_step(made, work)
-    moved, again = look_back(made, work), train_step(made, work)
+    moved, again = check_policy(made, work), train_step(made, work)
     assert moved["mismatch"] > 10 * fresh["mismatch"]
     assert moved["mismatch"] == pytest.approx(again["mismatch"], rel=0.5), "the first minibatch of the next one"
     with torch.no_grad():
         made.model.model.norm.weight[0] = torch.inf
-    seen = look_back(made, StepWork(0, [], temperature=1.0, max_staleness=0))
-    assert Watch(GuardSettings()).conclude(0, seen).numbers == {"alarm_not_finite": 1.0}, "without any batch"
+    seen = check_policy(made, StepWork(0, [], temperature=1.0, max_staleness=0))
+    assert GuardMonitor(GuardSettings()).check_last_version(0, seen).numbers == {"alarm_not_finite": 1.0}, (
+        "without any batch"
+    )
 
 
 def test_a_resume_at_the_last_version_looks_as_well(tmp_path: Path) -> None:
     """Its batch is asked for again: a version that was saved before it could be judged is not exported either."""
     hub = FakeHub(1)
-    lenient = quiet(learning_rate=10.0, guards={"divergence": {"react": "warn"}})
+    lenient = quiet(learning_rate=10.0, guards={"divergence": {"action": "warn"}})
     training_run(tmp_path, hub, lenient)[0].run()
     assert (tmp_path / "trainer" / "export").exists(), "a guard that only warns lets it out"
     assert rows_of(tmp_path)[0]["alarm_divergence"] > 3
@@ -130,8 +134,8 @@ def test_two_processes_look_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), [("divergence", "mismatch"), ("mismatch_kl", "mismatch_kl")])
-def test_what_a_step_begins_with_is_refused_for_all_its_updates(tmp_path: Path, name: str, number: str) -> None:
-    watch = Watch(GuardSettings.model_validate({name: {"react": "skip"}}))
+def test_guard_of_the_starting_policy_refuses_every_update(tmp_path: Path, name: str, number: str) -> None:
+    watch = GuardMonitor(GuardSettings.model_validate({name: {"action": "skip"}}))
     watch.begin(0)
     healthy = {"loss": 0.1, "grad_norm": 1.0}
     assert watch.veto({**healthy, number: 50.0}) is not None
@@ -139,7 +143,7 @@ def test_what_a_step_begins_with_is_refused_for_all_its_updates(tmp_path: Path, 
     watch.begin(1)
     assert watch.veto(healthy) is None
     if name == "divergence":  # a destroyed policy is left as it is
-        settings = quiet(learning_rate=10.0, guards={name: {"react": "skip"}})
+        settings = quiet(learning_rate=10.0, guards={name: {"action": "skip"}})
         training_run(tmp_path, FakeHub(3), settings)[0].run()
         assert [row["skipped_updates"] for row in rows_of(tmp_path)] == [0.0, 2.0, 2.0]
 
@@ -149,7 +153,7 @@ def test_an_alarm_stands_until_enough_calm_rows_have_followed() -> None:
     for step in (1, 10, 13):
         rows[step]["alarm_no_signal"] = float(step)
     stands = {"no_signal": (10, "13 steps in a row had no token to train on in step 13")}
-    assert [standing(rows), standing(rows[: 13 + guards.CALM])] == [{}, stands]
+    assert [open_alarms(rows), open_alarms(rows[: 13 + guards.CALM])] == [{}, stands]
 
 
 def test_the_end_of_a_run_says_which_alarms_stand(tmp_path: Path) -> None:
@@ -169,12 +173,12 @@ def test_the_end_of_a_run_says_which_alarms_stand(tmp_path: Path) -> None:
     assert f"export {tmp_path} OUT --best" in where
 
 
-@pytest.mark.parametrize("react", ["stop", "skip"])
-def test_rewards_beyond_all_bounds_end_in_words(tmp_path: Path, react: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_rewards_beyond_all_bounds_end_in_words(tmp_path: Path, action: str, caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub(1)
     hub._groups = [[stubs.make_group(0, 0, tiny_model(), [1e200, 0.0, 0.0, 0.0])]]
-    settings = quiet(guards={"not_finite": {"react": react}})
-    if react == "stop":
+    settings = quiet(guards={"not_finite": {"action": action}})
+    if action == "stop":
         assert "NaN or infinite" in diverges(tmp_path, hub, settings)
     else:
         training_run(tmp_path, hub, settings)[0].run()

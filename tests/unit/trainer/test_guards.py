@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import TrainingDiverged
 from shoal.trainer.folder import Retention
-from shoal.trainer.guards import LOOKBACK, RULES, GuardSettings, Watch
+from shoal.trainer.guards import LOOKBACK, RULES, GuardMonitor, GuardSettings
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
 DEFAULT = GuardSettings()
@@ -26,15 +26,15 @@ def rows_of(name: str) -> Rows:
     return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
 
 
-def with_rule(name: str, react: str, **more: Any) -> GuardSettings:
-    return GuardSettings.model_validate({name: {"react": react, **more}})
+def with_rule(name: str, action: str, **more: Any) -> GuardSettings:
+    return GuardSettings.model_validate({name: {"action": action, **more}})
 
 
 def alarms(rows: Rows, given: GuardSettings = DEFAULT) -> dict[str, list[int]]:
     """Guard → the steps at which it fires, as in a run: each row judged by those before it."""
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        watch = Watch(given, rows[:index])
+        watch = GuardMonitor(given, rows[:index])
         watch.begin(int(row["step"]))
         for alarm in watch.judge(row).alarms:
             found.setdefault(alarm.name, []).append(int(row["step"]))
@@ -116,7 +116,7 @@ def test_entropy_that_falls_and_rises_again_is_noticed() -> None:
         (lambda after: (2.0, 1.0, 1.6)[after // 20] + 0.1 * (-1) ** after, 60),
     ],
 )  # fmt: skip
-def test_entropy_that_only_wavers_or_only_rises_is_none_of_it(shape: Callable[[int], float], count: int) -> None:
+def test_entropy_that_wavers_or_only_rises_is_no_rise_again(shape: Callable[[int], float], count: int) -> None:
     assert alarms(bent("entropy", shape, count, 0 if shape(0) > 1.5 else 30)) == {}
 
 
@@ -140,10 +140,10 @@ def test_a_guard_that_is_off_says_nothing_and_limits_are_the_recipe_s() -> None:
 
 def replayed(rows: Rows, given: GuardSettings, resumed_at: int | None = None) -> tuple[Rows, list[tuple[int, str]]]:
     """The rows as a run would write them, and what people hear of; at a resume the watch is a new one."""
-    watch, written, news = Watch(given), [], []
+    watch, written, news = GuardMonitor(given), [], []
     for row in rows:
         if row["step"] == resumed_at:
-            watch = Watch(given, list(written))
+            watch = GuardMonitor(given, list(written))
         watch.begin(int(row["step"]))
         judged = watch.judge(row)
         written.append({**row, **judged.numbers})
@@ -161,18 +161,18 @@ def test_each_episode_is_said_once() -> None:
     assert written[30]["alarm_clip_fraction"] == 0.9
 
 
-@pytest.mark.parametrize("react", ["warn", "skip", "stop"])
-def test_an_update_may_be_refused_before_it_is_made_and_end_the_run(react: str) -> None:
-    watch = Watch(with_rule("gradient_spike", react, limit=10), steady(20))
+@pytest.mark.parametrize("action", ["warn", "skip", "stop"])
+def test_an_update_may_be_refused_before_it_is_made_and_end_the_run(action: str) -> None:
+    watch = GuardMonitor(with_rule("gradient_spike", action, limit=10), steady(20))
     watch.begin(20)
     norms = (5.0, 50.0, 5.0)
     seen = {"loss": 0.1, "clip_fraction": 1.0, "mismatch_kl": 99.0}
     refused = [watch.veto({**seen, "grad_norm": norm}) for norm in norms]
-    assert [bool(each) for each in refused] == [False, react != "warn", react == "stop"], "skip judges each by itself"
-    assert react == "warn" or "times the median" in (refused[1] or "")
+    assert [bool(each) for each in refused] == [False, action != "warn", action == "stop"], "skip judges each by itself"
+    assert action == "warn" or "times the median" in (refused[1] or "")
     judged = watch.judge({"step": 20})  # nothing was updated, so nothing else was measured
-    assert judged.numbers == ({} if react == "warn" else {"alarm_gradient_spike": pytest.approx(50 / 1.2)})
-    if react == "stop":
+    assert judged.numbers == ({} if action == "warn" else {"alarm_gradient_spike": pytest.approx(50 / 1.2)})
+    if action == "stop":
         with pytest.raises(TrainingDiverged, match=r"gradient norm.*last good checkpoint.*version 20 in checkpoints"):
             judged.refuse(Path("checkpoints"), [0, 19, 20])
     else:
@@ -182,7 +182,7 @@ def test_an_update_may_be_refused_before_it_is_made_and_end_the_run(react: str) 
 def test_a_trend_goes_back_to_a_checkpoint_from_before_it_began() -> None:
     rows = bent("sampled_reward", lambda after: 0.0)
     step = alarms(rows)["reward_collapse"][0]
-    watch = Watch(DEFAULT, rows[:step])
+    watch = GuardMonitor(DEFAULT, rows[:step])
     watch.begin(step)
     judged = watch.judge(rows[step])
     kept = Retention(2, lookback=LOOKBACK).kept([(version, 0) for version in range(step + 1)], {})
@@ -202,20 +202,20 @@ def test_one_from_before_the_lookback_is_always_kept_and_few_are(newest: int, ke
         kept = rule.kept([*kept, (version, 0)], {})
         assert len(kept) <= keep + 3
         assert any(place <= max(0, version - LOOKBACK) for place, _ in kept)
-    calm = {"reward_collapse": {"react": "warn"}, "divergence": {"react": "warn"}}
-    reacting = ({"clip_fraction": {"react": "stop"}}, {"gradient_slope": {"react": "stop"}})
+    calm = {"reward_collapse": {"action": "warn"}, "divergence": {"action": "warn"}}
+    reacting = ({"clip_fraction": {"action": "stop"}}, {"gradient_slope": {"action": "stop"}})
     found = [GuardSettings.model_validate(given).lookback for given in ({}, calm, *({**calm, **r} for r in reacting))]
     assert [bool(each) for each in found] == [True, False, False, True], "for a guard that stops on a trend"
 
 
-def test_an_update_that_is_no_number_stops_or_is_skipped_a_few_times_in_a_row() -> None:
+def test_nan_update_stops_or_is_skipped_a_few_times_in_a_row() -> None:
     broken, whole = {"loss": math.nan, "grad_norm": math.inf}, {"loss": 0.1, "grad_norm": 1.0}
-    watch = Watch(DEFAULT)
+    watch = GuardMonitor(DEFAULT)
     watch.begin(0)
     assert "NaN or infinite" in (watch.veto(broken) or "")
     with pytest.raises(TrainingDiverged, match="step 0"):
         watch.judge({}).refuse(Path("c"), [0])
-    watch = Watch(with_rule("not_finite", "skip", limit=3))
+    watch = GuardMonitor(with_rule("not_finite", "skip", limit=3))
     watch.begin(0)
     assert [bool(watch.veto(numbers)) for numbers in (broken, whole, broken)] == [True, False, True]
     judged = watch.judge({"step": 0})
@@ -239,12 +239,12 @@ JUDGED = sorted(set(RULES) - {"not_finite"})
 
 @settings(max_examples=60, deadline=None)
 @given(ANY_ROWS, st.dictionaries(st.sampled_from(JUDGED), REACTIONS), st.integers(0, 39))
-def test_guards_never_fail_and_always_decide_the_same(rows: Rows, reactions: dict[str, str], cut: int) -> None:
-    given = GuardSettings.model_validate({name: {"react": react} for name, react in reactions.items()})
+def test_guards_never_fail_and_always_decide_the_same(rows: Rows, actions: dict[str, str], cut: int) -> None:
+    given = GuardSettings.model_validate({name: {"action": action} for name, action in actions.items()})
     numbered: Rows = [{**row, "step": step} for step, row in enumerate(rows)]
     written, news = replayed(numbered, given)
     assert (written, news) == replayed(numbered, given, resumed_at=cut)
     assert json.dumps(written, allow_nan=False)
-    watch = Watch(given, written)
+    watch = GuardMonitor(given, written)
     watch.begin(len(written))
     watch.veto(rows[-1])

@@ -21,7 +21,7 @@ from shoal.models.packed import supports_packing
 from shoal.protocol import RolloutReward, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.trainer.learner import Learner, cost_of, new_learner
 from shoal.trainer.ranks import Ranks
-from shoal.trainer.samples import Prepared, check_groups, lay, prepare, score
+from shoal.trainer.samples import Prepared, check_groups, prepare, score, to_tensors
 from shoal.trainer.settings import MemorySettings, ObjectiveSettings
 from shoal.trainer.step import DUMMY, StepWork, train_step
 
@@ -82,7 +82,7 @@ def test_a_group_that_the_advantage_makes_nothing_of_does_not_dilute_the_step() 
         ([{"task": 1.0, "length": -0.1}, {"task": 1.0, "length": -0.3}], (0.9, 0.7), True),  # never comes here
     ],
 )
-def test_of_what_the_hub_keeps_all_groups_with_different_rewards_are_trained_on(parts, values, dropped: bool) -> None:
+def test_all_groups_with_different_rewards_are_trained_on(parts, values, dropped: bool) -> None:
     """Also where only a judge makes the difference: its rule for task rewards is not applied a second time."""
     rewards = [RolloutReward(value=value, parts=part) for value, part in zip(values, parts, strict=True)]
     assert has_equal_rewards(rewards) == dropped
@@ -201,7 +201,7 @@ def _own_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tenso
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_dummy_is_computed_and_adds_exactly_nothing(name: str) -> None:
     model = model_called(name)
-    laid = lay([DUMMY], torch.device("cpu"), packed=True)
+    laid = to_tensors([DUMMY], torch.device("cpu"), packed=True)
     scored = score(model, laid, 1.0)
     torch.autograd.backward((scored.logprobs * torch.zeros(1)).sum())
     assert all(value.grad is not None and not value.grad.any() for value in model.parameters())

@@ -1,4 +1,4 @@
-"""The warm start: its course, the loss it lowers, exact resume, divergence, the model that comes of it."""
+"""The warm start: its schedule, the loss it lowers, exact resume, divergence, the model that comes of it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from shoal.models.load import load_model
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore
-from shoal.trainer.demonstrations.choosing import Corpus, Course
-from shoal.trainer.demonstrations.training import LAST_BATCH, VALIDATION, WarmStart
+from shoal.trainer.demonstrations.selection import Corpus, Schedule
+from shoal.trainer.demonstrations.training import LAST_BATCH, VALIDATION, SftRun
 from shoal.trainer.export import ModelCard
 from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.settings import TrainerSettings
 
 
-def table(course: Course, questions: Iterable[int]) -> tuple[list[list[int]], list[int]]:
+def table(schedule: Schedule, questions: Iterable[int]) -> tuple[list[list[int]], list[int]]:
     """The batches, and what is kept for validation."""
-    found, aside = course.timetable(np.array([*questions], np.int64))
+    found, aside = schedule.batches_of(np.array([*questions], np.int64))
     return [batch.tolist() for batch in found], aside.tolist()
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 3), st.integers(0, 5))
 def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int, seed: int) -> None:
-    found = table(Course(epochs=epochs, batch=size, seed=seed, validation=0), range(count))[0]
+    found = table(Schedule(epochs=epochs, batch=size, seed=seed, validation=0), range(count))[0]
     per_epoch = -(-count // size)
     assert len(found) == epochs * per_epoch
     for epoch in range(epochs):
@@ -49,33 +49,33 @@ def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int,
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_order_is_the_seeds_and_the_epochs_and_steps_end_it_or_let_it_go_on() -> None:
-    course = Course(epochs=2, batch=4, validation=0)
+def test_order_follows_seed_and_epoch_and_steps_set_the_end() -> None:
+    schedule = Schedule(epochs=2, batch=4, validation=0)
     first, again, other, short, longer = (
-        table(replace(course, **change), range(8))[0] for change in ({}, {}, {"seed": 1}, {"steps": 1}, {"steps": 5})
+        table(replace(schedule, **change), range(8))[0] for change in ({}, {}, {"seed": 1}, {"steps": 1}, {"steps": 5})
     )
     assert first == again != other
     assert first[:2] != first[2:]
     assert first[0] == [0, 2, 1, 5]  # the same on every machine and in every version
     assert (short, len(longer), longer[:4]) == (first[:1], 5, first)
-    assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
-    assert Course().rate_factor(0, 1, 5) == 1
+    assert [round(Schedule().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
+    assert Schedule().rate_factor(0, 1, 5) == 1
 
 
 def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
     questions = [5, 1, 5, 2, 1, 9, 9, 7]
-    assert table(Course(validation=2), questions)[1] == [1, 4]
-    found, aside = table(Course(validation=4), questions)
+    assert table(Schedule(validation=2), questions)[1] == [1, 4]
+    found, aside = table(Schedule(validation=4), questions)
     assert aside == [0, 1, 2, 3, 4]  # five: both answers to question 5
     assert {number for batch in found for number in batch} == {5, 6, 7}
-    assert [len(table(Course(), list(range(count)))[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
+    assert [len(table(Schedule(), list(range(count)))[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
 
 
 SETTINGS = TrainerSettings(
     learning_rate=3e-3, minibatches=1, grad_clip=1.0, warmup_steps=2, checkpoint_every=2, evaluate_every=3,
     device="cpu", loss="cross_entropy",
 )  # fmt: skip
-COURSE = Course(epochs=2, batch=8, validation=4)
+COURSE = Schedule(epochs=2, batch=8, validation=4)
 
 
 @pytest.fixture
@@ -83,16 +83,16 @@ def corpus(tmp_path: Path) -> Corpus:
     return chosen(tmp_path, sort_rows(28))[0]
 
 
-def warm(tmp: Path, corpus: Corpus, name: str = "work", **changes: Any) -> WarmStart:
+def warm(tmp: Path, corpus: Corpus, name: str = "work", **changes: Any) -> SftRun:
     """A warm start as a new process would make it."""
     settings = changes.pop("settings", SETTINGS)
     values: dict[str, Any] = {
         "folder": tmp / name, "out": tmp / f"{name}.model", "name": "sft-test", "files": sort_files(),
-        "corpus": corpus, "learner": new_learner(tiny_model(), settings), "course": COURSE,
+        "corpus": corpus, "learner": new_learner(tiny_model(), settings), "schedule": COURSE,
         "card": ModelCard(Progress("sft-test", 0)),
     }  # fmt: skip
     (tmp / name).mkdir(exist_ok=True)
-    return WarmStart(**{**values, **changes})
+    return SftRun(**{**values, **changes})
 
 
 def mean_loss(learner: Learner, corpus: Corpus, numbers: list[int]) -> float:
@@ -155,7 +155,7 @@ class Stopping(StopToken):
 
 
 @pytest.mark.parametrize("looks", [0, 2, 4, None])
-def test_stopped_or_killed_it_goes_on_bit_for_bit(tmp_path: Path, corpus: Corpus, looks: int | None) -> None:
+def test_stopped_or_killed_warm_start_resumes_bit_for_bit(tmp_path: Path, corpus: Corpus, looks: int | None) -> None:
     whole = warm(tmp_path, corpus, "whole")
     assert whole.run()
     if looks is None:  # killed: the checkpoint is of version 2; the row of step 2 is written, and its weights are lost
@@ -187,16 +187,16 @@ def settings(**values: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({**common, "loss": "cross_entropy", **values})
 
 
-def warm_start(tmp: Path, corpus: Corpus, with_: TrainerSettings, steps: int) -> WarmStart:
-    course = Course(batch=8, validation=0, steps=steps)
-    return warm(tmp, corpus, settings=with_, course=course, out=tmp / "out")
+def warm_start(tmp: Path, corpus: Corpus, with_: TrainerSettings, steps: int) -> SftRun:
+    schedule = Schedule(batch=8, validation=0, steps=steps)
+    return warm(tmp, corpus, settings=with_, schedule=schedule, out=tmp / "out")
 
 
 def saved(tmp: Path) -> list[int]:
     return sorted(version for version, _ in CheckpointStore(tmp / "work" / "checkpoints", 2).places())
 
 
-def diverges(tmp: Path, run: WarmStart) -> str:
+def diverges(tmp: Path, run: SftRun) -> str:
     with pytest.raises(TrainingDiverged) as caught:
         run.run()
     assert caught.value.exit_code == 5
@@ -204,14 +204,14 @@ def diverges(tmp: Path, run: WarmStart) -> str:
     return str(caught.value)
 
 
-def ruin_at(run: WarmStart, monkeypatch: Patch, step: int, rate: float) -> None:
+def ruin_at(run: SftRun, monkeypatch: Patch, step: int, rate: float) -> None:
     """Only that step has the rate: the others are as they should be."""
     train = run._train
     factor = rate / run._settings.learning_rate
 
     def training(at: int) -> dict[str, float]:
         with monkeypatch.context() as patch:
-            patch.setattr(Course, "rate_factor", lambda *_: factor if at == step else 1.0)
+            patch.setattr(Schedule, "rate_factor", lambda *_: factor if at == step else 1.0)
             return train(at)
 
     monkeypatch.setattr(run, "_train", training)
@@ -233,7 +233,7 @@ def test_an_only_step_that_destroys_the_model_is_no_success(
     assert diverges(tmp_path, again) == message, "and so it is when it is started again"
 
 
-def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_it(
+def test_destructive_last_step_leaves_the_earlier_checkpoint(
     tmp_path: Path, corpus: Corpus, monkeypatch: Patch
 ) -> None:
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=3)
@@ -243,24 +243,26 @@ def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_
     assert rows(tmp_path)[2]["alarm_divergence"] > 3
 
 
-def test_what_an_earlier_step_destroyed_is_seen_as_well(tmp_path: Path, corpus: Corpus, monkeypatch: Patch) -> None:
+def test_damage_of_an_earlier_step_is_found_at_the_end(tmp_path: Path, corpus: Corpus, monkeypatch: Patch) -> None:
     """The last step did no harm: only the model that it began with tells."""
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-6), steps=3)
     ruin_at(run, monkeypatch, 0, 10.0)
     assert "There is no checkpoint from before it began" in diverges(tmp_path, run), "nobody knows which one is good"
 
 
-@pytest.mark.parametrize("react", ["warn", "off", ""])
+@pytest.mark.parametrize("action", ["warn", "off", ""])
 def test_a_guard_that_does_not_stop_lets_it_out_and_a_sound_end_is_in_the_rows(
-    tmp_path: Path, corpus: Corpus, react: str
+    tmp_path: Path, corpus: Corpus, action: str
 ) -> None:
-    guarded = {"learning_rate": 10.0, "guards": {"divergence": {"react": react}}} if react else {"learning_rate": 1e-3}
+    guarded = (
+        {"learning_rate": 10.0, "guards": {"divergence": {"action": action}}} if action else {"learning_rate": 1e-3}
+    )
     assert warm_start(tmp_path, corpus, settings(**guarded), steps=2).run()
     assert (tmp_path / "out").exists()
     first, last_step, end = rows(tmp_path)
-    assert ("alarm_divergence" in last_step) == (react == "warn")
+    assert ("alarm_divergence" in last_step) == (action == "warn")
     assert (end["step"], saved(tmp_path)) == (2, [1, 2])
-    if not react:
+    if not action:
         assert end[LAST_BATCH] < last_step["loss"] < first["loss"]
         assert not any(name.startswith("alarm_") for name in end)
 

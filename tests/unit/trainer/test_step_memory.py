@@ -25,7 +25,7 @@ from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_t
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer import memory, shards
-from shoal.trainer.checkpoint import START, Copies, hold_start, weights_digest
+from shoal.trainer.checkpoint import START, Copies, check_start_weights, weights_digest
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import cast, views_of
 from shoal.trainer.ranks import Ranks
@@ -43,7 +43,7 @@ def first_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tens
     return gradients(made, StepWork(0, groups, temperature=1.0, max_staleness=99))[0][0]
 
 
-def test_what_is_published_in_bfloat16_is_what_the_trainer_computes_with(groups) -> None:
+def test_published_bfloat16_weights_equal_those_computed_with(groups) -> None:
     made = learner(ROUNDED.model_copy(update={"learning_rate": 1e-5}))
     for step in range(3):
         train(made, groups, step)
@@ -72,7 +72,7 @@ def test_gradients_are_summed_in_float32_over_micro_batches(groups) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_learner_that_is_loaded_goes_on_bit_for_bit(groups, tied: bool) -> None:
+def test_loaded_learner_continues_bit_for_bit(groups, tied: bool) -> None:
     made, resumed = (learner(ROUNDED, seed, tie_word_embeddings=tied) for seed in (0, 3))
     train(made, groups)
     resumed.load_state({name: value.clone() for name, value in made.state().items()})
@@ -155,10 +155,12 @@ def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
     assert same(resumed.state(), uninterrupted.state())
     rows = rows_of(broken)
     assert rows[2]["reference_kl"] > rows[0]["reference_kl"]
-    hold_start(broken / "trainer", lambda: "other", begins=False, needed=False)  # the weights come from the checkpoint
+    check_start_weights(
+        broken / "trainer", lambda: "other", begins=False, needed=False
+    )  # the weights come from the checkpoint
     (broken / "trainer" / START).unlink()
     with pytest.raises(CheckpointError, match=r"start\.json: unknown"):
-        hold_start(broken / "trainer", lambda: "first", begins=False, needed=True)
+        check_start_weights(broken / "trainer", lambda: "first", begins=False, needed=True)
 
 
 def test_the_digest_of_the_starting_weights_follows_what_they_are_and_not_where(tmp_path: Path) -> None:
@@ -262,7 +264,7 @@ def test_only_adapters_change_and_only_they_travel(finished) -> None:
 
 
 @torch.no_grad()
-def test_whoever_has_the_policy_computes_what_the_trainer_does_and_an_export_is_an_ordinary_model(finished) -> None:
+def test_published_adapters_and_export_compute_what_the_trainer_does(finished) -> None:
     folder, made = finished
     ids, engine = torch.arange(5, 25)[None], TorchEngine(with_adapters()[1])
     engine.load_policy(None, {view.name: view for view in views_of(made.state(), "float32")})
@@ -302,7 +304,7 @@ def test_several_processes_spread_a_second_model_only_without_adapters(
 ) -> None:
     held = settings.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
     made: list[Any] = []
-    monkeypatch.setattr(shards, "spread", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
+    monkeypatch.setattr(shards, "shard_model", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
     found = shards._learner(None, held, {}, Ranks())  # type: ignore[arg-type]
     assert len(made) == models
     assert (found.reference is found.model) == (models == 1)

@@ -3,8 +3,6 @@
 The real libraries are used, and what they wrote is read back by them. Nothing goes over a network.
 """
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -54,7 +52,7 @@ def tensorboard(folder: Path, rows: Sequence[Row] = ()) -> Trackers:
     return trackers
 
 
-def test_a_resume_goes_on_without_doubled_steps(tmp_path: Path) -> None:
+def test_resume_repeats_no_step(tmp_path: Path) -> None:
     """Rows 0 to 3 were tracked, the checkpoint is of version 2: steps 2 and 3 are trained again. No close: a kill."""
     first = tensorboard(tmp_path)
     for step in range(4):

@@ -1,7 +1,5 @@
 """Checkpoints: exact, atomic, bounded, never believed when damaged; the copies that they are made of."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -30,7 +28,7 @@ def train(made: Learner, groups: list[TrainingGroup], steps: range = range(1)) -
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, groups: list[TrainingGroup], tied: bool) -> None:
+def test_restored_learner_continues_bit_for_bit(tmp_path: Path, groups: list[TrainingGroup], tied: bool) -> None:
     whole = learner(tie_word_embeddings=tied)
     train(whole, groups, range(2))
     store = CheckpointStore(tmp_path, keep=2)
@@ -151,7 +149,7 @@ def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.iterdir()] == ["2.0"]
 
 
-def test_what_is_damaged_keeps_no_good_one_from_being_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_count_towards_retention(tmp_path: Path) -> None:
     """A folder with a higher number, in which there is nothing: the newest good ones stay, whatever it is called."""
     made, store = learner(), CheckpointStore(tmp_path, keep=1)
     (tmp_path / "999.0").mkdir()

@@ -1,7 +1,5 @@
 """Exports: loadable by plain transformers, whole or not there, nobody else's folder touched."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path
@@ -19,7 +17,7 @@ from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore
-from shoal.trainer.export import ModelCard, Which, export_checkpoint, export_policy, write_card
+from shoal.trainer.export import ModelCard, export_checkpoint, export_policy, write_card
 from shoal.trainer.folder import HIDDEN, Progress, Retention
 from shoal.trainer.learner import Learner
 from shoal.trainer.record import latest_metrics
@@ -95,9 +93,7 @@ def test_the_folder_that_one_is_in_may_be_used(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_an_export_that_fails_leaves_no_hidden_folder_and_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
+def test_an_export_that_fails_leaves_no_hidden_folder_and_the_older_one(tmp_path, monkeypatch, there):
     before = sorted(export(learner(), tmp_path / "out").iterdir()) if there else []
     monkeypatch.setattr("shoal.trainer.export.save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(ResourceError, match="the disk is full"):
@@ -162,9 +158,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, 4, "the one that was asked for (held-out score 0.3; the run's best is 0.9, of version 6)"),
     ],
 )
-def test_the_newest_the_best_or_any_version_and_the_card_says_why(
-    trained: Path, tmp_path: Path, which: Which, version: int, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_the_best_or_any_version_and_the_card_says_why(trained, tmp_path, which, version, why, caplog):
     folder = export_checkpoint(trained, tmp_path / "out", which=which)
     facts = json.loads((folder / "shoal.json").read_text())
     assert (facts["progress"]["version"], facts["chosen"]) == (version, why)

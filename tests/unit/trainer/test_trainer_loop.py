@@ -1,8 +1,6 @@
 """The trainer's story against a hub in memory: complete, killed anywhere, resumed, refused, stopped; held-out scores
 that come whenever they come."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -104,7 +102,7 @@ def test_killed_anywhere_and_resumed_gives_the_same_weights_and_files_bit_for_bi
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["a damaged checkpoint", "a lost folder"])
-def test_what_is_lost_costs_a_replay_of_the_hubs_batches_and_nothing_else(
+def test_lost_checkpoints_cost_only_a_replay(
     tmp_path: Path, whole, lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = FakeHub(STEPS)

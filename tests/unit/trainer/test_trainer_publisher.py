@@ -27,7 +27,7 @@ from shoal.shardcast import origin
 from shoal.shardcast.origin import Origin
 from shoal.trainer import checkpoint
 from shoal.trainer import publisher as publisher_module
-from shoal.trainer.checkpoint import CheckpointStore, Copied
+from shoal.trainer.checkpoint import CheckpointStore, StateCopy
 from shoal.trainer.folder import AWAITED, Place, Retention, ranked
 from shoal.trainer.guards import GuardSettings
 from shoal.trainer.publisher import Publisher
@@ -38,7 +38,7 @@ Make = Callable[..., Publisher]
 
 
 def handover(version: int = 0, seed: int = 0, captured: Any = None) -> tuple[Any, ...]:
-    return version, Copied(policy_state(tiny_model(seed)), captured), [{"step": 0, "loss": 1.0}]
+    return version, StateCopy(policy_state(tiny_model(seed)), captured), [{"step": 0, "loss": 1.0}]
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_version_is_written_with_the_ledgers_head_then_announced(
     assert (tmp_path / "origin" / "manifests" / "0.0.json").is_file()
 
 
-def test_what_is_replayed_is_reported_and_not_published(hub: FakeHub, publisher: Make) -> None:
+def test_replayed_versions_are_reported_and_not_published(hub: FakeHub, publisher: Make) -> None:
     made = publisher()
     made.submit(*handover(1), publish=False)
     assert made.wait() is None
@@ -93,7 +93,7 @@ def test_what_is_replayed_is_reported_and_not_published(hub: FakeHub, publisher:
 
 
 @pytest.mark.parametrize("failing", ["report", "save"])
-def test_what_could_not_be_reported_or_saved_is_not_published(
+def test_version_that_was_not_reported_or_saved_is_not_published(
     hub: FakeHub, publisher: Make, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_file: object) -> None:
@@ -113,15 +113,13 @@ def test_what_could_not_be_reported_or_saved_is_not_published(
 def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, publisher: Make) -> None:
     weight, made = torch.zeros(4), publisher()
     weights = {"weight": weight}
-    first = published(made, (0, Copied(weights, {"model.safetensors": weights}, lambda: weight.fill_(2))))
-    second = published(made, (1, Copied({"weight": torch.full((4,), 2.0)}, None)))
+    first = published(made, (0, StateCopy(weights, {"model.safetensors": weights}, lambda: weight.fill_(2))))
+    second = published(made, (1, StateCopy({"weight": torch.full((4,), 2.0)}, None)))
     assert stubs.stored_in(tmp_path / "checkpoints").tensors()["weight"].tolist() == [2.0] * 4
     assert first.policy.digest == second.policy.digest
 
 
-def test_training_goes_on_while_a_version_is_on_its_way_and_one_that_hangs_ends_in_a_deadline(
-    hub: FakeHub, publisher: Make
-) -> None:
+def test_training_continues_while_publishing_and_a_hanging_version_times_out(hub: FakeHub, publisher: Make) -> None:
     reached, go = threading.Event(), threading.Event()
     hub.before["announce"] = lambda _version: reached.set() or go.wait(20)
     made = publisher(deadline_s=0.05)
@@ -165,7 +163,7 @@ def test_another_digest_for_a_published_version_begins_an_incarnation(
         pytest.param(None, PolicyMismatch, id="never published before: a second trainer is at work"),
     ],
 )
-def test_what_no_new_incarnation_mends_is_an_error(
+def test_conflict_that_no_incarnation_resolves_is_an_error(
     hub: FakeHub, publisher: Make, refusal: HubRefused | None, error: type[Exception]
 ) -> None:
     if refusal is None:
@@ -185,7 +183,7 @@ POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]
 
 def without_stops() -> GuardSettings:
     """No guard that stops a run: for one of those, older checkpoints are kept too."""
-    return GuardSettings.model_validate({name: {"react": "warn"} for name in ("divergence", "reward_collapse")})
+    return GuardSettings.model_validate({name: {"action": "warn"} for name in ("divergence", "reward_collapse")})
 
 
 PLAIN = SETTINGS.model_copy(update={"guards": without_stops()})
@@ -228,7 +226,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", POINTS)
-def test_killed_at_every_point_while_training_goes_on(
+def test_killed_at_every_point_during_training(
     tmp_path: Path, whole: tuple[dict[str, torch.Tensor], FakeHub], die_at: list[str], name: str
 ) -> None:
     hub = FakeHub(STEPS, max_staleness=1)

@@ -1,7 +1,5 @@
 """The [trainer] section: its defaults are usable, its mistakes are refused, and reading it costs no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import get_args
@@ -60,9 +58,7 @@ def test_mistakes_are_refused(values: dict[str, object], message: str) -> None:
         ({"loss": "cispo"}, (0.2, None, "tokens")),  # its cap is then objective.ratio_cap
     ],
 )
-def test_one_word_is_enough_and_what_is_given_wins(
-    values: dict[str, object], expected: tuple[float, float | None, str]
-) -> None:
+def test_one_word_is_enough_and_what_is_given_wins(values, expected):
     settings = TrainerSettings.model_validate(values)
     objective = settings.objective
     assert (settings.clip_epsilon, objective.clip_high, objective.normalisation) == expected

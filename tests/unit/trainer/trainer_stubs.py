@@ -1,7 +1,5 @@
 """What a trainer talks to, in memory: a tiny model, groups of rollouts, a hub that fails on request."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -16,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from kit.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal import protocol
 from shoal.errors import HubRefused
 from shoal.models.load import LoadedModel, adapted
 from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.lora import AdapterShape
-from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Evaluation, PolicyRef, SamplingParameters, SignedDocument, SigningKey
 from shoal.protocol.batch import Batch, BatchReply, TrainingBatch, TrainingGroup, TrainingRollout

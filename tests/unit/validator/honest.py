@@ -1,7 +1,5 @@
 """An honest worker on the scripted engine, and the pieces to build a cheating one from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -23,7 +21,7 @@ from shoal.sampling import uniforms
 from shoal.toploc import commit
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 HUB = SigningKey.from_seed(b"h" * 32)
 NODE = SigningKey.from_seed(b"n" * 32).node
@@ -110,11 +108,11 @@ def proved(of: Lease, what: Submission, value: float = 3.0) -> Submission:
     return msgspec.structs.replace(what, rollouts=rollouts)
 
 
-def docket(of: Lease, what: Submission | bytes | None = None, **audit_fields: Any) -> Docket:
+def audit_job(of: Lease, what: Submission | bytes | None = None, **audit_fields: Any) -> AuditJob:
     body = what if isinstance(what, bytes) else pack(what if what is not None else submission(of))
     name, signed = submission_digest(body), sign_document(of, HUB)
     times = {"received_at_ms": 1, "deadline_ms": 2}
-    return Docket(Audit(submission=name, size_bytes=len(body), lease=signed, **times, **audit_fields), of, body)
+    return AuditJob(Audit(submission=name, size_bytes=len(body), lease=signed, **times, **audit_fields), of, body)
 
 
 KEY = "scripted/cpu/float32"
@@ -127,7 +125,7 @@ def judge(environment: Any = None, limits: dict[str, Any] | None = None, **chang
 
 
 def judged(of: Lease, what: Submission | bytes | None = None, by: Judge | None = None, **audit: Any) -> Verdict:
-    [verdict] = (by or judge()).verdicts([docket(of, what, **audit)], loaded())
+    [verdict] = (by or judge()).verdicts([audit_job(of, what, **audit)], loaded())
     return verdict
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from honest import EOS, KEY, LengthEnvironment, completions, docket, engine, lease, loaded, proved, submission
+from honest import EOS, KEY, LengthEnvironment, audit_job, completions, engine, lease, loaded, proved, submission
 
 from shoal.engines import GenerationRequest
 from shoal.engines.groups import submission_of
@@ -24,15 +24,15 @@ from shoal.validator import Judge
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
-from shoal.validator.evidence import DOUBT, STRIKE, Odd, accident_sums, log_evidence, log_evidence_of_seeds
+from shoal.validator.evidence import DOUBT, STRIKE, Outliers, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
-from shoal.validator.verdicts import Terms
+from shoal.validator.verdicts import LeaseTemplate
 
 COARSE = BUILT_IN[KEY].model_copy(update={"accidents": AccidentLimits(first=1e-3, later=1e-4)})
 
 
 def judged(what: Submission, profile: Profile = COARSE, **audit: Any) -> Verdict:
-    [verdict] = Judge(LengthEnvironment(), {KEY: profile}).verdicts([docket(lease(), what, **audit)], loaded())
+    [verdict] = Judge(LengthEnvironment(), {KEY: profile}).verdicts([audit_job(lease(), what, **audit)], loaded())
     return verdict
 
 
@@ -104,7 +104,7 @@ def test_only_the_odd_tokens_of_a_part_are_left_out_where_its_proof_is_in_order(
     far[[3, 40]] = True
     zero = np.zeros(2, np.int64)
     for proofs, left in ((zero, 62), (np.array([0, 2]), 31)):
-        odd = Odd(seeds=np.array([1, 1]), logprobs=zero, proofs=proofs, tokens=far)
+        odd = Outliers(seeds=np.array([1, 1]), logprobs=zero, proofs=proofs, tokens=far)
         assert odd.kept(drawn, chunk_of, COARSE.accidents).tokens.sum() == left
         assert odd.kept(drawn, chunk_of, AccidentLimits()).tokens.all(), "where there are no accidents all is measured"
 
@@ -132,7 +132,7 @@ def test_one_rollout_of_chosen_tokens_is_certain() -> None:
     other = next(each for each in completions(of, seeds=range(70, 120)) if len(each.token_ids) == 64)
     made_up = submission_of(one, [other], "scripted")
     for leased, what in ((of, with_first(of, made_up.rollouts[0])), (one, made_up)):
-        [verdict] = Judge(LengthEnvironment(), {KEY: COARSE}).verdicts([docket(leased, what)], loaded())
+        [verdict] = Judge(LengthEnvironment(), {KEY: COARSE}).verdicts([audit_job(leased, what)], loaded())
         assert (verdict.reason, verdict.severity) == ("sampling.seed", Severity.CERTAIN)
 
 
@@ -167,7 +167,7 @@ def test_a_rollout_that_is_off_in_more_parts_than_count_is_never_accepted() -> N
     whole = submission(of)
     wrong = proved(of, whole, value=4.0).rollouts[0]
     what = with_first(of, msgspec.structs.replace(whole.rollouts[0], proofs=wrong.proofs))
-    [verdict] = Judge(LengthEnvironment(), {KEY: OFTEN}).verdicts([docket(of, what)], loaded())
+    [verdict] = Judge(LengthEnvironment(), {KEY: OFTEN}).verdicts([audit_job(of, what)], loaded())
     assert log_evidence("accidents", verdict.tally.of("accidents")) < DOUBT
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
 
@@ -176,7 +176,7 @@ def test_an_accident_excuses_nothing_else() -> None:
     """A submission with one wrong token and other seeds is rejected for the seeds."""
     of = lease()
     other = of.model_copy(update={"seeds": tuple(f"{77 + i:016x}" for i in range(len(of.seeds)))})
-    on_table = replace(docket(of, with_wrong_tokens(1)), lease=other)
+    on_table = replace(audit_job(of, with_wrong_tokens(1)), lease=other)
     [verdict] = Judge(LengthEnvironment(), {KEY: COARSE}).verdicts([on_table], loaded())
     assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "sampling.seed")
 
@@ -189,7 +189,7 @@ Values = npt.NDArray[np.float32]
 def groups(first: int, count: int) -> list[Case]:
     """Groups of a worker that rounds, as a validator sees that does not."""
     sampling = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_id=EOS)
-    terms = Terms("coarse", 8, sampling, ProofParameters(), KIND)
+    terms = LeaseTemplate("coarse", 8, sampling, ProofParameters(), KIND)
     leases = [terms.lease(n, (10 + n % 80, 20 + n // 80, 30)) for n in range(first, first + count)]
     asked = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in leases]
     drawn, clean = honest.rounding(0.1).generate(asked, leases[0].proof), engine()
@@ -250,7 +250,7 @@ def test_log_probabilities_that_lean_by_rollout_up_and_down_fail() -> None:
         assert outcome(saying(case, lambda values, n: values + 0.05 * (-1) ** n)) != ""
 
 
-def test_what_leans_less_is_found_by_the_record() -> None:
+def test_small_bias_is_found_by_the_record() -> None:
     record, passed = Tally(), 0
     for case in groups(100, 40):
         lie = replace(saying(case, lambda values, n: values + 0.02 * (-1) ** n), record=record)

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from honest import EOS, SAMPLING, LengthEnvironment, docket, engine, lease, loaded, rounding, submission
+from honest import EOS, SAMPLING, LengthEnvironment, audit_job, engine, lease, loaded, rounding, submission
 
 from kit import Patch
 from shoal.engines import GenerationRequest
@@ -20,7 +20,15 @@ from shoal.protocol import Lease, Outcome, RolloutReward, Severity
 from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.validator import branches
-from shoal.validator.branches import BranchLook, Lookout, block_around, by_tolerance, choice_bits, differences, look_at
+from shoal.validator.branches import (
+    Branch,
+    BranchChecker,
+    block_around,
+    branch_of,
+    by_tolerance,
+    choice_bits,
+    differences,
+)
 from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
@@ -50,7 +58,7 @@ def nth_case(unit: int) -> Case:
 
 
 def by_length(groups: Sequence[Group]) -> list[Scored | ScoringFailure]:
-    """The reward that short completions would look bought by, if places were chosen carelessly."""
+    """The reward that short completions would look reward_steering by, if places were chosen carelessly."""
     return [Scored(tuple(RolloutReward(value=float(len(each.tokens))) for each in group.rollouts)) for group in groups]
 
 
@@ -72,7 +80,7 @@ def test_the_first_token_by_tolerance_in_the_last_block_is_where_the_branch_begi
         places = np.flatnonzero(by_tolerance(case)[start : start + length]).tolist()
         begin, end = block_around(length - 1, 4, 1)
         inside = [place for place in places if place >= begin]
-        look = look_at(case, rollout, 4, 1)
+        look = branch_of(case, rollout, 4, 1)
         assert (look.token if look else None) == (inside[0] if inside else None)
         if look is not None:
             assert look.limit == min(end, SAMPLING.max_new_tokens) - look.token
@@ -84,11 +92,11 @@ def test_a_branch_is_what_the_seed_gives_by_the_validators_own_interval() -> Non
     case = case_of(of)
     honest = clean.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)])[0]
     for rollout in range(4):
-        [[whole]] = clean.generate([BranchLook(case, rollout, 0, 12).request(12)])
+        [[whole]] = clean.generate([Branch(case, rollout, 0, 12).request(12)])
         assert whole.token_ids.tolist() == honest[rollout].token_ids.tolist()
         cut = min(3, len(honest[rollout].token_ids) - 1)
         kept = case_of(of, clean)
-        [[rest]] = clean.generate([BranchLook(kept, rollout, cut, 12).request(12 - cut)])
+        [[rest]] = clean.generate([Branch(kept, rollout, cut, 12).request(12 - cut)])
         assert rest.token_ids.tolist() == honest[rollout].token_ids[cut:].tolist()
 
 
@@ -102,13 +110,13 @@ def test_no_branch_is_asked_for_tokens_beyond_its_leases() -> None:
             return engine().generate(requests, proof)
 
     case = nth_case(0)
-    Lookout(time_share=1e9, rng=random.Random(1)).look([(case, rewards_of(case), 1.0)], Asked(), by_length)
+    BranchChecker(time_share=1e9, rng=random.Random(1)).look([(case, rewards_of(case), 1.0)], Asked(), by_length)
     room = len(case.lease.prompt_ids) + SAMPLING.max_new_tokens
     assert len({len(each.prompt_ids) for each in asked}) > 1
     assert {len(each.prompt_ids) + each.sampling.max_new_tokens for each in asked} == {room}
 
 
-def test_of_rollouts_that_begin_alike_one_is_looked_at() -> None:
+def test_one_branch_for_rollouts_that_begin_alike() -> None:
     """All of a group draw their first token from the same distribution: where rounding favours the better of two
     answers, it does so in each of them, and that is one piece of evidence."""
     case = case_of(lease(seeds=32))
@@ -116,19 +124,19 @@ def test_of_rollouts_that_begin_alike_one_is_looked_at() -> None:
     low, high = case.replay.low.copy(), case.replay.high.copy()
     low[case.starts], high[case.starts] = 0.0, 0.0  # the first tokens pass only by the tolerance
     case.replay = replace(case.replay, low=low, high=high)
-    looked = {look.rollout for seed in range(8) for look in Lookout(rng=random.Random(seed))._chosen(case, 1.0)}
-    assert len(list(Lookout()._chosen(case, 1.0))) == 1
+    looked = {look.rollout for seed in range(8) for look in BranchChecker(rng=random.Random(seed))._chosen(case, 1.0)}
+    assert len(list(BranchChecker()._chosen(case, 1.0))) == 1
     assert len(looked) > 3, "any of them, so that nobody has one that is looked at for all"
 
 
-def test_a_branch_that_does_not_end_in_its_block_is_none() -> None:
+def test_branch_that_does_not_end_in_its_block_is_dropped() -> None:
     case = case_of(lease(seeds=1))
-    look = BranchLook(case, 0, 0, 3)
+    look = Branch(case, 0, 0, 3)
     assert look.ended(np.array([5, 6, 7], dtype=np.int32)) is None
     ended = look.ended(np.array([5, 6, EOS], dtype=np.int32))
     assert ended is not None
     assert (ended.token_ids.tolist(), ended.finish) == ([5, 6, EOS], "eos")
-    at_the_limit = BranchLook(case, 0, 0, 12).ended(np.arange(5, 17, dtype=np.int32))
+    at_the_limit = Branch(case, 0, 0, 12).ended(np.arange(5, 17, dtype=np.int32))
     assert at_the_limit is not None
     assert at_the_limit.finish == "length"
 
@@ -142,11 +150,11 @@ def test_differences_are_shares_of_the_range_that_all_rewards_have() -> None:
 def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths(longest: int, monkeypatch: Patch) -> None:
     """Of 300 looks the sum of differences is within 4 standard errors of 0: at whole completions, and at blocks."""
     monkeypatch.setattr(branches, "LONGEST", longest)
-    lookout, found = Lookout(time_share=1e9, rng=random.Random(1)), list[float]()
+    branch_checker, found = BranchChecker(time_share=1e9, rng=random.Random(1)), list[float]()
     unit, looked = 0, 0
     while looked < 300:
         case = nth_case(unit)
-        [seen] = lookout.look([(case, rewards_of(case), 1.0)], engine(), by_length)
+        [seen] = branch_checker.look([(case, rewards_of(case), 1.0)], engine(), by_length)
         found += seen.differences
         looked, unit = looked + seen.looked, unit + 1
     assert len(found) > 50
@@ -156,10 +164,10 @@ def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths(longes
 @pytest.mark.parametrize("longest", [512, 8])
 def test_about_the_share_of_the_audited_tokens_is_decoded(longest: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr(branches, "LONGEST", longest)
-    lookout, audited, decoded = Lookout(time_share=1e9, rng=random.Random(2)), 0, 0
+    branch_checker, audited, decoded = BranchChecker(time_share=1e9, rng=random.Random(2)), 0, 0
     for unit in range(30):
         case = nth_case(unit)
-        [seen] = lookout.look([(case, rewards_of(case), 0.1)], engine(), by_length)
+        [seen] = branch_checker.look([(case, rewards_of(case), 0.1)], engine(), by_length)
         audited, decoded = audited + len(case.tokens), decoded + seen.tokens
     assert 0.02 * audited < decoded < 0.15 * audited
 
@@ -172,10 +180,10 @@ def test_no_more_time_is_taken_than_its_share() -> None:
             clock.advance(5.0)
             return engine().generate(requests, proof)
 
-    lookout, looked, case = Lookout(clock=clock, rng=random.Random(3)), 0, nth_case(0)
+    branch_checker, looked, case = BranchChecker(clock=clock, rng=random.Random(3)), 0, nth_case(0)
     for _ in range(200):
         clock.advance(1.0)
-        [seen] = lookout.look([(case, rewards_of(case), 1.0)], Slow(), by_length)
+        [seen] = branch_checker.look([(case, rewards_of(case), 1.0)], Slow(), by_length)
         looked += seen.looked > 0
     assert looked == 2  # 5 s each, of 210 s; none in the first 120 s
 
@@ -186,12 +194,12 @@ def test_an_engine_that_fails_ends_no_audit() -> None:
             raise ResourceError("no memory")
 
     case = nth_case(0)
-    assert Lookout(time_share=1e9).look([(case, rewards_of(case), 1.0)], Full(), by_length) == [Branches()]
+    assert BranchChecker(time_share=1e9).look([(case, rewards_of(case), 1.0)], Full(), by_length) == [Branches()]
 
 
-def judge_with(lookout: Lookout | None) -> Judge:
+def judge_with(branch_checker: BranchChecker | None) -> Judge:
     profile = WIDE.model_copy(update={"logprobs": LogprobLimits(largest=99.0)})
-    return Judge(LengthEnvironment(), {"scripted/cpu/float32": profile}, lookout=lookout)  # type: ignore[arg-type]
+    return Judge(LengthEnvironment(), {"scripted/cpu/float32": profile}, branch_checker=branch_checker)  # type: ignore[arg-type]
 
 
 def handed_in(of: Lease):  # type: ignore[no-untyped-def]
@@ -201,8 +209,8 @@ def handed_in(of: Lease):  # type: ignore[no-untyped-def]
 
 def test_the_verdict_tells_what_the_branches_showed() -> None:
     of = lease(seeds=32)
-    lookout = Lookout(time_share=1e9, rng=random.Random(5))
-    [verdict] = judge_with(lookout).verdicts([docket(of, handed_in(of), look_share=1.0)], loaded())
+    branch_checker = BranchChecker(time_share=1e9, rng=random.Random(5))
+    [verdict] = judge_with(branch_checker).verdicts([audit_job(of, handed_in(of), look_share=1.0)], loaded())
     assert verdict.outcome is Outcome.ACCEPTED
     looked = [check.evidence["looked"] for check in verdict.checks if check.check == "branches"]
     assert looked == [verdict.branches.looked]
@@ -211,16 +219,16 @@ def test_the_verdict_tells_what_the_branches_showed() -> None:
 
 def test_a_node_whose_evidence_suffices_is_struck() -> None:
     of, steered = lease(seeds=32), GainEvidence().after([1.0] * 60)
-    [verdict] = judge_with(None).verdicts([docket(of, handed_in(of), gains=steered)], loaded())
+    [verdict] = judge_with(None).verdicts([audit_job(of, handed_in(of), gains=steered)], loaded())
     found = (verdict.outcome, verdict.reason, verdict.severity)
     assert found == (Outcome.REJECTED, "sampling.steered", Severity.STATISTICAL)
     assert "60 unequal pairs" in verdict.message
 
 
-def test_of_distrusted_nodes_only_groups_with_tokens_by_tolerance_are_unsure() -> None:
+def test_distrusted_node_is_unsure_only_with_tokens_by_tolerance() -> None:
     of = lease(seeds=32)
-    dockets = [docket(of, handed_in(of), distrusted="newcomers"), docket(of, distrusted="newcomers")]
-    verdicts = judge_with(Lookout()).verdicts(dockets, loaded())
+    audit_jobs = [audit_job(of, handed_in(of), distrusted="newcomers"), audit_job(of, distrusted="newcomers")]
+    verdicts = judge_with(BranchChecker()).verdicts(audit_jobs, loaded())
     found = [(each.outcome, each.reason) for each in verdicts]
     assert found == [(Outcome.UNSURE, "sampling.distrusted"), (Outcome.ACCEPTED, "")]
 

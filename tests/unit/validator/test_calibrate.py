@@ -1,8 +1,6 @@
 """A profile: a file that loads to what was written, mistakes told with the remedy; measured on honest work, it passes
 honest work and catches what it says it catches."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import replace
@@ -14,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from honest import LengthEnvironment, docket, lease, loaded
+from honest import LengthEnvironment, audit_job, lease, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +70,7 @@ def test_a_bfloat16_validator_takes_no_float32_work() -> None:
 def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_tell() -> None:
     key = "scripted/cpu/float32"
     narrow = BUILT_IN[key].model_copy(update={"validators": ("float64",)})
-    [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([docket(lease())], loaded())
+    [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([audit_job(lease())], loaded())
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
     assert "scripted/cpu/float32" in verdict.message
 
@@ -80,14 +78,12 @@ def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_te
 @pytest.mark.parametrize("value", [LEAST, MOST])
 @pytest.mark.parametrize("rate", [LEAST, MOST_BY_NAT])
 @pytest.mark.parametrize("unit", [LEAST, MOST_BY_NAT])
-def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(
-    value: float, rate: float, unit: float
-) -> None:
+def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(value, rate, unit):
     of, channel = lease(), ChannelLimits(rate=rate, curve=rate, unit=unit, shared=value)
     noise = NoiseLimits(**dict.fromkeys(NoiseLimits.model_fields, channel))
     logprobs = LogprobLimits(spread=value, lean=value, drift=value)
     profile = Profile(key=of.profile, noise=noise, logprobs=logprobs)
-    [verdict] = Judge(LengthEnvironment(), {of.profile: profile}).verdicts([docket(of)], loaded())
+    [verdict] = Judge(LengthEnvironment(), {of.profile: profile}).verdicts([audit_job(of)], loaded())
     assert verdict.model_dump_json()
 
 
@@ -323,9 +319,7 @@ def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(measur
     assert share("temperature 0.9 T", 1024).by_sampling > 0.95
 
 
-def test_limits_have_room_above_what_was_seen_and_are_never_tighter_than_those_of_float32(
-    measured: Measurement,
-) -> None:
+def test_limits_have_room_above_what_was_seen_and_are_never_tighter_than_those_of_float32(measured):
     quiet = measured.bands["cpu/float32"]
     narrow = limits_from(quiet, "torch/cpu/float32")
     assert (narrow.proofs, narrow.sampling.distance) == (ProofTolerance(), SeedTolerance().distance)

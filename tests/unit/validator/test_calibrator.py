@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from honest import POLICY, LengthEnvironment, completions, docket, lease, loaded, submission
+from honest import POLICY, LengthEnvironment, audit_job, completions, lease, loaded, submission
 
 from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
@@ -26,7 +26,7 @@ from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
 from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profiles, limits_for, widest
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 DIGEST = "c" * 64
@@ -96,7 +96,7 @@ def due(by: Calibrator) -> Callable[[], None] | None:
     return by.due(AuditReply(calibration=DIGEST, wanted=("torch/cpu/bfloat16", "torch/cpu/float32")), POLICY)
 
 
-def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
+def test_new_measurement_of_one_machine_is_repeated_by_the_others() -> None:
     hub = Hub()
     first, second = calibrator(hub, "float32"), calibrator(hub, "bfloat16")
     publish(first, hub, 0.1)
@@ -134,7 +134,7 @@ def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
     assert seen["cpu/float32"] is engine
 
 
-def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_time() -> None:
+def test_refused_kind_is_measured_again_with_a_later_policy() -> None:
     hub = Hub()
     mine = calibrator(hub, "float32")
     clock: Any = mine._clock
@@ -159,7 +159,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Calibrator:
     return mine
 
 
-def test_what_is_measured_at_first_and_what_only_once_somebody_computes_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     mine = calibrator(hub, "float32")
     assert mine._missing(None, POLICY, ()) == [], "float32 has limits already"
@@ -189,7 +189,7 @@ def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("error", "is_tried_again"), [(ResourceError("no memory"), True), (ModelError("no"), False)])
-def test_what_has_no_memory_now_is_measured_later(
+def test_kind_without_memory_is_measured_later(
     error: ShoalError, is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = calibrator(Hub(), "float32")
@@ -238,7 +238,7 @@ def test_limits_that_another_machine_joined_are_tested_once_by_the_first_one(
 
 
 @pytest.mark.parametrize("how", ["its signer was revoked", "its limits mean nothing here"])
-def test_a_calibration_that_cannot_be_used_is_measured_anew_at_once(how: str) -> None:
+def test_unusable_calibration_is_replaced_at_once(how: str) -> None:
     """Before, nobody ever measured again: every group was unsure from then on, and validators generated all units. By
     limits of another release every validator ended, and ended again when it was started."""
     hub = Hub()
@@ -282,11 +282,11 @@ def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
     )  # fmt: skip
 
 
-def off_by_little(of: Lease) -> Docket:
+def off_by_little(of: Lease) -> AuditJob:
     """An honest group with log-probabilities that only limits of nothing reject."""
     honest, replace = submission(of), msgspec.structs.replace
     rollouts = [replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6)) for each in honest.rollouts]
-    return docket(of, replace(honest, rollouts=rollouts))
+    return audit_job(of, replace(honest, rollouts=rollouts))
 
 
 NOTHING = LogprobLimits(largest=1e-30)
@@ -299,19 +299,19 @@ def test_a_verdict_goes_by_the_limits_of_its_leases_calibration_and_names_it() -
     assert (verdict.reason, verdict.calibration, verdict.measured) == ("logprobs.mismatch", DIGEST, True)
     [verdict] = by_limits({OURS: BUILT_IN[OURS]}).verdicts([handed_in], loaded())
     assert (verdict.outcome, verdict.calibration) == (Outcome.ACCEPTED, DIGEST)
-    [verdict] = by_limits({}).verdicts([docket(lease(calibration="d" * 64))], loaded())
+    [verdict] = by_limits({}).verdicts([audit_job(lease(calibration="d" * 64))], loaded())
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile"), "it cannot be had"
 
 
-def test_of_a_kind_that_nobody_measured_a_statistical_failure_is_unsure_and_a_certain_one_rejects() -> None:
+def test_unmeasured_kind_is_unsure_for_statistics_and_rejected_for_certain() -> None:
     of = lease(calibration=DIGEST)
     court = by_limits({THEIRS: Profile(key=THEIRS, logprobs=NOTHING)}, known={})
     other_seeds = submission(of, completions(of, seeds=[seed + 10**6 for seed in of.seed_numbers]))
-    unsure, rejected = court.verdicts([off_by_little(of), docket(of, other_seeds)], loaded())
+    unsure, rejected = court.verdicts([off_by_little(of), audit_job(of, other_seeds)], loaded())
     assert (unsure.outcome, unsure.reason, unsure.severity) == (Outcome.UNSURE, "machinery.kind", None)
     assert "no trusted machine has measured scripted/cpu/float32" in unsure.message
     assert (rejected.outcome, rejected.severity) == (Outcome.REJECTED, Severity.CERTAIN)
-    [passed] = by_limits({THEIRS: Profile(key=THEIRS)}, known={}).verdicts([docket(of)], loaded())
+    [passed] = by_limits({THEIRS: Profile(key=THEIRS)}, known={}).verdicts([audit_job(of)], loaded())
     assert (passed.outcome, passed.measured) == (Outcome.ACCEPTED, False)
 
 

@@ -1,11 +1,9 @@
 """Canaries: each kind is surely bad and caught; one that passes ends everything before anything is reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
-from honest import docket, judge, lease, loaded
+from honest import audit_job, judge, lease, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +12,10 @@ from shoal.protocol import Outcome, SamplingParameters, Submission, Verdict, unp
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge
-from shoal.validator.canary import SPOILERS, Canary, Original
+from shoal.validator.canary import CANARY_CHEATS, Canary, Original
 from shoal.validator.case import BODY_LIMITS, Case, SeenWork
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
-from shoal.validator.verdicts import Docket
+from shoal.validator.verdicts import AuditJob
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
 REASONS = {
@@ -30,13 +28,13 @@ REASONS = {
 
 
 def original(of, profile=BUILT_IN["scripted/cpu/float32"]) -> Original:  # type: ignore[no-untyped-def]
-    accused = docket(of)
+    accused = audit_job(of)
     return Original(accused, Case(of, unpack(accused.body, Submission, BODY_LIMITS), "", 96, 64, profile))
 
 
-@pytest.mark.parametrize("name", SPOILERS)
+@pytest.mark.parametrize("name", CANARY_CHEATS)
 def test_every_kind_is_caught_for_its_own_reason(name: str) -> None:
-    twin = SPOILERS[name](original(lease(sampling=LONG)))
+    twin = CANARY_CHEATS[name](original(lease(sampling=LONG)))
     assert twin is not None
     [verdict] = judge().verdicts([twin], loaded())
     assert verdict.outcome is Outcome.REJECTED
@@ -49,7 +47,7 @@ def test_whatever_is_made_of_honest_work_is_caught(unit: int, seeds: int, temper
     """A kind that would not surely show with this submission makes no twin of it."""
     sampling = SamplingParameters(temperature=temperature, max_new_tokens=tokens, eos_token_id=1)
     accused = original(lease(unit % 80, seeds=seeds, sampling=sampling))
-    twins = {name: twin for name, spoil in SPOILERS.items() if (twin := spoil(accused)) is not None}
+    twins = {name: twin for name, forge in CANARY_CHEATS.items() if (twin := forge(accused)) is not None}
     assert "proofs that are constants" in twins
     for name, twin in twins.items():
         [verdict] = judge().verdicts([twin], loaded())
@@ -61,27 +59,27 @@ def test_the_first_at_once_then_after_every_so_many_and_all_kinds_in_turn() -> N
     canary = Canary(by, every=3)
     caught = []
     for unit in range(15):
-        dockets = [docket(lease(unit, sampling=LONG))]
-        caught.append(canary.check(dockets, by.verdicts(dockets, loaded()), loaded()))
+        audit_jobs = [audit_job(lease(unit, sampling=LONG))]
+        caught.append(canary.check(audit_jobs, by.verdicts(audit_jobs, loaded()), loaded()))
     assert [index for index, name in enumerate(caught) if name] == [0, 3, 6, 9, 12]
-    assert [name for name in caught if name] == list(SPOILERS)
+    assert [name for name in caught if name] == list(CANARY_CHEATS)
 
 
-def judged_by(by: Judge) -> tuple[Canary, list[Docket], list[Verdict]]:
+def judged_by(by: Judge) -> tuple[Canary, list[AuditJob], list[Verdict]]:
     """A canary that is due, and a group that was accepted."""
-    dockets = [docket(lease(sampling=LONG))]
-    verdicts = by.verdicts(dockets, loaded())
+    audit_jobs = [audit_job(lease(sampling=LONG))]
+    verdicts = by.verdicts(audit_jobs, loaded())
     assert verdicts[0].outcome is Outcome.ACCEPTED
-    return Canary(by, every=1), dockets, verdicts
+    return Canary(by, every=1), audit_jobs, verdicts
 
 
 def test_the_twin_leaves_no_trace_in_the_judges_memory() -> None:
     by = judge()
-    canary, dockets, verdicts = judged_by(by)
+    canary, audit_jobs, verdicts = judged_by(by)
     before = dict(by.seen._whose)
-    canary.check(dockets, verdicts, loaded())
+    canary.check(audit_jobs, verdicts, loaded())
     assert by.seen._whose == before
-    assert by.verdicts(dockets, loaded())[0].outcome is Outcome.ACCEPTED
+    assert by.verdicts(audit_jobs, loaded())[0].outcome is Outcome.ACCEPTED
 
 
 def blind(**limits: object) -> Judge:
@@ -98,19 +96,19 @@ def test_a_profile_that_is_far_too_wide_is_noticed() -> None:
         logprobs=LogprobLimits(largest=1e9),
         noise=NoiseLimits(**{name: ChannelLimits(rate=1e9, unit=1e9) for name in NoiseLimits.model_fields}),
     )
-    canary, dockets, verdicts = judged_by(by)
+    canary, audit_jobs, verdicts = judged_by(by)
     passed = r"unit 5 with edited tokens, passed every check \(envelope, lease, .*reward"
     with pytest.raises(CanaryMissed, match=passed):
-        canary.check(dockets, verdicts, loaded())
+        canary.check(audit_jobs, verdicts, loaded())
 
 
 def test_an_engine_that_fails_on_the_twin_is_no_miss() -> None:
-    canary, dockets, verdicts = judged_by(judge())
+    canary, audit_jobs, verdicts = judged_by(judge())
 
     class Failing(type(loaded().engine)):  # type: ignore[misc]
         def prefill(self, requests, proof=None):  # type: ignore[no-untyped-def]
             raise RuntimeError("out of memory")
 
     broken = replace(loaded(), engine=Failing())
-    assert canary.check(dockets, verdicts, broken) is None
-    assert canary.check(dockets, verdicts, loaded()) is not None  # made up for at the next occasion
+    assert canary.check(audit_jobs, verdicts, broken) is None
+    assert canary.check(audit_jobs, verdicts, loaded()) is not None  # made up for at the next occasion

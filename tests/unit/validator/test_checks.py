@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from honest import EOS, KEY, completions, docket, engine, judge, judged, lease, loaded, proved, submission
+from honest import EOS, KEY, audit_job, completions, engine, judge, judged, lease, loaded, proved, submission
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,8 +153,8 @@ CHEATS: dict[str, tuple[Cheat, str]] = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_every_cheat_fails_for_the_right_reason(name: str) -> None:
     cheat, reason = CHEATS[name]
-    dockets = [docket(lease(1)), docket(lease(), cheat(lease())), docket(lease(2))]
-    first, verdict, third = judge().verdicts(dockets, loaded())  # honest neighbours hide nothing, and lose nothing
+    audit_jobs = [audit_job(lease(1)), audit_job(lease(), cheat(lease())), audit_job(lease(2))]
+    first, verdict, third = judge().verdicts(audit_jobs, loaded())  # honest neighbours hide nothing, and lose nothing
     assert (first.outcome, verdict.outcome, third.outcome) == (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.ACCEPTED)
     severity = Severity.STATISTICAL if name in STATISTICAL else Severity.CERTAIN
     assert (verdict.reason, verdict.severity) == (reason, severity)
@@ -287,7 +287,7 @@ def test_proofs_of_other_weights_are_a_mismatch_and_the_place_is_named() -> None
 def test_the_size_of_proofs_is_the_leases_also_of_several_in_one_batch() -> None:
     small = {"proof": ProofParameters(topk=16, rows=8)}
     leases = [long_lease(unit=1), long_lease(unit=2, **small), long_lease(unit=3)]
-    verdicts = judge().verdicts([docket(of) for of in leases], loaded())
+    verdicts = judge().verdicts([audit_job(of) for of in leases], loaded())
     assert [(v.unit, v.outcome) for v in verdicts] == [(unit, Outcome.ACCEPTED) for unit in (1, 2, 3)]
     assert judged(long_lease(**small), submission(long_lease())).reason == "proofs.malformed"
 
@@ -321,7 +321,7 @@ BLIND_TO_SEEDS = {
 
 
 @pytest.mark.parametrize(("temperature", "side"), [(0.3, "likelier"), (4.0, "unlikelier")])
-def test_picking_by_likelihood_shows_without_the_dice(temperature: float, side: str) -> None:
+def test_picking_by_likelihood_shows_without_seeds(temperature: float, side: str) -> None:
     of = lease(seeds=12, sampling=NO_END)
     verdict = judged(of, redrawn(of, temperature), judge(limits=BLIND_TO_SEEDS))
     assert (verdict.reason, verdict.severity) == ("likelihood.unlikely", "statistical")
@@ -341,10 +341,10 @@ def test_few_tokens_or_little_chance_are_no_statistic(tokens: int, variance: flo
 
 def test_honest_deviations_are_those_of_a_bell() -> None:
     """Mean and spread over groups, also where the end of the sequence stops some rollouts early."""
-    dockets = [docket(lease(unit, seeds=8)) for unit in range(24)]
+    audit_jobs = [audit_job(lease(unit, seeds=8)) for unit in range(24)]
     found = [
         float(check.evidence["deviations"])
-        for verdict in judge().verdicts(dockets, loaded())
+        for verdict in judge().verdicts(audit_jobs, loaded())
         for check in verdict.checks
         if check.check == "likelihood"
     ]
@@ -383,7 +383,7 @@ def test_rare_tokens_of_a_nearly_sure_policy_are_honest() -> None:
         ("mantissa", "proofs.drift"), ("logprobs", "logprobs.mismatch"), ("bias", "logprobs.mismatch"),
     ],
 )  # fmt: skip
-def test_more_than_rounding_explains_together_with_earlier_work_fails(channel: str, reason: str) -> None:
+def test_drift_over_several_submissions_fails(channel: str, reason: str) -> None:
     off = Tally(tokens=100_000, channels={channel: Sums(seen=2000.0, expected=500.0)})
     verdict = judged(lease(), record=off)
     assert (verdict.reason, verdict.severity) == (reason, "statistical")
@@ -413,7 +413,7 @@ class NoPrefill(type(engine())):  # type: ignore[misc]
 
 def test_a_light_audit_makes_the_cheap_checks_and_the_reward_without_a_prefill() -> None:
     by, policy = judge(), replace(loaded(), engine=NoPrefill())
-    good, bad = docket(lease(1), depth="light"), docket(lease(2), b"garbage", depth="light")
+    good, bad = audit_job(lease(1), depth="light"), audit_job(lease(2), b"garbage", depth="light")
     one, two = by.verdicts([good, bad], policy)
     assert (one.outcome, one.depth, two.depth) == (Outcome.ACCEPTED, "light", "light")
     assert [check.check for check in one.checks] == [*(check.__name__ for check in BEFORE_PREFILL), "reward"]

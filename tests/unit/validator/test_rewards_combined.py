@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from honest import RUN, LengthEnvironment, docket, lease, loaded, submission
+from honest import RUN, LengthEnvironment, audit_job, lease, loaded, submission
 
 from kit import Logs, Patch
 from shoal.engines.dialogue import texts_of
@@ -17,11 +17,11 @@ from shoal.environments import Environment, EnvironmentSettings, Score, budget_o
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
-from shoal.rewards import DirectScorer, Job, NotBegun
-from shoal.rewards.panel import Panel, Piece, Seated
+from shoal.rewards import DirectScorer, Job, NotStarted
+from shoal.rewards.panel import JudgedText, JudgeSeat, Panel
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
-from shoal.validator.rewards import Group, Notebook, Scored, Scoring, sampled_tokens
+from shoal.validator.rewards import Group, RewardNotes, Scored, Scoring, sampled_tokens
 
 REWARD = """
 tasks = [{"id": "t/%d" % n, "prompt": "p", "answer": "secret", "split": "train"} for n in range(9)]
@@ -44,7 +44,7 @@ def leased(environment: Environment, unit: int = 5, **changes: object) -> Lease:
 
 def verdict_of(environment: Environment, of: Lease, **changes: object) -> Verdict:
     judge = Judge(environment, load_profiles(), clock=ManualClock(), **changes)  # type: ignore[arg-type]
-    [verdict] = judge.verdicts([docket(of)], loaded())
+    [verdict] = judge.verdicts([audit_job(of)], loaded())
     return verdict
 
 
@@ -53,13 +53,13 @@ class Opinion:
     """A judge that says how long an answer is, and fails on those that contain `poison`."""
 
     poison: str = "\ue000"
-    asked: list[Piece] = field(default_factory=list)
+    asked: list[JudgedText] = field(default_factory=list)
     open: bool = True
 
     def prepare(self) -> None:
         """Ready."""
 
-    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+    def values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]:
         self.asked += pieces
         said = [piece.completion for piece in pieces]
         return [ScoringFailure("no opinion") if self.poison in each else float(len(each)) for each in said]
@@ -68,10 +68,10 @@ class Opinion:
         self.open = False
 
 
-def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes: object) -> Seated:
+def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes: object) -> JudgeSeat:
     where = {"path": Path("rm")} if kind == "classifier" else {"url": "http://judge.test/v1", "model": "m"}
     given = {"label": label, **where, **changes}
-    return Seated(JudgeSettings(**given), judge)  # type: ignore[arg-type]
+    return JudgeSeat(JudgeSettings(**given), judge)  # type: ignore[arg-type]
 
 
 def test_the_length_counts_what_was_drawn_without_the_end_token_and_without_what_was_given() -> None:
@@ -131,7 +131,7 @@ def test_judges_are_added_with_their_weights_and_every_part_is_written_down() ->
         assert reward.value == pytest.approx(task + 0.5 * task - 2.0 * reward.parts["judge.rank"])
 
 
-def test_a_judge_that_fails_gives_no_sample_and_the_other_groups_theirs() -> None:
+def test_failing_judge_leaves_one_group_unscored() -> None:
     alone = next(
         text
         for rollout in submission(lease(1)).rollouts
@@ -178,7 +178,7 @@ def test_every_verdict_names_the_environment_that_it_was_scored_with(tmp_path: P
     environment = composed(tmp_path)
     good, bad = leased(environment, 1), leased(environment, 2)
     judge = Judge(environment, load_profiles(), clock=ManualClock())
-    verdicts = judge.verdicts([docket(good), docket(bad, b"garbage")], loaded())
+    verdicts = judge.verdicts([audit_job(good), audit_job(bad, b"garbage")], loaded())
     assert [verdict.outcome for verdict in verdicts] == [Outcome.ACCEPTED, Outcome.REJECTED]
     mine = identity_of(environment)
     for verdict in verdicts:
@@ -188,7 +188,7 @@ def test_every_verdict_names_the_environment_that_it_was_scored_with(tmp_path: P
 
 def test_notes_are_for_the_owner_and_no_verdict_tells_them(tmp_path: Path) -> None:
     environment = composed(tmp_path)
-    verdict = verdict_of(environment, leased(environment), notebook=Notebook(tmp_path))
+    verdict = verdict_of(environment, leased(environment), reward_notes=RewardNotes(tmp_path))
     assert "secret" not in verdict.model_dump_json()
     lines = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
     note = {"unit": 5, "task": "t/5", "note": "the answer was secret"}
@@ -196,19 +196,19 @@ def test_notes_are_for_the_owner_and_no_verdict_tells_them(tmp_path: Path) -> No
 
 
 def test_notes_are_bounded_and_a_disk_that_takes_none_is_said_once(tmp_path: Path, caplog: Logs) -> None:
-    book = Notebook(tmp_path, most_bytes=2000)
+    book = RewardNotes(tmp_path, most_bytes=2000)
     for unit in range(100):
         book.write(unit, "t", [(0, "x" * 100)])
     kept = [*tmp_path.iterdir()]
     assert sum(file.stat().st_size for file in kept) < 2500
     assert '"unit": 99' in (tmp_path / "notes.jsonl").read_text()
-    nowhere = Notebook(tmp_path / "gone")
+    nowhere = RewardNotes(tmp_path / "gone")
     for unit in range(3):
         nowhere.write(unit, "t", [(0, "x")])
     assert caplog.text.count("cannot be written") == 1
 
 
-def test_what_a_failing_reward_function_says_is_in_no_verdict(tmp_path: Path, caplog: Logs) -> None:
+def test_message_of_a_failing_reward_function_is_in_no_verdict(tmp_path: Path, caplog: Logs) -> None:
     file = tmp_path / "reward.py"
     file.write_text(REWARD.replace("return", "raise ValueError(answer)\n    return"))
     environment = build(EnvironmentSettings(file=file))
@@ -245,21 +245,21 @@ class Slow(DirectScorer):
     def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
         self.calls.append(len(jobs))
         done = super().scores(jobs)
-        return [*done[: self.most], *(NotBegun("no time") for _job in done[self.most :])]
+        return [*done[: self.most], *(NotStarted("no time") for _job in done[self.most :])]
 
 
 @pytest.mark.parametrize(("most", "units", "calls"), [(15, [1], [36]), (5, [1], [36, 7, 2]), (24, [1, 2], [36])])
-def test_what_there_is_no_time_to_score_has_no_verdict_but_one_always_has(
+def test_groups_without_time_have_no_verdict_except_the_first(
     most: int, units: list[int], calls: list[int], monkeypatch: Patch
 ) -> None:
     environment = LengthEnvironment()
     Slow.calls.clear()
     monkeypatch.setattr(Slow, "most", most)
     judge = Judge(environment, load_profiles(), clock=ManualClock(), scorer=Slow(environment))
-    verdicts = judge.verdicts([docket(lease(unit)) for unit in (1, 2, 3)], loaded())
+    verdicts = judge.verdicts([audit_job(lease(unit)) for unit in (1, 2, 3)], loaded())
     assert [(verdict.unit, verdict.outcome) for verdict in verdicts] == [(unit, Outcome.ACCEPTED) for unit in units]
     assert Slow.calls == calls
-    alone = Judge(environment, load_profiles(), clock=ManualClock()).verdicts([docket(lease(1))], loaded())
+    alone = Judge(environment, load_profiles(), clock=ManualClock()).verdicts([audit_job(lease(1))], loaded())
     assert verdicts[0] == alone[0]
 
 

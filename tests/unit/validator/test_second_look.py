@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from honest import POLICY, LengthEnvironment, docket, engine, lease, loaded, weights
+from honest import POLICY, LengthEnvironment, audit_job, engine, lease, loaded, weights
 
 from kit import Patch
 from shoal.engines import Engine, Prefill, PrefillRequest
@@ -54,7 +54,7 @@ def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **
         return second
 
     found = Judge(LengthEnvironment(), {**PROFILES, **profiles}, second_engine=engine_of)
-    [verdict] = found.verdicts([docket(lease(profile=profile))], first)
+    [verdict] = found.verdicts([audit_job(lease(profile=profile))], first)
     assert set(asked) <= {(POLICY, "bfloat16")}
     return verdict
 
@@ -73,7 +73,7 @@ def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **
         pytest.param(accident, None, Outcome.UNSURE, "sampling.accident", id="an accident without a second look"),
     ],
 )
-def test_what_a_second_look_makes_of_a_failure(
+def test_verdict_after_a_second_look(
     monkeypatch: Patch, check: Any, second: float | None, outcome: Outcome, reason: str
 ) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
@@ -114,7 +114,7 @@ class Coarse(ScriptedEngine):
         (drift, None, (Outcome.REJECTED, "proofs.drift")),
     ],
 )
-def test_what_a_coarse_validator_sees_in_its_own_format_is_looked_at_in_float32(
+def test_failure_in_a_coarse_format_is_checked_in_float32(
     monkeypatch: Patch, check: Any, second: float | None, expected: tuple[Outcome, str]
 ) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
@@ -126,7 +126,7 @@ def test_what_a_coarse_validator_sees_in_its_own_format_is_looked_at_in_float32(
         return None if second is None else engine(second)
 
     court = Judge(LengthEnvironment(), PROFILES, second_engine=engine_of)
-    [verdict] = court.verdicts([docket(lease(profile=COARSE))], LoadedPolicy(POLICY, coarse, {}))
+    [verdict] = court.verdicts([audit_job(lease(profile=COARSE))], LoadedPolicy(POLICY, coarse, {}))
     assert ((verdict.outcome, verdict.reason), asked) == (expected, ["float32"])
 
 
@@ -156,7 +156,7 @@ def flawed() -> LoadedPolicy:
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_a_fault_of_one_prefill_bans_nobody_however_wrong_it_is(newcomer: bool, monkeypatch: Patch) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", AFTER_PREFILL)
-    handed_in = docket(lease(profile="scripted/cpu/float32"))
+    handed_in = audit_job(lease(profile="scripted/cpu/float32"))
     handed_in = replace(handed_in, audit=handed_in.audit.model_copy(update={"newcomer": newcomer}))
     court = Judge(LengthEnvironment(), PROFILES)
     [verdict] = court.verdicts([handed_in], loaded(WRONG))

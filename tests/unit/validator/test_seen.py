@@ -6,7 +6,18 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from honest import LengthEnvironment, completions, docket, engine, judge, lease, loaded, long_lease, proved, submission
+from honest import (
+    LengthEnvironment,
+    audit_job,
+    completions,
+    engine,
+    judge,
+    lease,
+    loaded,
+    long_lease,
+    proved,
+    submission,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +27,7 @@ from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, 
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, pack_tokens, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
-from shoal.validator.case import PROOF_BYTES_TOLD_APART, Case, Mark, SeenWork
+from shoal.validator.case import DISTINCT_PROOF_BYTES, Case, Mark, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile, Profiles, load_profiles
 
@@ -30,7 +41,7 @@ def hot(unit: int = 5, **changes: object) -> Lease:
 
 
 def judged(by: Judge, of: Lease, what: Submission | None = None, **audit: object) -> Verdict:
-    [verdict] = by.verdicts([docket(of, what, **audit)], loaded())
+    [verdict] = by.verdicts([audit_job(of, what, **audit)], loaded())
     return verdict
 
 
@@ -52,10 +63,10 @@ def test_a_rollout_twice_in_one_submission_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("depth", ["full", "light"])
-def test_a_rollout_of_an_earlier_submission_or_of_the_same_batch_is_a_copy_whoever_made_it(depth: str) -> None:
+def test_rollout_of_an_earlier_submission_or_of_the_same_batch_is_a_copy(depth: str) -> None:
     by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
-    dockets = [docket(first), docket(second, copied_group(second, first), depth="light")]
-    one, two = judge().verdicts(dockets, loaded())
+    audit_jobs = [audit_job(first), audit_job(second, copied_group(second, first), depth="light")]
+    one, two = judge().verdicts(audit_jobs, loaded())
     assert (one.outcome, two.reason) == (Outcome.ACCEPTED, "duplicate.rollout")
     assert judged(by, first).outcome is Outcome.ACCEPTED
     verdict = judged(by, second, copied_group(second, first), depth=depth)
@@ -64,7 +75,7 @@ def test_a_rollout_of_an_earlier_submission_or_of_the_same_batch_is_a_copy_whoev
 
 
 @pytest.mark.parametrize(("depth", "reason"), [("light", ""), ("full", "sampling.seed")])
-def test_what_a_light_audit_accepts_or_any_rejects_is_not_remembered(depth: str, reason: str) -> None:
+def test_light_or_rejected_submissions_are_not_remembered(depth: str, reason: str) -> None:
     """Else who hands in what another is about to could have the other banned for a copy."""
     by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
     assert judged(by, second, copied_group(second, first), depth=depth).reason == reason
@@ -89,7 +100,7 @@ def test_equal_rollouts_that_are_probable_are_ordinary() -> None:
     assert judged(by, first).outcome is judged(by, second).outcome is Outcome.ACCEPTED
 
 
-def test_a_proof_handed_in_for_other_tokens_is_a_copy() -> None:
+def test_proof_submitted_for_other_tokens_is_a_copy() -> None:
     by, first, second = judge(), hot(5), hot(6)
     assert judged(by, first).outcome is Outcome.ACCEPTED
     borrowed = [
@@ -102,14 +113,14 @@ def test_a_proof_handed_in_for_other_tokens_is_a_copy() -> None:
     assert judged(by, second, depth="light").outcome is Outcome.ACCEPTED
 
 
-def test_nobody_becomes_a_copyist_by_a_proof_that_another_submitted_before_as_an_accident() -> None:
+def test_accidental_proof_of_another_makes_no_copyist() -> None:
     """In coarse formats one wrong proof in a long group is accepted. Whoever guesses the first tokens of another's
     rollout can put its proof there."""
     by, first = judge(limits={"accidents": AccidentLimits(first=0.02, later=2e-3)}), long_lease()
     second = first.model_copy(update={"unit": 6, "prompt_ids": (*first.prompt_ids, 90)})
     mine, theirs = submission(first), submission(second).rollouts[0].proofs
     one = mine.rollouts[0]
-    planted = msgspec.structs.replace(one, proofs=theirs[:PROOF_BYTES_TOLD_APART] + one.proofs[PROOF_BYTES_TOLD_APART:])
+    planted = msgspec.structs.replace(one, proofs=theirs[:DISTINCT_PROOF_BYTES] + one.proofs[DISTINCT_PROOF_BYTES:])
     verdict = judged(by, first, msgspec.structs.replace(mine, rollouts=[planted, *mine.rollouts[1:]]))
     assert (verdict.outcome, verdict.tally.accidents) == (Outcome.ACCEPTED, 1)
     assert judged(by, second).outcome is Outcome.ACCEPTED
@@ -196,7 +207,7 @@ def verdicts(
     of: Lease, what: Submission, by: LoadedPolicy | None = None, limits: Profiles | None = None
 ) -> list[Verdict]:
     judge = Judge(LengthEnvironment(), limits or load_profiles(), clock=ManualClock())
-    return judge.verdicts([docket(of, what, depth="progress")], by or loaded())
+    return judge.verdicts([audit_job(of, what, depth="progress")], by or loaded())
 
 
 def prefix(index: int, rollout: Rollout) -> ShownPrefix:
@@ -251,9 +262,7 @@ def test_wrong_chunks_fail_for_certain(name: str, limits: Profile) -> None:
     assert verdict.message
 
 
-def test_what_is_doubtful_a_fault_of_one_prefill_and_a_validator_that_cannot_tell_say_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_doubtful_progress_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     of, right, wrong, broken = long_lease(), loaded(), loaded(4.0), loaded()
     mine, other = (cut(of, rollout, 4) for rollout in submission(of).rollouts[:2])
     assert verdicts(of, shown(of, 0, msgspec.structs.replace(mine, proofs=other.proofs))) == [], "left to the audit"
@@ -269,7 +278,7 @@ def test_what_is_doubtful_a_fault_of_one_prefill_and_a_validator_that_cannot_tel
 
 def judged_with(of: Lease, what: Submission, *prefixes: ShownPrefix, depth: str = "full") -> Verdict:
     judge = Judge(LengthEnvironment(), load_profiles(), clock=ManualClock())
-    [verdict] = judge.verdicts([docket(of, what, shown=prefixes, depth=depth)], loaded())
+    [verdict] = judge.verdicts([audit_job(of, what, shown=prefixes, depth=depth)], loaded())
     return verdict
 
 

@@ -13,7 +13,7 @@ from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import HubRefused, VersionNotFound
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
-from shoal.validator.side_jobs import SHARE, SliceRunner
+from shoal.validator.side_jobs import SHARE, SliceEvaluator
 
 KEY = protocol.SigningKey.from_seed(b"v" * 32)
 
@@ -78,14 +78,16 @@ class Shelf(EngineShelf):
         return loaded()
 
 
-def evaluating(hub: Hub, stop: StopToken | None = None, clock: ManualClock | None = None, **shelf: Any) -> SliceRunner:
+def evaluating(
+    hub: Hub, stop: StopToken | None = None, clock: ManualClock | None = None, **shelf: Any
+) -> SliceEvaluator:
     clock = clock or ManualClock()
     client: Any = hub
     given = (Shelf(clock, **shelf), LengthEnvironment(), None, Activity(clock), stop or StopToken(), clock)
-    return SliceRunner(client, *given)
+    return SliceEvaluator(client, *given)
 
 
-def test_a_policy_that_cannot_be_had_is_reported_but_not_by_who_is_told_to_stop() -> None:
+def test_missing_policy_is_reported_unless_stopping() -> None:
     hub, stop = Hub(), StopToken()
     evaluating(hub, stop, missing=True).measure(protocol.sign_document(part("t/1"), HUB))
     stop.set("enough")

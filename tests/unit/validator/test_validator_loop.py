@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, docket, engine, lease, weights
+from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, audit_job, engine, lease, weights
 
-from shoal.client import Pace
+from shoal.client import Intervals
 from shoal.engines import Prefill
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
@@ -26,8 +26,8 @@ from shoal.runtime.stop import StopToken
 from shoal.validator import Judge, ValidatorConfig, ValidatorSettings, load_profiles, side_jobs
 from shoal.validator.checks import run_all
 from shoal.validator.loop import Validator, run_validator
-from shoal.validator.side_jobs import Ahead
-from shoal.validator.verdicts import Docket
+from shoal.validator.side_jobs import Preloader
+from shoal.validator.verdicts import AuditJob
 
 KEY = SigningKey.from_seed(b"v" * 32)
 
@@ -85,7 +85,7 @@ class ListHub:
         return VerdictReply(refused=tuple(RefusedVerdict(submission=each.submission, **why) for each in verdicts))
 
     def audit(self, of: Lease, body: bytes | None = None) -> Audit:
-        case = docket(of, body)
+        case = audit_job(of, body)
         self.bodies[case.audit.submission] = case.body
         return case.audit
 
@@ -165,17 +165,17 @@ def test_a_validator_that_rejects_its_own_work_for_certain_judges_nobody() -> No
 
 
 @pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
-def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills: int) -> None:
+def test_no_rehearsal_after_measuring_limits(has_measured: bool, prefills: int) -> None:
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
     hub.newest = POLICY
     role = validator(hub, shelf)
-    role._ahead.has_measured = has_measured
+    role._preloader.has_measured = has_measured
     role.run()
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
     assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
         (1.0, "no"),
-        (Pace().poll_s, "no"),
-        (Pace().poll_s, "now"),
+        (Intervals().poll_s, "no"),
+        (Intervals().poll_s, "now"),
     ], "the run is finished: asked once more, ready to measure the last version"
 
 
@@ -186,9 +186,7 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
         pytest.param((Path("torch/cpu/bfloat16"),), [0, 1], id="at once, where the owner has added limits"),
     ],
 )
-def test_who_has_measured_limits_releases_a_canary_with_the_second_claim(
-    files: tuple[Path, ...], expected: list[int]
-) -> None:
+def test_canary_with_the_second_claim_after_measuring_limits(files: tuple[Path, ...], expected: list[int]) -> None:
     """A twin is confirmed in the worker's number format: building that engine held up the first verdict by 5 s. Limits
     in a file were not tried by that measurement."""
     hub = ListHub()
@@ -253,7 +251,7 @@ def test_later_policies_are_loaded_ahead_only_where_there_is_room_for_several(
 
     judge = Judge(LengthEnvironment(), load_profiles(), scorer=Scorer(LengthEnvironment()))
     client: Any = ListHub()
-    ahead = Ahead(client, shelf, judge, keeps_others, SystemClock())
+    ahead = Preloader(client, shelf, judge, keeps_others, SystemClock())
     for version in (3, 3, 4):
         client.newest = old(version)
         ahead.hear(client.heartbeat(Heartbeat()))
@@ -264,11 +262,11 @@ def test_later_policies_are_loaded_ahead_only_where_there_is_room_for_several(
 class InNoTime(Judge):
     """Manages two groups at a time."""
 
-    def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
-        return super().verdicts(dockets[:2], loaded)
+    def verdicts(self, audit_jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[Verdict]:
+        return super().verdicts(audit_jobs[:2], loaded)
 
 
-def test_what_there_is_no_time_for_is_left_for_later_and_no_more_is_claimed_than_is_managed() -> None:
+def test_unscored_audits_are_left_and_fewer_are_claimed() -> None:
     hub = ListHub()
     audits = [hub.audit(lease(unit)) for unit in range(1, 6)]
     hub.replies = [AuditReply(audits=tuple(part)) for part in (audits, audits[2:4], audits[4:])]
@@ -324,7 +322,7 @@ def test_a_policy_that_cannot_be_fetched_leaves_its_audits_and_at_last_gives_the
     assert hub.taken[-1].severity is None
 
 
-def test_what_was_leased_for_another_environment_is_left_for_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_audits_of_another_environment_are_left(caplog: pytest.LogCaptureFixture) -> None:
     hub = ListHub()
     foreign = [hub.audit(lease(unit, environment_digest="f" * 64, environment="chess")) for unit in (1, 2)]
     hub.replies = [AuditReply(audits=(*foreign, hub.audit(lease(3)))), AuditReply(finished=True)]
@@ -394,8 +392,8 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
     class Blind(Judge):
         """Accepts whatever was made of an accepted one."""
 
-        def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
-            honest = [docket(each.lease) for each in dockets]
+        def verdicts(self, audit_jobs: Sequence[AuditJob], loaded: LoadedPolicy) -> list[Verdict]:
+            honest = [audit_job(each.lease) for each in audit_jobs]
             return super().verdicts(honest, loaded)
 
     told: list[dict[str, float]] = []
@@ -408,7 +406,7 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
     assert CanaryMissed.exit_code == 5  # a supervisor does not start it again
 
 
-def test_who_could_not_measure_asks_once_more_before_it_leaves_a_finished_run() -> None:
+def test_validator_that_could_not_evaluate_asks_once_more_at_the_end() -> None:
     hub = ListHub(AuditReply(finished=True), AuditReply(waiting="a score"), AuditReply(finished=True))
     role = validator(hub)
     role.run()

@@ -1,7 +1,5 @@
 """The outbox: finished work survives any crash, and is never sent half."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

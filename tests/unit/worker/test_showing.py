@@ -1,7 +1,5 @@
 """What a worker on probation shows of its leases: when, in which parts, after which losses; what it then submits."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -56,7 +54,7 @@ class ShownHub:
         self.calls = 0
         self.deadlines: dict[str, int] = {}
 
-    def patient(self, _patience_s: float) -> ShownHub:
+    def patient(self, _patience_s: float) -> "ShownHub":
         return self
 
     def show(self, lease: str, progress: ShownProgress) -> ProgressReply:

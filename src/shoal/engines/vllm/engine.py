@@ -49,7 +49,6 @@ from shoal.shardcast import ChangedValues
 from shoal.toploc import top_points
 
 MAX_ROWS = 256
-TELL_EVERY = 4  # steps between two words about progress
 TILE_ELEMENTS = 2**23  # of logits at once, when a completion is recomputed
 BLOCK_TOKENS = 32  # of the cache: a shorter prompt is shared with nobody
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}
@@ -189,16 +188,14 @@ class VllmEngine:
         rows = [row for group in groups for row in group]
         self._hook.keeps_states = proof is not None
         with self._in_flight([(row, row.request.prompt_ids, row.request.sampling.max_new_tokens) for row in rows]):
-            step = 0
             while self._vllm.has_unfinished_requests():
                 seen = self._step()
-                step += 1
                 for row in seen:
                     row.take()
                 proved = prove(seen, proof) if proof is not None else []
                 self._abort([row for row in seen if row.ended])
                 for request, group in zip(asked, groups, strict=True):
-                    _tell(request, group, step, [row for row in proved if row.request is request], proof)
+                    _tell(request, group, [row for row in proved if row.request is request], proof)
         return [[row.completion() for row in group] for group in groups]
 
     @contextmanager
@@ -280,11 +277,10 @@ class VllmEngine:
 
 
 def _tell(
-    request: GenerationRequest, group: Sequence[DrawnRow], step: int, proved: Sequence[DrawnRow],
-    proof: ProofParameters | None,
-) -> None:  # fmt: skip
-    """Whoever asked for it hears how far a group is, and of its chunks."""
-    if request.on_tokens is not None and step % TELL_EVERY == 0:
+    request: GenerationRequest, group: Sequence[DrawnRow], proved: Sequence[DrawnRow], proof: ProofParameters | None
+) -> None:
+    """Whoever asked for it hears after each step how far a group is, and may end the call; and of its chunks."""
+    if request.on_tokens is not None:
         tokens = sum(len(row.line.tokens) for row in group)
         if tokens:
             request.on_tokens(tokens)

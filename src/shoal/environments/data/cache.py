@@ -1,6 +1,6 @@
-"""What was found out about files, kept in the user's cache folder: a data set opens at once the second time. An entry
-is named by path, size, times of change and inode of each file, and by the question: a changed file finds none. Entries
-carry their own hash; one that is damaged, or cannot be written, costs time only."""
+"""Results of scans, kept in the user's cache folder, so that a data set opens quickly the second time. An entry is
+named by path, size, change times and inode of each file, and by the query: a changed file has no entry. Entries contain
+their hash; a damaged one is computed again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoal.environments")
 HASH_BYTES = 32
-VERSION = 3  # part of every name: raised when entries mean something else
+VERSION = 3  # part of every name: raised when the meaning of entries changes
 CHUNK_BYTES = 8 * 2**20
 
 
@@ -37,13 +37,13 @@ def entry_name(kind: str, *about: object) -> str:
 
 
 def identity(path: Path) -> tuple[object, ...]:
-    """What changes when a file does, without reading it. Of its times, only that of the inode cannot be set back."""
+    """Values that change when a file changes, without reading it. Only the inode's time cannot be set back."""
     found = path.stat()
     return (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
 
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
-    """An entry's arrays and what was kept beside them; None if there is no whole one."""
+    """An entry's arrays and its JSON value; None if there is no intact entry."""
     import numpy as np
 
     try:
@@ -54,11 +54,11 @@ def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | N
             arrays = {key: entry[key] for key in entry.files}
         return arrays, json.loads(arrays.pop("json").tobytes())
     except (ValueError, KeyError, AttributeError, EOFError, OSError, SystemError, zipfile.BadZipFile):
-        return None  # there is none, or of another version of numpy (whose `ast` fails in two threads): found out again
+        return None  # missing, damaged, or of another version of numpy (whose `ast` fails in two threads)
 
 
 def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: Any) -> None:
-    """Keep an entry, whole or not at all. A cache that cannot be written is no reason to stop."""
+    """Write an entry atomically. A failure to write is only logged."""
     import numpy as np
 
     buffer, folder = io.BytesIO(), cache_folder()
@@ -67,7 +67,7 @@ def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: 
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomically(folder / name, blake3(buffer.getvalue()).digest() + buffer.getvalue())
     except (OSError, ResourceError) as error:
-        log.debug("cannot keep what was found out about the data in %s: %s", folder, error)
+        log.debug("cannot cache results of a scan in %s: %s", folder, error)
 
 
 def data_digest(paths: Sequence[Path]) -> str:
@@ -83,11 +83,11 @@ def file_digest(path: Path) -> str:
         return str(known[1])
     hasher, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK_BYTES)
     try:
-        with path.open("rb", buffering=0) as file:  # a mapping of the file would count as this process's memory
+        with path.open("rb", buffering=0) as file:  # not mapped: mapped pages count as this process's memory
             while size := file.readinto(buffer):
                 hasher.update(memoryview(buffer)[:size])
     except OSError as error:
         raise EnvironmentSetupError(f"cannot read the data {path}: {error.strerror or error}") from None
-    if entry_name("digest", identity(path)) == name:  # it was not changed meanwhile
+    if entry_name("digest", identity(path)) == name:  # unchanged while it was read
         store_arrays(name, {}, hasher.hexdigest())
     return hasher.hexdigest()

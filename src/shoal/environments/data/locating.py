@@ -1,4 +1,4 @@
-"""Which files a data set consists of, and in which order: a file, or a folder of shards.
+"""The files of a data set, in order: one file, or a folder of shards.
 
 FILE.parquet | FILE.jsonl
 FOLDER/…                                   shards of one kind, by name
@@ -31,7 +31,7 @@ def locate(path: Path, split: str = "") -> tuple[Path, ...]:
         return _shards(path, split)
     if kind_of(path) is None:
         raise EnvironmentSetupError(f"{path} is no .parquet or .jsonl file by its name: unpack or convert it")
-    if split not in ("", _split_of(path)):  # it would change nothing but the environment's digest
+    if split not in ("", _split_of(path)):
         raise EnvironmentSetupError(f"{path} is one file and has no split {split!r}: leave options.split out")
     return (path,)
 
@@ -51,7 +51,7 @@ def _require(path: Path) -> None:
 
 
 def _shards(path: Path, split: str) -> tuple[Path, ...]:
-    """Data files below a folder. Folders that are links are not followed: no loop, nothing from elsewhere."""
+    """Data files below a folder. Links to folders are not followed."""
     found: list[Path] = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]

@@ -1,9 +1,9 @@
-"""What reads the files of a data set: rows by number, and all rows in batches; only the columns that are asked for.
+"""Reads the files of a data set: single rows by number, or all rows in batches, with the wanted columns only.
 
-    Parquet     a row group is decoded up to the row that is asked for, in pieces, which are kept up to a size
-    JSON lines  where each line begins is found once, and a line is decoded when it is asked for: row n is line n + 1
+    Parquet     a row group is decoded in pieces up to the wanted row; recent pieces are kept
+    JSON lines  the starts of lines are found once, a line is decoded on demand: row n is line n + 1
 
-`pyarrow.dataset` decodes a whole row group before it gives the first batch of it, and does not say which line is bad.
+`pyarrow.dataset` is not used: it decodes a whole row group for the first batch, and does not name a bad line.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 if TYPE_CHECKING:
     import numpy as np
 
-ROW_LIMIT_BYTES = 16 * 2**20  # of one row's text: what is larger is no task
+ROW_LIMIT_BYTES = 16 * 2**20  # text of one row
 BATCH_ROWS, BATCH_BYTES = 8192, 16 * 2**20
 KEPT_BYTES = 96 * 2**20  # of decoded rows
 CHUNK_BYTES = 8 * 2**20
-LINES_AT_ONCE, LOOKED_AT = 1024, 100  # lines that tell which columns there are
-OPEN_AT_ONCE = 64  # files: a thousand shards must not use up what a process may open
+LINES_AT_ONCE, LOOKED_AT = 1024, 100  # lines of a batch; lines from which the columns are collected
+OPEN_AT_ONCE = 64  # files: a process may open only so many
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Stands in a batch for every value of a row that cannot be read at all."""
+    """In a batch, every value of a row that cannot be read."""
 
     reason: str
 
@@ -78,15 +78,15 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> EnvironmentSetupError:
-    said = " ".join(str(error).split())[:160]
+    reason = " ".join(str(error).split())[:160]
     with suppress(OSError), path.open("rb") as file:
         if file.read(64).startswith(b"version https://git-lfs"):
             return EnvironmentSetupError(f"{path} is a pointer of git-lfs, not the data: run git lfs pull")
-    return EnvironmentSetupError(f"{path} is no {kind} file, or empty, cut off or damaged: fetch it again ({said})")
+    return EnvironmentSetupError(f"{path} is no {kind} file, or empty, cut off or damaged: fetch it again ({reason})")
 
 
 class ParquetSource:
-    """One file. It is read, not mapped: mapped pages would count as this process's memory."""
+    """One file; not mapped: mapped pages count as this process's memory."""
 
     def __init__(self, path: Path, kept: Pieces) -> None:
         self.path, self._kept = path, kept
@@ -110,7 +110,7 @@ class ParquetSource:
         place, offset = divmod(index - self._starts[group], self._at_once(group, columns))
         with _reading(self.path):
             piece = self._kept.get(self.path, group, columns, place)
-            if piece is None:  # a row group is decoded from its beginning; what is passed is kept, too
+            if piece is None:  # a row group is decoded from its start; the pieces before are kept, too
                 for number, piece in zip(range(place + 1), self._batches(group, columns), strict=False):
                     self._kept.put(piece, self.path, group, columns, number)
             return dict(piece.slice(offset, 1).to_pylist()[0])
@@ -131,8 +131,6 @@ class ParquetSource:
 
 
 class Pieces:
-    """Decoded rows, the last used ones, of all files together."""
-
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self._limit_bytes, self.size_bytes = limit_bytes, 0
         self._pieces: OrderedDict[tuple[object, ...], Any] = OrderedDict()
@@ -151,7 +149,7 @@ class Pieces:
 
 
 class JsonlSource:
-    """One file. A row is a line, also after a bad one; `types` is empty, for lines have none."""
+    """One file. Each line is a row, also a bad one; `types` is empty: lines have no types."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._begins = path.open("rb"), _line_starts(path)
@@ -181,7 +179,7 @@ class JsonlSource:
         return dict(zip(columns, values, strict=True))
 
     def _values(self, index: int, columns: tuple[str, ...]) -> tuple[Any, ...] | Broken:
-        """The columns of one line; null where it has none. Fields are numbered: a column may have any name."""
+        """The columns of one line; None where it has none. Fields are numbered: a column may have any name."""
         if columns not in self._decoders:
             names = {f"column_{number}": name for number, name in enumerate(columns)}
             kind = msgspec.defstruct("Line", [(field, Any, None) for field in names], rename=names)
@@ -198,16 +196,16 @@ class JsonlSource:
         try:
             return decoder.decode(line) if line.strip() else Broken("the line is empty")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            said = " ".join(str(error).split())[:120]
+            reason = " ".join(str(error).split())[:120]
             is_text = line.decode(errors="ignore").encode() == line
-            return Broken(f"the line is no JSON object: {said}" if is_text else "the line is not UTF-8")
+            return Broken(f"the line is no JSON object: {reason}" if is_text else "the line is not UTF-8")
 
     def close(self) -> None:
         self._file.close()
 
 
 def _line_starts(path: Path) -> np.ndarray[Any, Any]:
-    """Where lines begin, and where the last one ends; blank lines at the end of the file are none."""
+    """The starts of all lines, and the end of the last one; blank lines at the end of the file are ignored."""
     import numpy as np
 
     name = cache.entry_name("lines", cache.identity(path))
@@ -231,7 +229,7 @@ def _line_starts(path: Path) -> np.ndarray[Any, Any]:
 
 
 class Table:
-    """Rows by number over all files. Threads may share it: one reads at a time."""
+    """Rows by number over all files. Thread-safe: one thread reads at a time."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
@@ -241,14 +239,14 @@ class Table:
         for number, path in enumerate(self.paths):
             source = self._source(number)
             name, count = Counter(source.columns).most_common(1)[0]
-            if count > 1:  # nobody could say which is meant
+            if count > 1:
                 raise EnvironmentSetupError(f"{path} has more than one column named {name!r}: rename or drop one")
             found.append((source.rows, source.columns, source.types))
         rows, columns, self._types = zip(*found, strict=True)
         self._starts = list(accumulate(rows, initial=0))
         self.rows: int = self._starts[-1]
         self.columns_by_file: tuple[tuple[Path, tuple[str, ...]], ...] = tuple(zip(self.paths, columns, strict=True))
-        self.columns: tuple[str, ...] = columns[0]  # `agree` says whether the others have those that matter
+        self.columns: tuple[str, ...] = columns[0]  # `agree` compares the other files
         if not self.rows:
             raise EnvironmentSetupError(f"{self.paths[0]} has no rows; check environment.data")
 
@@ -279,7 +277,7 @@ class Table:
                 raise UnusableTask("a value is not UTF-8") from None
 
     def where(self, number: int) -> str:
-        """Where a row is, for a person who knows its number: `train.jsonl line 18`, `b.parquet row 3`, `a.parquet`."""
+        """The place of a row, for messages: `train.jsonl line 18`, `b.parquet row 3`, `a.parquet`."""
         file = bisect.bisect_right(self._starts, number) - 1
         inside, name = number - self._starts[file], self.paths[file].name
         if kind_of(self.paths[file]) == "jsonl":

@@ -1,8 +1,8 @@
-"""What is found out about every row before the first task is drawn: can it be asked, and what question is it? And, on
-request, whether each answer can be used, which reads everything.
+"""Scans every row before the first task is drawn: can it be asked, and which question is it? `check` also reads every
+answer, on request.
 
-    path ─► files ─► table ─► format ─► scan (of the columns that ask) ─► Opened ─► Splits: no question is in both
-                 └─► digest (beside it) ───────────────────────────────────┘
+    path ─► files ─► table ─► format ─► scan (of the question columns) ─► OpenedData ─► Splits without common questions
+                 └─► digest (in parallel) ─────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Graders = Callable[[str], Grader]
-Checked = dict[int, str]  # rows whose answer is no good, and why
+Checked = dict[int, str]  # row with a bad answer → why
 VERSION, CHECK_VERSION = 7, 2
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
-SLACK = 1e-9  # of a solve rate that was written with fewer digits
+SLACK = 1e-9  # for solve rates that were rounded
 LARGEST_SHARE = 5  # at most a fifth of the questions is held out
 TOO_LARGE = f"it has more than {ROW_LIMIT_BYTES // 2**20} MB"
 
 
 @dataclass
 class Problems:
-    """The first rows by number with what is wrong, and how often each reason occurred."""
+    """The first bad rows with their reasons, and how often each reason occurred."""
 
     first: list[tuple[int, str]] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ class Problems:
         return self.reasons.total()
 
     def add(self, row: int, reason: str) -> None:
-        """Remember a row; rows may come in any order, those with the lowest numbers are shown."""
+        """Add a row, in any order; those with the lowest numbers are shown."""
         known = reason if reason in self.reasons or len(self.reasons) < MOST_REASONS else "other reasons"
         self.reasons[known] += 1
         self.first.append((row, reason))
@@ -79,7 +79,7 @@ class Problems:
 @dataclass(frozen=True)
 class Scan:
     """One entry per row: the prompt's digest, whether it can be asked, whether its solve rate is in the band, and its
-    kind as an index of `kinds` ("" of a row that names none). `graders` are those that the rows need."""
+    kind as an index of `kinds` ("" if it has none). `graders` are those that the rows need."""
 
     digests: np.ndarray[Any, np.dtype[np.uint8]]
     usable: Flags
@@ -96,8 +96,8 @@ class Scan:
 
 
 @dataclass(eq=False)
-class Opened:
-    """A data set that can be read. `checked` is what a check of every answer found, once there was one."""
+class OpenedData:
+    """A data set that can be read. `checked`: the bad answers, after all answers were checked."""
 
     path: Path
     table: Table
@@ -122,8 +122,8 @@ class Opened:
         return self.table.where(row)
 
 
-def open_data(path: Path, options: DatasetOptions) -> Opened:
-    """Open the data set at `path`. What is wrong with its columns is said first: reading all of it may take long."""
+def open_data(path: Path, options: DatasetOptions) -> OpenedData:
+    """Open the data set at `path`. Its columns are checked before the rows are read, which may take long."""
     table = Table(locate(path, options.split))
     layout, rates = fit(table.columns, options), ""
     if options.keep_solve_rate is not None:
@@ -131,12 +131,12 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
         rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
         if more or rates not in table.columns:
             found = ", ".join([rates, *more]) or "none (by its name, solve_rate…)"
-            told = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
-            raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {told}")
+            detail = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
+            raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {detail}")
     table.agree([*layout.columns, *([rates] if rates else [])])
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(data_digest, table.paths)
-        return Opened(path, table, layout, scan(table, layout, rates, options.keep_solve_rate), digest.result())
+        return OpenedData(path, table, layout, scan(table, layout, rates, options.keep_solve_rate), digest.result())
 
 
 def scan(table: Table, layout: Format, rates: str, band: tuple[float, float] | None) -> Scan:
@@ -173,12 +173,12 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
                 problems.add(number, str(error))
             digests += digest
             kept.append(rate)
-        said = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
-        for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in said}:
-            with suppress(UnusableTask):  # of all rows, also of those that cannot be asked: the digest names them
+        kind_values = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
+        for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in kind_values}:
+            with suppress(UnusableTask):  # of unusable rows, too: the environment's digest names all graders
                 graders.add(layout.grader or layout.judge(kind))
-        for kind in (value[:100] if isinstance(value, str) else "" for value in said):
-            known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""  # what comes after very many is of none
+        for kind in (value[:100] if isinstance(value, str) else "" for value in kind_values):
+            known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""
             kind_of.append(kinds.setdefault(known, len(kinds)))
     matrix = np.frombuffer(bytes(digests), np.uint8).reshape(-1, DIGEST_BYTES)
     within = (np.array(kept) >= band[0] - SLACK) & (np.array(kept) <= band[1] + SLACK)
@@ -187,7 +187,7 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
 
 
 def _rate(row: dict[str, Any] | Broken, column: str) -> float:
-    """A number, also one that is written as text; NaN, which is in no band, where there is none."""
+    """The solve rate, also from text; without one NaN, which is in no band."""
     value = np.nan if isinstance(row, Broken) or row[column] in (None, "") else row[column]
     try:
         return float(value)
@@ -197,7 +197,7 @@ def _rate(row: dict[str, Any] | Broken, column: str) -> float:
 
 @dataclass(frozen=True)
 class Splits:
-    """Row numbers of each split, ascending. `shared` rows are in neither: their question is a held-out one."""
+    """Row numbers of each split, ascending. `shared` rows are in neither split: they repeat a held-out question."""
 
     train: Numbers
     held_out: Numbers
@@ -205,8 +205,9 @@ class Splits:
 
 
 def split(found: Scan, other: Scan | None, held_out_size: int) -> Splits:
-    """Hold out the questions with the lowest digests, each by its first row, or all those of another data set, also
-    beyond `held_out_size`: nobody can say later that they were clean. Rows that repeat one of them are in no split."""
+    """Hold out the questions with the lowest digests, each by its first row, or those of another data set. Rows that
+    repeat a held-out question are in no split; with another data set all its questions count, beyond `held_out_size`,
+    too."""
     rows = np.flatnonzero(found.usable & found.kept)
     keys, size = found.keys[rows], 0
     if other is not None:
@@ -227,8 +228,8 @@ def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Grade
     return answer
 
 
-def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
-    """What a look at every answer has found, or finds. Without `progress` (done, all): None if nobody has looked."""
+def check(opened: OpenedData, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
+    """The bad answers, from the cache or by reading all. Without `progress` (done, all) nothing is read: then None."""
     versions = [[kind, graders(kind).version] for kind in opened.found.graders]
     name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)
     if known := load_arrays(name):

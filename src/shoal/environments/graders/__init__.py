@@ -1,11 +1,12 @@
-"""What a completion of one kind of task is worth; `registry` has the list. What is graded comes after the thinking."""
+"""Graders score completions of one kind of task; `registry` has the list. They grade the text after the thinking."""
 
 OPENING, CLOSING = "<think>", "</think>"
 
 
 def after_thinking(completion: str) -> str:
-    """What follows the last `</think>`, up to another `<think>`; without it all, unless it begins with `<think>`."""
-    _thought, end, said = completion.rpartition(CLOSING)
+    """The text after the last `</think>`, up to another `<think>`. Without `</think>`: all of it, or nothing if it
+    begins with `<think>`."""
+    _thought, end, rest = completion.rpartition(CLOSING)
     if end:
-        return said.partition(OPENING)[0]
+        return rest.partition(OPENING)[0]
     return "" if completion.lstrip().startswith(OPENING) else completion

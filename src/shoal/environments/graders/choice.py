@@ -1,4 +1,4 @@
-"""Graders of a letter (`Answer: B`; the last one given as the answer counts, and only one may be) and of exact text."""
+"""Graders for a letter (`Answer: B`; the last one counts, and there may be only one) and for exact text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.environments.graders import after_thinking
 from shoal.environments.protocol import Score
 
 LETTERS = frozenset("ABCDEFGHIJ")
-READ_CHARACTERS = 20_000  # of the end of an answer
+READ_CHARACTERS = 20_000  # at the end of an answer
 LETTER = r"(?: is)?([ \t:=*_$({\[\\`a-z]{0,24}?)(?<![A-Za-z])([A-J])(?![A-Za-z0-9'])"
 ANSWER = re.compile(rf"\banswer\b{LETTER}", re.IGNORECASE)
 OPTION = re.compile(rf"\b(?:option|choice)\b{LETTER}", re.IGNORECASE)
@@ -22,7 +22,7 @@ SECOND = re.compile(
     rf"^{_BEFORE}(?:(?:or|and|nor|&|\+|/|,|;|\|){_AFTER}(?:[A-HJ]|I(?! [a-z]))|[-\u2013]?{_AFTER}[A-J](?! [a-z]))"
     r"(?![A-Za-z0-9'])"
 )
-"""Another letter beside the one that was given. Where nothing joins them, "A" or "I" may begin a sentence."""
+"""A second letter after the chosen one. Without a word between them, "A" or "I" may begin a sentence."""
 
 
 class ExactGrader:
@@ -38,7 +38,7 @@ class ExactGrader:
 
 
 class ChoiceGrader:
-    """The answer of a task is the letter. Two letters at once (`A or B`) are none."""
+    """The answer of a task is a letter. Two letters (`A or B`) count as none."""
 
     name: ClassVar[str] = "choice"
     version: ClassVar[int] = 2
@@ -53,7 +53,7 @@ class ChoiceGrader:
 
 
 def chosen_letter(text: str) -> str:
-    """The letter that a text gives as its answer; empty if it gives none, or two at once, or says which it is not."""
+    """The letter that a text gives as its answer; empty if it gives none or two, or only denies one."""
     end = text[-READ_CHARACTERS:]
     found = [*_matches(ANSWER, end), *_matches(BOXED, end)] or _matches(OPTION, end)
     if found:
@@ -63,7 +63,7 @@ def chosen_letter(text: str) -> str:
     alone, last = (ALONE.match(lines[-1]), FIRST.match(lines[-1])) if lines else (None, None)
     if alone or last is None:
         return alone[1] if alone else ""
-    # the letter that the last line begins with, if no other line begins with one: a list of options chooses none
+    # the first letter of the last line, unless other lines begin with letters, too: then it is a list of options
     several = sum(bool(FIRST.match(line)) for line in lines) > 1
     return "" if several or SECOND.match(lines[-1][last.end(1) :]) else last[1]
 

@@ -1,4 +1,4 @@
-"""A Python program against tests: worth 1 if it passes all of them, 0 otherwise.
+"""Runs a Python program against tests: the score is 1 if it passes all of them, else 0.
 
     completion ── its program, after the thinking ──► Sandbox ── test by test: input in, output out ──► compared
 
@@ -20,7 +20,7 @@ from shoal.environments.sandbox import Limits, Ran, Sandbox, require_sandbox
 from shoal.errors import ScoringFailure
 
 MAX_CODE_BYTES = 1_000_000
-# Imported once for all tests where a program has the word: none of them does anything when it is imported.
+# Imported once for all tests if the program contains the name; none of them has side effects.
 WARM = frozenset({
     "abc", "array", "asyncio", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "dataclasses",
     "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math",
@@ -76,7 +76,7 @@ class CodeGrader:
 
 
 def _wrong(case: Test, ran: Ran, limits: Limits) -> str:
-    """What kind of failure it was. Never what was expected: whoever generated the program may read this."""
+    """The kind of failure, without the expected output: the worker may read it."""
     match ran.ended:
         case "time":
             return f"took longer than {limits.test_cpu_s} s, or {limits.cpu_s} s for all tests"
@@ -94,17 +94,17 @@ def _wrong(case: Test, ran: Ran, limits: Limits) -> str:
             return "returned another value" if case.called else "printed something else"
 
 
-# Blocks are fenced as in CommonMark. Models also write text before a fence marked as Python, or do not close the last.
+# Blocks are fenced as in CommonMark. Also accepted: text before a fence marked as Python, and an open last block.
 
 _OPENING = re.compile(r"(?P<before>[^`~]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
 _LIST = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")
 _PYTHON = re.compile(r"\{?\s*\.?(?:i?python|pypy|py)[\d.]*(?![\w-])", re.IGNORECASE)
-CLOSING_INDENT = 3  # a fence that is indented by more is in the code, most likely in a docstring
+CLOSING_INDENT = 3  # a fence with more indentation belongs to the code, for example to a docstring
 
 
 def program(completion: str, functions: Collection[str] = ()) -> str:
-    """The last block that defines the functions, if some are wanted; else the last one. Blocks marked as Python go
-    before unmarked ones; others are none. A session (>>>) is taken only where there is nothing else."""
+    """The last block that defines the wanted functions, else the last one. Blocks marked as Python are preferred to
+    unmarked ones; other languages are ignored. An interactive session (>>>) is the last choice."""
     found = [block for block in blocks(completion) if block[0].strip()]
     marked = [code for code, info, _closed in found if _PYTHON.match(info)]
     closed = [code for code, info, closed in found if closed and not info]
@@ -117,7 +117,7 @@ def program(completion: str, functions: Collection[str] = ()) -> str:
 
 
 def blocks(completion: str) -> Iterator[tuple[str, str, bool]]:
-    """Code, info and whether it is closed, of each."""
+    """Code, info and whether it is closed, of each block."""
     fence, info, indent, lines = "", "", 0, list[str]()
     for line in completion.replace("\r\n", "\n").split("\n"):
         bare, left = line.strip(), len(line) - len(line.lstrip(" \t"))
@@ -137,7 +137,7 @@ def blocks(completion: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def _defines(code: str, name: str) -> bool:
-    """Whether it looks as if the code defined this name: a function, a method, an assignment or an import."""
+    """Whether the code seems to define this name: a function, a method, an assignment or an import."""
     quoted = re.escape(name)
     made, imported = rf"{quoted}[ \t]*(?::[^=\n]*)?=(?!=)", rf"(?:from|import)\b[^#\n]*\b{quoted}\b"
     kinds = rf"(?:async[ \t]+)?def[ \t]+{quoted}\b|{made}|{imported}"

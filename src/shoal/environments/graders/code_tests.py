@@ -7,11 +7,11 @@
      "metadata": {"func_name": "add"}}                              LiveCodeBench
 
 The list of cases may stand alone, lists may be JSON text, and `test_cases` and `ground_truth` may hold an object in any
-of the three spellings. `limits` may be added to any of them.
+of the three forms. Each may have `limits`.
 
-Printed text is compared line by line, without regard to the amount of white space; returned values as JSON. Numbers
-that are expected with a point or an exponent may differ by 10⁻⁶, or by 10⁻⁹ of their size if that is more; but one that
-is whole (5.0) by less than a half, and one that is very small by a hundredth of itself, or half of its last digit.
+Printed text is compared line by line; the amount of white space does not matter. Returned values are compared as JSON.
+If an expected number has a point or an exponent, the result may differ by 10⁻⁶, or by 10⁻⁹ of its size if that is more;
+from a whole number (5.0) by less than one half, and from a very small one by a hundredth, or half of its last digit.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pydantic import ValidationError
 from shoal.environments.sandbox import Limits
 
 ABSOLUTE, RELATIVE, SHARE = 1e-6, 1e-9, 1e-2
-ALL_WHOLE = 2**53  # below this a float can be every whole number; above, many are none
+ALL_WHOLE = 2**53  # a float can represent every whole number below
 _NUMBER = re.compile(rb"[+-]?(?:\d{1,64}\.?\d{0,64}|\.\d{1,64})(?:[eE][+-]?\d{1,3})?")
 LANGUAGES = ("", "python", "python3", "py")
 MAX_TESTS = 10_000
-CPU_S_A_TEST = 0.02  # where a task says nothing of time, once there are so many tests that the usual is less
+CPU_S_A_TEST = 0.02  # lower limit for tasks without a time limit but with many tests
 SPARE_BYTES, ESCAPED = 65_536, 12  # JSON may write a character in up to twelve bytes
 
 
@@ -43,13 +43,13 @@ class BadTests(ValueError):
 
 @dataclass(frozen=True)
 class Test:
-    """One test: what the program is given, and what must come out. `function` is empty for standard input."""
+    """One test: input and expected output. `function` is empty for standard input."""
 
     given: bytes
     expected: Any
     function: str = ""
-    expected_bytes: int = 0  # of the expected value as JSON: something much longer is not read at all
-    or_alone: bool = False  # APPS, and what was made of it, wraps what a function returns in a list; not everywhere
+    expected_bytes: int = 0  # of the expected value as JSON: a much longer result is not parsed
+    or_alone: bool = False  # APPS and its derivatives wrap some return values in a list
 
     @property
     def called(self) -> bool:
@@ -77,7 +77,7 @@ class Tests:
 
 @lru_cache(maxsize=2)
 def read_tests(answer: str) -> Tests:
-    """The tests in a task's answer; `BadTests` says what is wrong. The completions of a group share one reading."""
+    """The tests in a task's answer, or `BadTests`. Cached for the completions of a group."""
     try:
         info = json.loads(answer)
         info = {"test_cases": info} if isinstance(info, list) else info
@@ -155,7 +155,6 @@ def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = Fa
 
 
 def _printed(given: Any, wanted: Any) -> Test:
-    """Each is text, or a list of lines."""
     texts = []
     for value, what in ((given, "input"), (wanted, "output")):
         text = "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else value

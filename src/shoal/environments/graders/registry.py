@@ -1,4 +1,4 @@
-"""What a grader is, and which there are. Each is imported when it is first needed: symbolic algebra takes a second."""
+"""The interface of graders, and their list. Each is imported on first use: symbolic algebra takes a second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shoal.runtime.text import meant
 
 @runtime_checkable
 class Grader(Protocol):
-    """Scores a completion against a task's `answer`: the verification info of its row, as text (JSON, or plain).
+    """Scores a completion against a task's `answer`: the verification info of its row, as JSON or plain text.
 
-    It depends on its arguments only. A completion can make it give 0, and never make it raise or hang. `ScoringFailure`
-    is for a failure of the machinery: a sandbox that does not start, an answer that `problem` refuses."""
+    The score depends on the arguments only. No completion can make it raise or hang. `ScoringFailure` means a failure
+    of the machinery: a sandbox that does not start, an answer that `problem` refuses."""
 
     @property
     def name(self) -> str: ...
@@ -23,7 +23,7 @@ class Grader(Protocol):
     def version(self) -> int: ...  # part of every digest; raised when a score may change
 
     def problem(self, answer: str) -> str:
-        """What is wrong with a task's answer, in a sentence; empty if nothing is. Cheap: every row is asked for."""
+        """What is wrong with a task's answer, in a sentence, or empty. Cheap: it is called for every row."""
         ...
 
     def score(self, answer: str, completion: str) -> Score: ...
@@ -31,21 +31,20 @@ class Grader(Protocol):
 
 @runtime_checkable
 class PatientGrader(Grader, Protocol):
-    """A grader that starts something with limits of its own, which it holds to by itself."""
+    """A grader that starts something with its own limits, such as a program in a sandbox."""
 
     def clock_s(self, answer: str) -> float:
-        """How long these limits let it take by the clock: whoever waits for a score must wait that long."""
+        """The clock time that these limits allow; the caller must wait that long."""
         ...
 
 
 GRADERS = ("code", "exact", "mathematics", "math-verify", "choice")
 
 TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code", "verifiable_code": "code"}
-"""What INTELLECT-2's data set and SYNTHETIC-1 call those of their kinds of tasks that can be judged."""
+"""Task types of INTELLECT-2's data set and of SYNTHETIC-1 that can be graded."""
 
 
 def grader(name: str) -> Grader:
-    """The grader of that name, or of that task type."""
     from shoal.environments.graders import choice
 
     match TASK_TYPES.get(name, name):

@@ -1,6 +1,6 @@
-"""Programs that nobody has read, run where they can do no harm: Linux namespaces, limits, a filter of system calls.
+"""Runs untrusted programs in Linux namespaces, with limits and a filter of system calls.
 
-Where there is no bubblewrap or no namespaces there is no sandbox, and no score: never a weaker one.
+Without bubblewrap or namespaces there is no sandbox and no score, never a weaker sandbox.
 """
 
 from shoal.environments.sandbox.process import Limits, Ran, Sandbox, require_sandbox

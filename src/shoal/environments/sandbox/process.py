@@ -1,11 +1,11 @@
 """A program in its sandbox, test by test, seen from outside.
 
-    Sandbox(code, limits)          bubblewrap starts `runner` in namespaces of its own; it says that it is ready
-      .run(given, called=False)    pipes are passed in; the runner forks; what comes out is read here, with a bound
-                                   and a deadline; the runner says how the process ended
-      .close()                     everything in there is killed, and gone when this returns
+    Sandbox(code, limits)          bubblewrap starts `runner` in its own namespaces; it reports that it is ready
+      .run(given, called=False)    pipes are passed in; the runner forks; the output is read here, with a limit and a
+                                   deadline; the runner reports how the process ended
+      .close()                     kills everything inside, and returns when it is gone
 
-Nothing inside knows what is expected. The runner is asked only how the program ended and how long it took.
+The expected output never enters the sandbox. The runner reports only how the program ended and how long it took.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -31,22 +30,22 @@ from shoal.environments.sandbox import seccomp, view
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 WALL_FACTOR, WALL_GRACE_S = 4, 5.0
-TEST_COST_S = 0.01  # processor time of a test besides the program's own, generously: it is given back for every test
+TEST_COST_S = 0.01  # processor time to start a test, at most; it is added to the limit for every test
 CHUNK, ERRORS_KEPT, REPORT_BYTES = 1 << 16, 4096, 16
 LOOK_S = 0.25
-START_S = 30.0  # a sandbox that takes longer to start is a machine in trouble, not a bad program
+START_S = 30.0
 STOP_S = 10.0
-STARVED = 0.5  # who had to wait for a processor for this share of the time was not slow: the machine was busy
-ASKED = b"\xff" * 8  # begins the runner's answer to a question, where a report has the status
-CLOCKS_AGREE = 0.75  # of the time that the limit saw: the kernel keeps two clocks, and one only by ticks
+STARVED = 0.5  # a program that waited for a processor for this share of its time was not slow: the machine was busy
+ASKED = b"\xff" * 8  # prefix of the runner's answer to a question, in place of a status
+CLOCKS_AGREE = 0.75  # share of the limit: the kernel measures processor time in two ways, one of them in ticks
 Cut = Literal["time", "output"]
 Ended = Literal["well", "error", "signal", "time", "output"]
 
 
 class Limits(BaseModel):
-    """Limits of one program, all of its tests together unless it says otherwise. More than these is worth 0. Time is
-    processor time, so that a busy machine does not fail a good program; what it takes to start a test is not counted. A
-    program that only waits is ended by the clock: after four times its processor time and five seconds more."""
+    """Limits of one program, for all of its tests together unless noted. A program beyond them is worth 0. Time is
+    processor time, so a busy machine fails no good program; starting a test does not count. A program that only waits
+    is ended by the clock, after four times its processor time and five seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,7 +56,6 @@ class Limits(BaseModel):
     output_bytes: int = Field(default=10_000_000, ge=1, le=1_000_000_000, description="what one test may print")
 
     def wall_s(self, tests: int) -> float:
-        """How long so many tests may take by the clock, all together."""
         return WALL_FACTOR * (self.cpu_s + TEST_COST_S * tests) + WALL_GRACE_S
 
 
@@ -73,8 +71,8 @@ class Ran:
 
 @dataclass
 class Exchange:
-    """What goes in and comes out during one test, all at once: a program may print before it has read everything. One
-    look counts `LOOK_S` at most in `waited_s`: while the machine sleeps, the program does not run either."""
+    """Input and output of one test, at the same time: a program may print before it has read everything. One look adds
+    at most `LOOK_S` to `waited_s`: time in which the machine sleeps does not count."""
 
     control: socket.socket
     given: bytes
@@ -84,13 +82,13 @@ class Exchange:
     output: bytearray = field(default_factory=bytearray)
     returned: bytearray = field(default_factory=bytearray)
     errors: bytearray = field(default_factory=bytearray)
-    said: bytearray = field(default_factory=bytearray)
+    reported: bytearray = field(default_factory=bytearray)
     _errors_size: int = 0
     _written: int = 0
 
     def until_over(self, pipes: Sequence[FileIO]) -> Cut | None:
-        """None when the program has ended and everything was read; otherwise why it was not waited for."""
-        into = (self.said, self.output, self.errors, self.returned)
+        """None if the program has ended and everything was read; else why it was cut off."""
+        into = (self.reported, self.output, self.errors, self.returned)
         sinks: dict[Any, bytearray] = dict(zip((self.control, *pipes[1:]), into, strict=False))
         with selectors.PollSelector() as waiting:
             waiting.register(pipes[0], selectors.EVENT_WRITE)
@@ -112,21 +110,21 @@ class Exchange:
         return None
 
     def report(self) -> tuple[int, float]:
-        return int.from_bytes(self.said[:8], "little"), int.from_bytes(self.said[8:], "little") / 1e6
+        return int.from_bytes(self.reported[:8], "little"), int.from_bytes(self.reported[8:], "little") / 1e6
 
     def _served(self, file: Any, sink: bytearray | None) -> bool:
-        """Whether this was the last of it."""
+        """Transfer some bytes; whether this stream is finished."""
         if file is self.control:
-            part = self.control.recv(REPORT_BYTES - len(self.said))
+            part = self.control.recv(REPORT_BYTES - len(self.reported))
             if not part:
                 raise ScoringFailure("the sandbox ended in the middle of a test; something on this machine killed it")
-            self.said += part
-            return len(self.said) == REPORT_BYTES
+            self.reported += part
+            return len(self.reported) == REPORT_BYTES
         if sink is None:
             try:
                 self._written += file.write(self.given[self._written : self._written + CHUNK]) or 0
             except BrokenPipeError:
-                return True  # the program does not read what it is given; that is its own business
+                return True  # the program does not read its input
             return self._written >= len(self.given)
         part = file.read(CHUNK)  # None if there is nothing yet, empty at the end
         sink += part or b""
@@ -137,10 +135,10 @@ class Exchange:
 
 
 class Sandbox:
-    """One program, confined. Use it in a `with` statement, in one thread."""
+    """One program in its sandbox. Use it in a `with` statement, in one thread."""
 
     def __init__(self, code: bytes, limits: Limits, modules: tuple[str, ...] = ()) -> None:
-        """`modules` of the standard library are imported before the first test, once for all of them."""
+        """`modules` of the standard library are imported once, before the first test."""
         self._limits, self._left_s, self._clock_s = limits, float(limits.cpu_s), 0.0
         self._tests, self._uid = 0, view.spare_uid()
         self._control, theirs = socket.socketpair()
@@ -164,8 +162,8 @@ class Sandbox:
         self.close()
 
     def run(self, given: bytes, *, called: bool = False) -> Ran:
-        """One test. After one that did not end well the sandbox is of no more use. If `called`, `given` is
-        {"function": …, "arguments": […]}, and what it returned comes back as JSON."""
+        """Run one test. After a test that did not end well the sandbox must be closed. If `called`, `given` is
+        {"function": …, "arguments": […]}, and the return value comes back as JSON."""
         self._tests += 1
         self._left_s += TEST_COST_S
         limits = self._limits
@@ -188,9 +186,9 @@ class Sandbox:
         return Ran(ended=cut) if cut else self._judged(exchange, seconds)
 
     def close(self) -> None:
-        """Kills all processes in there, and waits until they are gone."""
-        # The runner ends everything once the socket closes. Killing bubblewrap is not enough: it may not kill a process
-        # that has become another user.
+        """Kill all processes inside, and wait until they are gone."""
+        # The runner ends everything when the socket closes. Killing bubblewrap is not enough: it may not kill a process
+        # of another user.
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         self._process.kill()
@@ -200,7 +198,7 @@ class Sandbox:
         self._control.settimeout(STOP_S)
         with contextlib.closing(self._control), contextlib.suppress(ConnectionResetError):
             try:
-                # All that was started holds the socket's other end: when it has ended, so have they.
+                # Every process inside holds the socket's other end: at its end all of them have ended.
                 while self._control.recv(CHUNK):
                     pass
             except TimeoutError:
@@ -209,9 +207,10 @@ class Sandbox:
     def _started(self, theirs: socket.socket, modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
         limits, nothing = self._limits, subprocess.DEVNULL
         settings = [str(self._uid), str(limits.memory_mb << 20), str(limits.threads), ",".join(modules)]
-        runner = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")  # the package is not seen in there
+        runner = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")  # the package is not visible inside
         try:
-            inside = ["-c", runner, str(theirs.fileno()), _filter(), *settings]
+            syscalls = seccomp.assemble(os.uname().machine).hex()
+            inside = ["-c", runner, str(theirs.fileno()), syscalls, *settings]
             return subprocess.Popen(
                 view.command(inside, uid=self._uid), stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
                 env=view.ENVIRON, pass_fds=[theirs.fileno()],
@@ -226,15 +225,15 @@ class Sandbox:
             answer = self._control.recv(1)
         except OSError:
             answer = b""
-        if answer != b"R":  # the last line of what bubblewrap or the interpreter said
+        if answer != b"R":  # report the last line that bubblewrap or the interpreter printed
             self._process.kill()
             assert self._process.stderr is not None
-            said = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
-            complaint = said[-1] if said else f"no answer within {START_S:.0f} s"
+            lines = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
+            complaint = lines[-1] if lines else f"no answer within {START_S:.0f} s"
             raise ScoringFailure(f"the sandbox does not start: {complaint}")
 
     def _pipes(self, opened: contextlib.ExitStack, count: int) -> tuple[list[FileIO], list[FileIO]]:
-        """Our ends of a test's pipes, which do not block, and the program's, which writes to all but the first."""
+        """Our non-blocking ends of a test's pipes, and the program's ends; it reads the first and writes the others."""
         ours, theirs = list[FileIO](), list[FileIO]()
         try:
             for number in range(count):
@@ -249,7 +248,7 @@ class Sandbox:
         return ours, theirs
 
     def _waited_s(self) -> float:
-        """How long the program that is running has been waiting for a processor; 0 if it has just ended."""
+        """How long the running program has waited for a processor; 0 if it has just ended."""
         self._control.settimeout(STOP_S)
         answer = b""
         try:
@@ -261,7 +260,7 @@ class Sandbox:
         return int.from_bytes(answer[8:], "little") / 1e6 if answer.startswith(ASKED) else 0.0
 
     def _judged(self, exchange: Exchange, seconds: int) -> Ran:
-        """What the runner reported, in words. Killed, and not for the time it took: a program cannot do that itself."""
+        """The runner's report in words. A kill that is not about time comes from outside: a program cannot do it."""
         status, cpu_s = exchange.report()
         self._left_s -= cpu_s
         code = os.waitstatus_to_exitcode(status)
@@ -274,12 +273,7 @@ class Sandbox:
         return Ran(ended, bytes(exchange.output), bytes(exchange.returned), bytes(exchange.errors), code, cpu_s)
 
 
-@cache
-def _filter() -> str:
-    return seccomp.assemble(os.uname().machine).hex()
-
-
-# Two threads: kernels before 5.14 count a user's processes across namespaces, and a limit on them is then none of ours.
+# With two threads: before Linux 5.14 a user's processes are counted across namespaces, so the limit would not work.
 HELLO = b"""
 import threading
 words = []
@@ -292,7 +286,7 @@ print(*words, input())
 
 
 def require_sandbox() -> None:
-    """Runs one program. An `EnvironmentSetupError` says what is missing and how to get it."""
+    """Run a trial program. An `EnvironmentSetupError` says what is missing and how to get it."""
     view.bubblewrap()
     try:
         with Sandbox(HELLO, Limits()) as sandbox:
@@ -300,8 +294,8 @@ def require_sandbox() -> None:
     except ScoringFailure as failure:
         raise EnvironmentSetupError(f"programs cannot be run safely here: {failure}. {advice(str(failure))}") from None
     if ran.output != b"hello there world\n":
-        said = f"{ran.ended!r}: {ran.errors.decode(errors='replace').strip()[-200:]}"
-        raise EnvironmentSetupError(f"programs cannot be run safely here (this needs Linux 5.14 or later): {said}")
+        outcome = f"{ran.ended!r}: {ran.errors.decode(errors='replace').strip()[-200:]}"
+        raise EnvironmentSetupError(f"programs cannot be run safely here (this needs Linux 5.14 or later): {outcome}")
 
 
 def advice(failure: str) -> str:

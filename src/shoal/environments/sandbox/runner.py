@@ -1,14 +1,14 @@
-"""What runs inside the sandbox, as its first process: one fork per test. Stands alone: the standard library, no shoal.
+"""The first process inside the sandbox: forks once for each test. Uses the standard library only, nothing of shoal.
 
     python -c RUNNER CONTROL FILTER UID MEMORY THREADS MODULES
 
-Over the socket CONTROL comes the program: eight bytes of length, then its text. The answer is one byte: ready. Then,
-test by test, one message: S (standard input) or C (a call), the processor seconds, and the descriptors of the program's
-input, output, errors and, for a call, result. The answer is the status that the kernel gave and the microseconds of
-processor time, eight bytes each. While a test runs, any byte is the question how long it has waited for a processor.
+The socket CONTROL first carries the program: eight bytes of length, then its text. The answer is one byte: ready. Then
+follows a message for each test: S (standard input) or C (a call), the processor seconds, and the descriptors of input,
+output, errors and, for a call, result. The answer is the status from the kernel and the microseconds of processor time,
+eight bytes each. While a test runs, any byte asks how long the program has waited for a processor.
 
-This process never holds what a test is given or what came of it, so the next test, forked from it, cannot find it. No
-signal of a program reaches it, the first of its namespace, and when it ends everything in there ends.
+This process never holds the input or output of a test, so the next test, forked from it, cannot find them. Signals of a
+program do not reach it, the first process of its namespace; when it ends, all processes inside end.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     import types
     from typing import Any
 
-SEALED = 3  # the first descriptor that a program is not given; a call has one more, for what it returned
+SEALED = 3  # the first descriptor that a program does not get; a call gets one more, for the return value
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 KILL, FILTER_MODE = 9, 2
 MEGABYTE = 1 << 20
 INT_BYTES = 4
-ASKED = b"\xff" * 8  # in place of a status: what follows is the answer to a question
+ASKED = b"\xff" * 8  # in place of a status: an answer to a question follows
 RECURSION, DEEPEST_VALUE = 600_000, 1000
-# What programs take for granted: LeetCode has these names, and other graders import them into every program.
+# Names that programs use without an import: LeetCode defines them, and so do other graders.
 MODULES = {
     "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
     "random", "re", "statistics", "string", "sys", "typing",
@@ -73,14 +73,14 @@ def main() -> None:
     code = exactly(channel, int.from_bytes(exactly(channel, 8), "little"))
     for name in filter(None, modules.split(",")):
         __import__(name)
-    # whatever whoever started this does with signals
+    # the parent may have changed these
     _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
     _signal.signal(_signal.SIGXCPU, _signal.SIG_DFL)
-    # the limit of the stack is the first thread's; more of them must fit into the memory
+    # the stack limit is for the first thread; other threads get less, so that they fit into the memory
     _thread.stack_size(8 * MEGABYTE)
     gc.freeze()
     channel.sendall(b"R")
-    # also of what is written to: whoever started this may have a limit of its own for that
+    # also of data: the parent may have set another limit for it
     limits = {kind: int(memory) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
     limits[resource.RLIMIT_NPROC] = int(threads) + 2
     while True:
@@ -93,7 +93,7 @@ def main() -> None:
                 take(given)
                 forbid(libc, program, {**limits, resource.RLIMIT_CPU: message[1] + 1})
             except BaseException:  # noqa: BLE001
-                os.kill(os.getpid(), KILL)  # no fault of the program: it must not look like one
+                os.kill(os.getpid(), KILL)  # a failure of the machinery, not of the program
             run(code, called=message[:1] == b"C")
         for descriptor in given:
             os.close(descriptor)
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def confine(libc: ctypes.CDLL, uid: int) -> None:
-    """Becomes nobody, if it was root; not to be looked into; ends when what started it ends."""
+    """Drop root's rights, forbid tracing, and end together with the parent."""
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -133,7 +133,7 @@ def next_test(channel: _socket.socket) -> tuple[bytes, list[int]]:
 
 
 def until_ended(child: int, channel: _socket.socket) -> None:
-    """Ends everything if whoever started us has gone. Any byte asks how long the program has waited for a processor."""
+    """Wait for the child; end everything if the parent is gone. Any byte asks how long the child waited to run."""
     watched = os.pidfd_open(child)
     poll = select.poll()
     poll.register(watched, select.POLLIN)
@@ -141,7 +141,7 @@ def until_ended(child: int, channel: _socket.socket) -> None:
     while watched not in dict(poll.poll()):
         if not channel.recv(1):
             os._exit(0)
-        waited_us = 0  # for how long the program was ready to run and did not, if the kernel says so
+        waited_us = 0  # time in which the program was ready to run and did not, if the kernel reports it
         try:
             with open(f"/proc/{child}/schedstat", "rb") as file:  # noqa: PTH123
                 waited_us = int(file.read().split()[1]) // 1000
@@ -152,8 +152,8 @@ def until_ended(child: int, channel: _socket.socket) -> None:
 
 
 def take(given: list[int]) -> None:
-    """The test's descriptors become 0, 1, 2 (and 3); everything else is closed, the socket first of all."""
-    # Copied out of the way first: a descriptor that came as 3 would otherwise be overwritten before it is used.
+    """Make the test's descriptors 0, 1, 2 (and 3), and close all others, also the socket."""
+    # Copy them first: a descriptor with number 3 would be overwritten before it is used.
     spare = [os.dup(descriptor) for descriptor in given]
     for number, descriptor in enumerate(spare):
         os.dup2(descriptor, number)
@@ -161,13 +161,13 @@ def take(given: list[int]) -> None:
 
 
 class Filter(ctypes.Structure):
-    """How the kernel wants a filter to be given: the number of its instructions, and where they are."""
+    """The kernel's form of a filter: the number of instructions, and a pointer to them."""
 
     _fields_ = (("count", ctypes.c_ushort), ("first", ctypes.c_char_p))
 
 
 def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
-    """Limits, then the filter of system calls: from here on there is no way back."""
+    """Set the limits, then the filter of system calls, which cannot be removed."""
     fixed = {
         resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -175,7 +175,7 @@ def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
     for kind, value in (fixed | limits).items():
         hard = resource.getrlimit(kind)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        # Out of time, it gets a signal that nothing else sends; one that does not listen is killed a second later.
+        # At the limit of time the program gets a signal that nothing else sends; a second later it is killed.
         least = max(1, bound - 1) if kind == resource.RLIMIT_CPU else bound
         resource.setrlimit(kind, (least, bound))
     if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(FILTER_MODE), ctypes.byref(program)):
@@ -183,7 +183,7 @@ def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
 
 
 def run(code: bytes, *, called: bool) -> None:
-    """The program, as a script would run; ends this process."""
+    """Run the program as a script, and end this process."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         stream = open(number, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)

@@ -1,14 +1,15 @@
-"""Which system calls a program may make: a seccomp filter, assembled here for x86_64 and aarch64.
+"""A seccomp filter of the system calls that a program may make, for x86_64 and aarch64.
 
-The namespaces decide what a program can reach; the filter takes away what reaches around them: other processes (without
-fork and exec nothing outlives a test); ways to change or watch another process, or to leave something for the next
-test; parts of the kernel that no test program needs and that had most of its holes, every socket but the local kind
-among them. A call that is refused gives EPERM. Newer calls give ENOSYS, as an older kernel would.
+The filter closes ways around the namespaces: new processes (without fork and exec nothing outlives a test), access to
+other processes, objects that stay for the next test, and parts of the kernel that test programs do not need and that
+had most of its security bugs, all sockets but local ones among them. A refused call returns EPERM; a call newer than
+the list returns ENOSYS, as on an older kernel.
 """
 
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import Final
 
 from shoal.errors import EnvironmentSetupError
@@ -20,7 +21,7 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # arguments have eight b
 
 CLONE_THREAD, AF_UNIX, SIGABRT, RLIMIT_STACK, F_SETSIG = 0x10000, 1, 6, 3, 10
 
-NEWEST: Final = 450  # the newest call that was looked at; from 424 on numbers are the same on every architecture
+NEWEST: Final = 450  # the newest call that was considered; from 424 on all architectures have the same numbers
 ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # name: (x86_64, aarch64); None where there is no such call.
@@ -34,7 +35,7 @@ DENIED: Final[dict[str, tuple[int | None, int | None]]] = {
     "timer_create": (222, 107),  # may send any signal: a program could feign that it was killed from outside
     "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274), "ioprio_set": (251, 30), "setrlimit": (160, 164),
-    # what would be there for the next test
+    # objects that would stay for the next test
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189),
     "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
     "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_notify": (244, 184),
@@ -57,19 +58,20 @@ DENIED: Final[dict[str, tuple[int | None, int | None]]] = {
     "memfd_secret": (447, 447),
 }  # fmt: skip
 
-# Calls that are judged by their arguments.
+# Calls that depend on their arguments.
 _CLONE, _CLONE3, _SOCKET, _TGKILL = (56, 220), (435, 435), (41, 198), (234, 131)
 _PRLIMIT64, _FCNTL = (302, 261), (72, 25)
 
 Instruction = tuple[int, int, int, int]
 
 
+@cache
 def assemble(machine: str) -> bytes:
-    """The filter as the kernel takes it: eight bytes an instruction. `machine` as `uname -m` says it."""
+    """The filter for the kernel, eight bytes per instruction. `machine` as in `uname -m`."""
     if machine not in ARCHITECTURES:
         raise EnvironmentSetupError(f"there is no filter of system calls for {machine}: no program is run here")
     column = list(ARCHITECTURES).index(machine)
-    program = [  # newer than the newest is also the other numbering of x86_64, which begins at 2³⁰
+    program = [  # the check of the newest number also refuses x86_64's second numbering, which begins at 2³⁰
         _load(_ARCHITECTURE_AT), (_EQUAL, 1, 0, ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL),
         _load(_NUMBER_AT), (_GREATER, 0, 1, NEWEST), _refuse(ENOSYS),
     ]  # fmt: skip
@@ -84,11 +86,11 @@ def assemble(machine: str) -> bytes:
 
 
 def _judged() -> list[tuple[tuple[int, int], list[Instruction]]]:
-    """Calls that are allowed with some arguments only. Each list ends by returning."""
+    """Calls that are allowed with some arguments only. Each list ends with a return."""
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     return [
         (_CLONE, [_load(_ARGUMENTS_AT), (_ANY_BIT, 0, 1, CLONE_THREAD), allow, _refuse()]),
-        # its flags lie in memory, where a filter cannot look; the C library then falls back to clone
+        # a filter cannot read its flags, which are in memory; the C library falls back to clone
         (_CLONE3, [_refuse(ENOSYS)]),
         (_SOCKET, [_load(_ARGUMENTS_AT), (_EQUAL, 0, 1, AF_UNIX), allow, _refuse()]),
         # abort() and nothing else

@@ -1,12 +1,12 @@
-"""What a program in the sandbox sees: the command line of bubblewrap.
+"""The command line of bubblewrap, which decides what a program in the sandbox sees.
 
     /usr/lib, /lib, /lib64, the interpreter    read only; installed packages are hidden
     /dev                        null, zero, urandom, and the program's own input and output
     /proc                       of the sandbox's own processes
     nothing else                no writable place, no /etc, no home, no network, no environment
 
-Started by root, the sandbox is made with root's rights and the program runs as a user that nobody else is: limits do
-not bind root. Started by anybody else, it is made in a user namespace.
+If root starts it, the sandbox is made with root's rights and the program runs as an unused user, because limits do not
+apply to root. Any other user's sandbox is made in a user namespace.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ ENVIRON = {
     "PATH": "/nowhere",
     "LC_ALL": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # sets have the same order for every validator
-    "MALLOC_ARENA_MAX": "1",  # or else each thread reserves address space, which is limited
+    "MALLOC_ARENA_MAX": "1",  # otherwise each thread reserves address space, which is limited
 }
-# -S: no installed packages. Programs of old print numbers of more digits than is the rule today.
+# -S: no installed packages. Integers of any length may be printed, as in older Python versions.
 PYTHON_OPTIONS = ("-s", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")
 
 
 @cache
 def interpreter() -> tuple[Path, Path]:
-    """The Python that programs run with, and its prefix: this one's, without its virtual environment."""
+    """The Python for programs, and its prefix: this process's, without its virtual environment."""
     executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
     return executable, Path(os.path.realpath(sys.base_prefix))
 
 
 def bubblewrap() -> str:
-    """Where bubblewrap is. Not there: a refusal that says how to get it."""
+    """The path of bubblewrap, or an error that says how to install it."""
     if not sys.platform.startswith("linux"):
         raise EnvironmentSetupError(f"programs cannot be run safely on {sys.platform}: the sandbox needs Linux")
     found = shutil.which("bwrap")
@@ -56,8 +56,8 @@ def bubblewrap() -> str:
 
 
 def spare_uid() -> int:
-    """A user that nobody else is, for a sandbox that root starts; 0 if we are not root. A fresh one for each sandbox:
-    the kernel counts processes per user, and one program's threads must not be missing from another's allowance."""
+    """An unused user id for a sandbox that root starts; 0 if we are not root. Each sandbox has its own: the kernel
+    counts processes per user, and programs must not share the limit."""
     if os.geteuid() != 0:
         return 0
     lines = Path("/proc/self/uid_map").read_text().splitlines()
@@ -67,13 +67,13 @@ def spare_uid() -> int:
 
 
 def command(inside: list[str], *, uid: int) -> list[str]:
-    """The whole command line; `inside` is what the interpreter is given. `uid` as `spare_uid` says."""
+    """The whole command line; `inside` are the interpreter's arguments, `uid` comes from `spare_uid`."""
     executable, _prefix = interpreter()
     return [
         *("/bin/sh", "-c", SHELL, "sandbox", bubblewrap()),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"),
-        # as root: what it takes to become somebody else inside, and no more; it is gone once that is done
+        # as root: only the capabilities to change the user; they are dropped after that
         *(_AS_ROOT if uid else ("--unshare-user", "--uid", "65534", "--gid", "65534")),
         *_files(),
         *("--proc", "/proc", "--remount-ro", "/proc", "--perms", "0755", "--dir", "/dev"),
@@ -93,13 +93,13 @@ def _files() -> tuple[str, ...]:
         link = Path(path).is_symlink()
         options += ["--symlink", str(Path(path).readlink()), path] if link else ["--ro-bind", path, path]
     own = [str(path) for path in (prefix / "lib", executable) if str(path) not in places]
-    # Folders on the way may be private to whoever installed this Python (a home); in there they are empty but for this.
+    # Parent folders may be private (a home); inside they contain nothing else.
     for folder in sorted({str(parent) for path in own for parent in Path(path).parents}, key=len)[1:]:
         if folder not in ("/usr", *places):
             options += ["--perms", "0755", "--dir", folder]
     for path in own:
         options += ["--ro-bind", path, path]
-    # Installed packages are hidden: a program has the standard library only, the same for every validator.
+    # Hide installed packages: programs have the standard library only, the same for every validator.
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     bases = {prefix / "lib", prefix / "lib64", Path("/usr/lib"), Path("/usr/lib64")}
     names = ("site-packages", "dist-packages")

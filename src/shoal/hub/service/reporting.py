@@ -92,7 +92,7 @@ class Reporting:
                 node_counts=counts, outbox=reader.outbox_length() if outgoing else 0,
                 outbox_since_ms=outgoing[0].at_ms if outgoing else None,
                 pools=reader.pool_counts() if config.pools is not None else {},
-                evaluations=tuple(evaluations.results(slices)), no_sample=no_sample(nodes, presences),
+                evaluations=tuple(evaluations.results(slices)), unscored=unscored_groups(nodes, presences),
                 standstill=tuple(standstill(self._context, reader, now_ms)),
             )  # fmt: skip
 
@@ -171,7 +171,7 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
         units, submissions, outgoing = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
         halted, alarms = orders_of(reader).conduct != "running", reader.alarm_counts()
         trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
-        unscored = no_sample(trusted, reader.presences_named([node.node for node in trusted]))
+        unscored = unscored_groups(trusted, reader.presences_named([node.node for node in trusted]))
         pools = reader.pool_counts() if context.config.pools is not None else {}
         slices = reader.evaluations_since(0, VERSIONS_SHOWN) if context.rules.evaluation is not None else []
     nodes: dict[tuple[str, ...], float] = {
@@ -202,7 +202,7 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
         Figure("late_submissions", "Submissions refused since the start: their unit was gone.", late),
         Figure("lapsed_leases", "Leases that were let lapse.", sum(group.lapsed for group in fleet)),
         Figure("wasted_fraction", "Of all groups submitted, those too late.", (stale + late) / max(1, accepted + late)),
-        Figure("no_sample", "Groups that the validators known now could not score.", unscored),
+        Figure("unscored", "Groups that the validators known now could not score.", unscored),
         Figure("unusable_tasks", "Tasks passed over since the start: they cannot be used.", unusable),
     ]
     whole = [each for each in evaluations.results(slices) if each.complete and not each.partial]
@@ -216,7 +216,7 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
 MAX_TRUSTED = 500  # no run has so many
 CANARY_WITHIN = 256
 CAUGHT, MISSED = "canaries_caught", "canaries_missed"
-NO_SAMPLE, ABSTAINED = "no_sample", "abstained"
+UNSCORED, ABSTAINED = "unscored", "abstained"
 MANY_UNSCORED, UNSCORED_SHARE = 8, 0.05
 STARTING_MS, NEWEST = 60_000, 50
 MEASURING_MS = 120_000  # a run's first calibration may take so long, and nothing is wrong
@@ -226,7 +226,7 @@ AUDITED = ("accepted", "rejected", "unsure")
 
 def _problems(node: NodeRow, presence: Presence) -> dict[str, str]:
     counters, who, found = presence.counters, node_label(node), dict[str, str]()
-    audited, failed = sum(counters.get(name, 0) for name in AUDITED), counters.get(NO_SAMPLE, 0)
+    audited, failed = sum(counters.get(name, 0) for name in AUDITED), counters.get(UNSCORED, 0)
     if (missed := counters.get(MISSED, 0)) > 0:
         passed = f"{who} let {missed:.0f} known-bad submissions pass"
         found["canary"] = f"{passed}: stop it, and do not rely on what it accepted"
@@ -251,9 +251,9 @@ def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step
     return [RaiseAlarm(step, f"{code}.{node.node[:8]}", said, now.last_seen_ms) for code, said in begun]
 
 
-def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> int:
+def unscored_groups(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> int:
     validators = [presences[node.node] for node in nodes if node.role == "validator" and node.node in presences]
-    return round(sum(presence.counters.get(NO_SAMPLE, 0) for presence in validators))
+    return round(sum(presence.counters.get(UNSCORED, 0) for presence in validators))
 
 
 def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:

@@ -1,4 +1,4 @@
 """`shoal demo`: the whole system on one machine in minutes, with a worker that cheats.
 
-recipe.toml  what is trained     claims  what must be true at the end     recount  the exported model, scored again
+recipe.toml  what is trained     claims  what must be true at the end     recount  scoring the exported model again
 """

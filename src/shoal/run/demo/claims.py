@@ -1,9 +1,9 @@
-"""What the demo claims, decided from what the run wrote and the model alone: a claim that does not hold fails it.
+"""The claims of the demo, decided from the files of the run alone; a claim that does not hold fails the demo.
 
 ledger.jsonl ──► who was paid; whose groups were trained on
-hub.db ────────► who was rejected and banned, and why: who never had work accepted is not in the ledger
+hub.db ────────► who was rejected and banned, and why (nodes without accepted work are not in the ledger)
 metrics.jsonl ─► the held-out score before and after
-recount ───────► the exported model's score, by somebody else's code
+recount ───────► the score of the exported model, by other code
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shoal.protocol import LedgerEntry, NodeState, PolicyManifest, load_key
 from shoal.run.demo.recount import Recount, recount
 from shoal.run.folder import RunFolder
 from shoal.run.launch import METRICS
-from shoal.run.ledger.check import check_place, leave_ledger
-from shoal.run.ledger.places import FolderPlace
+from shoal.run.ledger.check import check_source, leave_ledger
+from shoal.run.ledger.sources import FolderLedger
 from shoal.run.recipe import Recipe
 from shoal.run.roles import role_names
 from shoal.runtime.config import parse_config
@@ -52,7 +52,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Participants:
     honest: Mapping[str, str]
     cheater: str
     cheater_name: str
@@ -72,29 +72,33 @@ def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
     return Claim("it learned", rise >= least_rise, sentence)
 
 
-def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, shut_out_at_ms: int, cast: Cast) -> Claim:
-    """Banned for what it did; or, if the run ended before it could fail twice, suspended for it."""
-    name, who = "the cheater", f"{cast.cheater_name} ({cast.cheat.what})"
-    account = accounts.get(cast.cheater, Account())
+def cheater_caught(
+    entries: Sequence[LedgerEntry], accounts: Accounts, shut_out_at_ms: int, participants: Participants
+) -> Claim:
+    """Banned for what it did; or suspended, if the run ended before it could fail twice."""
+    name, who = "the cheater", f"{participants.cheater_name} ({participants.cheat.what})"
+    account = accounts.get(participants.cheater, Account())
     shut_out = "banned" if account.banned else "suspended" if account.suspended_until_ms else ""
     if not shut_out:
         return Claim(name, False, f"{who} was not caught: {account.accepted} accepted, {account.rejected} rejected")
-    if account.reason.partition(":")[0] not in cast.cheat.reasons:
-        expected = " or ".join(sorted(cast.cheat.reasons))
+    if account.reason.partition(":")[0] not in participants.cheat.reasons:
+        expected = " or ".join(sorted(participants.cheat.reasons))
         return Claim(name, False, f"{who} was {shut_out} for {account.reason}, not for {expected}")
     after_s = (shut_out_at_ms - entries[0].at_ms) / 1000
     when = f"{who} was {shut_out} {after_s:.0f} s after the hub began"
     sentence = f"{when}, for {account.reason}; {account.rejected} rejected"
     if not account.accepted:
         return Claim(name, True, f"{sentence}, none accepted")
-    theirs = {entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == cast.cheater}
+    theirs = {
+        entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == participants.cheater
+    }
     trained = sum(unit in theirs for entry in entries if entry.kind == "batch" for unit in entry.body["units"])
     passed = f"{account.accepted} accepted, being what honest seeds give as well ({trained} of them trained on)"
     return Claim(name, True, f"{sentence}, {passed}")
 
 
-def honest_unpunished(accounts: Accounts, cast: Cast) -> Claim:
-    of = {name: accounts.get(node, Account()) for name, node in cast.honest.items()}
+def honest_unpunished(accounts: Accounts, participants: Participants) -> Claim:
+    of = {name: accounts.get(node, Account()) for name, node in participants.honest.items()}
     punished = [
         f"{name}: {account.rejected} rejected{f', banned: {account.reason}' if account.banned else ''}"
         for name, account in of.items()
@@ -119,7 +123,7 @@ def model_scores_as_claimed(claimed: float | None, counted: Recount) -> Claim:
     return Claim("the model", True, f"{sentence}, as claimed")
 
 
-def make_room(path: Path, facts: dict[str, object]) -> None:
+def replace_earlier_demo(path: Path, facts: dict[str, object]) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
     if path.exists() and any(path.iterdir()):
@@ -148,20 +152,20 @@ def cheater_name(folder: RunFolder) -> str:
     return f"worker-{folder.recipe.worker.count}"  # after the recipe's own
 
 
-def cast_of(folder: RunFolder, cheat: Cheat) -> Cast:
-    """Node ids from the workers' own key files: names are for people, keys are who they are."""
+def participants_of(folder: RunFolder, cheat: Cheat) -> Participants:
+    """Node ids from the workers' own key files, because names can be chosen."""
     ids = {path.parent.name: load_key(path).node for path in sorted(folder.path.glob("worker-*/node.key"))}
     cheater = cheater_name(folder)
     honest = {name: ids.get(name, "") for name in role_names(folder) if name.startswith("worker-")}
-    return Cast(honest=honest, cheater=ids.get(cheater, ""), cheater_name=cheater, cheat=cheat)
+    return Participants(honest=honest, cheater=ids.get(cheater, ""), cheater_name=cheater, cheat=cheat)
 
 
-def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
+def check(folder: RunFolder, participants: Participants, stop: StopToken) -> Iterator[Claim]:
     scores = list(scores_of(MetricsLog(folder.path / METRICS)).values())
     entries, accounts, shut_out_at_ms = standing_of(folder.path)
     yield learned(scores)
-    yield cheater_caught(entries, accounts, shut_out_at_ms.get(cast.cheater, 0), cast)
-    yield honest_unpunished(accounts, cast)
+    yield cheater_caught(entries, accounts, shut_out_at_ms.get(participants.cheater, 0), participants)
+    yield honest_unpunished(accounts, participants)
     try:
         yield _records(folder, entries)
     except ShoalError as error:
@@ -178,8 +182,8 @@ def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
 def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
     if signed_manifest(folder).ledger_head is None:
         return Claim("the records", False, "the last version was signed without the ledger's head")
-    with closing(FolderPlace(folder.path)) as place:
-        check_place(place, remember=False)
+    with closing(FolderLedger(folder.path)) as place:
+        check_source(place, remember=False)
     leave_ledger(folder.path)
     rows, steps = rollouts_archived(folder, entries), folder.recipe.run.steps
     chain = f"{len(entries):,} ledger entries, every hash fits, through the head that was signed with the model"
@@ -188,8 +192,8 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
 
 
 def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]]:
-    """The ledger, what became of every node, and when those that are banned or suspended were."""
-    with closing(FolderPlace(path)) as place:
+    """The ledger, the account of every node, and when banned or suspended nodes were."""
+    with closing(FolderLedger(path)) as place:
         entries = list(place.entries())
         accounts, shut_out_at_ms = fold(entries).by_node, {}
         for row in place.reader.nodes():
@@ -203,7 +207,7 @@ def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]
 
 
 def signed_manifest(folder: RunFolder) -> PolicyManifest:
-    """The last version's manifest as the origin has it; the exported model is that version."""
+    """The last version's manifest at the origin; the exported model must be that version."""
     path = folder.path / "trainer" / "export" / "shoal.json"
     try:
         card: dict[str, Any] = json.loads(path.read_bytes())
@@ -219,7 +223,7 @@ def signed_manifest(folder: RunFolder) -> PolicyManifest:
 
 
 def rollouts_archived(folder: RunFolder, entries: Sequence[LedgerEntry]) -> int:
-    """Rollouts trained on: every step's file must hold the units that the ledger names, each a whole group."""
+    """The number of rollouts trained on. Every step's file must hold whole groups of the units in the ledger."""
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 

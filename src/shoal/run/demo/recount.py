@@ -1,6 +1,6 @@
-"""The exported model, scored again from its files alone: by a process of its own, with plain `transformers`.
+"""The exported model, scored again from its files alone, by a process of its own with plain `transformers`.
 
-The score is the trainer's only if what was exported is what was trained.
+Its score equals that of the trainer only if what was exported is what was trained.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> 
     """On the recipe's held-out tasks, as many as the trainer uses."""
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal.run.demo.recount", str(export.absolute()), recipe.model_dump_json()],
-        stdin=subprocess.PIPE,  # closed when this process is gone, and then the other one ends, too
+        stdin=subprocess.PIPE,  # closed when this process is gone, which ends the child
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, **QUIET},
@@ -52,15 +52,15 @@ def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> 
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
-        said, complained = (text.decode(errors="replace").strip() for text in process.communicate())
+        message, complained = (text.decode(errors="replace").strip() for text in process.communicate())
     with suppress(ValidationError):
-        return Recount.model_validate_json(said.rpartition("\n")[2])
+        return Recount.model_validate_json(message.rpartition("\n")[2])
     why = complained.rpartition("\n")[2] or describe_exit(process.returncode)
     raise ShoalError(f"the export could not be scored: {why}")
 
 
 def score(export: Path, recipe: Recipe, stop: StopToken) -> Recount:
-    """By greedy completions. Of the model's own generation settings only the end token counts."""
+    """By greedy completions. Of the model's own generation settings only the end token is used."""
     import torch
     from transformers import GenerationConfig
 
@@ -96,9 +96,9 @@ def _load(export: Path) -> tuple[Any, Any]:
     try:
         model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, use_safetensors=True)
         return model.eval(), AutoTokenizer.from_pretrained(export, local_files_only=True)
-    except Exception as error:  # the loaders raise many types, all of which mean: this folder does not load
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise ModelError(f"the export {export} does not load with transformers: {said}") from error
+    except Exception as error:  # the loaders raise many types
+        message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ModelError(f"the export {export} does not load with transformers: {message}") from error
 
 
 if __name__ == "__main__":

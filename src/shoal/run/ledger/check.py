@@ -1,4 +1,4 @@
-"""`shoal ledger verify`: a run's ledger, wherever it is, against every head: the hub's, those of policy manifests and
+"""`shoal ledger verify`: a run's ledger, wherever it is, against all heads: the hub's, those of policy manifests and
 receipts, the one kept from last time, --head, --witness."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
-from shoal.ledger.evidence import Checked, begun, check_rows, pages
+from shoal.ledger.evidence import Checked, check_rows, pages, read_first_row
 from shoal.protocol import LedgerEntry
-from shoal.run.ledger import places
-from shoal.run.ledger.places import FolderPlace, Place, evidence_file, head_file, open_place
+from shoal.run.ledger import sources
+from shoal.run.ledger.sources import FolderLedger, LedgerSource, evidence_file, head_file, open_ledger
 from shoal.run.ledger.witness import witness_pins
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.text import printable
@@ -26,58 +26,58 @@ def check_ledger(
     where: str, head: Path | None = None, wait_s: float = 3.0, needs_documents: bool = True,
     witnesses: Sequence[str] = (),
 ) -> Checked:  # fmt: skip
-    """Verify the ledger at `where` and keep its head; raises `LedgerError` with the row and what is wrong."""
-    if (fork := places.read_proof(Path(where))) is not None:
+    """Verify the ledger at `where` and keep its head; `LedgerError` names the row and what is wrong."""
+    if (fork := sources.read_proof(Path(where))) is not None:
         raise LedgerError(fork)
-    with closing(open_place(where, wait_s)) as place:
-        return check_place(place, head, needs_documents, witnesses)
+    with closing(open_ledger(where, wait_s)) as source:
+        return check_source(source, head, needs_documents, witnesses)
 
 
-def check_place(
-    place: Place, head: Path | None = None, needs_documents: bool = True, witnesses: Sequence[str] = (),
+def check_source(
+    source: LedgerSource, head: Path | None = None, needs_documents: bool = True, witnesses: Sequence[str] = (),
     remember: bool = True,
 ) -> Checked:  # fmt: skip
-    if missing := place.missing_evidence() if needs_documents else "":
+    if missing := source.missing_evidence() if needs_documents else "":
         why = "without the signed receipts and verdicts nobody can tell whether credit was earned"
         remedy = "Export it with `shoal ledger export`; --without-evidence checks the rest, which proves much less"
         raise LedgerError(f"{missing}: {why}. {remedy}")
-    checked = begun(place, needs_documents)
-    given = [] if head is None else places.read_head_file(head, checked.run)
-    seen = [witness_pins(place, witness, checked.run, given) for witness in witnesses]
+    checked = read_first_row(source, needs_documents)
+    given = [] if head is None else sources.read_head_file(head, checked.run)
+    seen = [witness_pins(source, witness, checked.run, given) for witness in witnesses]
     others = [pin for pins in seen for pin in pins]
-    if (known := places.load_kept(checked.run)) is not None:
+    if (known := sources.load_kept(checked.run)) is not None:
         if known.root_key != checked.root_key:
             raise LedgerError(f"run {checked.run} had another root key when its ledger was seen last: an impostor's")
         when = datetime.fromtimestamp(known.seen_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
         others.insert(0, Pin(known.head, f"the head kept here since {when}", known.signed))
-    if others and not place.complete:
-        others = _within(place, checked, others, seen)
-    # The place's own last: its rows are read as of then, so an honest run that grows meanwhile is behind no other head.
-    pins = checked.of_this_run([*place.pins(checked.run, checked.root_key), *given])
+    if others and not source.complete:
+        others = _within(source, checked, others, seen)
+    # The place's own pins last: its rows are read as of then, so a growing run is not behind another head.
+    pins = checked.of_this_run([*source.pins(checked.run, checked.root_key), *given])
     proofs = Proofs(Keys(checked.run, checked.root_key), Chain([*pins, *others]), needs_documents)
     try:
-        check_rows(place, checked, proofs)
+        check_rows(source, checked, proofs)
     except LedgerForked as error:
-        raise LedgerError(f"{error}{places.proven_fork(place, proofs.keys, error)}") from error
-    if isinstance(place, FolderPlace):
-        if (balances := place.balances()) is not None:
+        raise LedgerError(f"{error}{sources.proven_fork(source, proofs.keys, error)}") from error
+    if isinstance(source, FolderLedger):
+        if (balances := source.balances()) is not None:
             checked.compare(balances)
         else:
             checked.notes.append("the newest rows are not appended yet: the hub's rows cannot be compared now")
-    checked.notes += place.notes
+    checked.notes += source.notes
     if not checked.pins:
         checked.notes.append("no head to compare with: only from now on would a rewritten ledger be noticed")
-    trusted = place.trusted(checked.run, checked.last) if checked.last is not None and remember else None
+    trusted = source.trusted(checked.run, checked.last) if checked.last is not None and remember else None
     if trusted is not None:
-        signed = place.signed_head()
-        places.keep(checked.root_key, trusted, None if signed is None else signed.head)
+        signed = source.signed_head()
+        sources.keep(checked.root_key, trusted, None if signed is None else signed.head)
     return checked
 
 
-def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
-    """The pins within a file, which may be older than what was seen since. Whoever asks for a witness gets its word on
-    this file, or an error."""
-    last = max((entry.index for entry in place.entries()), default=-1)
+def _within(source: LedgerSource, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
+    """The pins within a file, which may be older than heads seen since. A witness that was asked for must have signed a
+    row of this file."""
+    last = max((entry.index for entry in source.entries()), default=-1)
     for each in seen:
         if all(pin.head.index > last for pin in each):
             why = f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}"
@@ -89,10 +89,10 @@ def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin
     return [pin for pin in pins if pin.head.index <= last]
 
 
-def verified(place: Place, names: dict[str, str]) -> Iterator[LedgerEntry]:
-    """Each entry is checked to follow from the one before; `names` takes what nodes call themselves."""
+def verified(source: LedgerSource, names: dict[str, str]) -> Iterator[LedgerEntry]:
+    """Each entry is checked to follow from the one before; `names` collects the names of nodes."""
     chain = Chain()
-    for entry in place.entries():
+    for entry in source.entries():
         chain.add(entry)
         if entry.kind == "node":
             names[str(entry.body["node"])] = printable(str(entry.body.get("name", "")))
@@ -102,8 +102,8 @@ def verified(place: Place, names: dict[str, str]) -> Iterator[LedgerEntry]:
 class Book:
     def __init__(self, where: str, wait_s: float) -> None:
         self.names: dict[str, str] = {}
-        with closing(open_place(where, wait_s)) as place:
-            self.accounts = fold(verified(place, self.names))
+        with closing(open_ledger(where, wait_s)) as source:
+            self.accounts = fold(verified(source, self.names))
 
     def find(self, who: str) -> list[str]:
         """The nodes that `who` means: an id or its start, a name, or an owner's public key or its start."""
@@ -112,7 +112,7 @@ class Book:
             return [who]
         by_id = [node for node in nodes if node.startswith(who)] if len(who) >= LEAST_PREFIX else []
         named = [node for node, name in self.names.items() if name == who and node in nodes]
-        if named and set(by_id) - set(named):  # whoever chose that name may want to be taken for another
+        if named and set(by_id) - set(named):  # a name may imitate an id
             raise UserError(f"{who} is the name of one node and the start of another's id: give more of the id")
         owned = [node for node, account in nodes.items() if account.owner and account.owner.startswith(who)]
         if found := named or (owned if len(who) >= LEAST_PREFIX else []):
@@ -126,8 +126,8 @@ class Book:
 
 def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Shares, dict[str, str]]:
     names: dict[str, str] = {}
-    with closing(open_place(where, wait_s)) as place:
-        return shares_of(verified(place, names), step), names
+    with closing(open_ledger(where, wait_s)) as source:
+        return shares_of(verified(source, names), step), names
 
 
 def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
@@ -135,34 +135,34 @@ def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
         if path.is_dir():
             raise UserError(f"{path} is a folder: name a file, for example {path / 'ledger.jsonl'}")
     ensure_folder(out.absolute().parent)  # before anything is downloaded
-    with closing(open_place(where, wait_s)) as place:
-        return write_ledger(place, out)
+    with closing(open_ledger(where, wait_s)) as source:
+        return write_ledger(source, out)
 
 
 def leave_ledger(path: Path) -> int:
-    with closing(FolderPlace(path)) as place:
-        return write_ledger(place, path / "ledger.jsonl")
+    with closing(FolderLedger(path)) as source:
+        return write_ledger(source, path / "ledger.jsonl")
 
 
-def write_ledger(place: Place, out: Path) -> int:
-    """Streamed into hidden files, which take their names when they are complete and every hash fits."""
-    signed, chain = place.signed_head(), Chain()
-    targets = [out] if place.missing_evidence() else [out, evidence_file(out)]
+def write_ledger(source: LedgerSource, out: Path) -> int:
+    """Streamed into hidden files, which are renamed when they are complete and every hash fits."""
+    signed, chain = source.signed_head(), Chain()
+    targets = [out] if source.missing_evidence() else [out, evidence_file(out)]
     hidden = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("wb")) for path in hidden]
-            for page in pages(place.entries()):
+            for page in pages(source.entries()):
                 for entry in page:
                     chain.add(entry)
                     files[0].write(entry.model_dump_json().encode() + b"\n")
-                for _, each in sorted(place.evidence(page).items()) if len(files) > 1 else ():
+                for _, each in sorted(source.evidence(page).items()) if len(files) > 1 else ():
                     files[1].write(each.model_dump_json(exclude_none=True).encode() + b"\n")
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
         if chain.last is None:
-            raise LedgerError(f"the ledger at {place.label} is empty")
+            raise LedgerError(f"the ledger at {source.label} is empty")
         for path, target in reversed(list(zip(hidden, targets, strict=True))):
             path.replace(target)
         sync_folder(out.absolute().parent)
@@ -171,7 +171,7 @@ def write_ledger(place: Place, out: Path) -> int:
     finally:
         for path in hidden:
             path.unlink(missing_ok=True)
-    index = None if signed is None else signed.head.document.get("index")  # of a file beside the ledger: unproven
+    index = None if signed is None else signed.head.document.get("index")
     if signed is not None and isinstance(index, int) and index <= chain.last.index:
         write_atomically(head_file(out), signed.model_dump_json(indent=2).encode() + b"\n")
     return chain.last.index + 1

@@ -1,6 +1,6 @@
 """`shoal ledger recheck`: units drawn at random are judged again, by the validator's own checks.
 
-Verdict, lease and bytes are the hub's, the policy is the origin's, if it is still kept.
+Verdict, lease and bytes come from the hub's storage, the policy from the origin, if it is still there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.protocol import Lease, LedgerEntry, PolicyRef, Verdict
 from shoal.rewards import ScoringPool
 from shoal.rewards.panel import panel_of
 from shoal.run.folder import RunFolder
-from shoal.run.ledger.places import FolderPlace
+from shoal.run.ledger.sources import FolderLedger
 from shoal.run.roles import validator_config
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, run_origin
@@ -36,12 +36,12 @@ TRIES = 64  # units drawn for each that is wanted: of a long run only the last p
 
 
 def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Iterator[str]:
-    """A line for each unit, and a last one that sums up; raises `LedgerError` if any verdict was another."""
+    """A line for each unit, and a summary; `LedgerError` if any verdict was different."""
     folder, reason = RunFolder.open(path), ""
     states: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
-    with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
+    with closing(FolderLedger(path)) as source, tempfile.TemporaryDirectory() as cache:
         rows: dict[str, LedgerEntry] = {}  # accepted units, one row of each submission
-        for entry in place.entries():
+        for entry in source.entries():
             if entry.kind in ("credit", "pending"):
                 rows.setdefault(str(entry.body["submission"]), entry)
         if not rows:
@@ -50,11 +50,11 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
 
             def limits(digest: str) -> Profiles | None:  # of the calibration that the lease names
-                return None if (made := place.calibration(digest)) is None else profiles_of(made)
+                return None if (made := source.calibration(digest)) is None else profiles_of(made)
 
             judge = replace(judge, calibrations=limits)
             for entry in drawn:
-                found = _one(place, entry, judge, shelf)
+                found = _one(source, entry, judge, shelf)
                 states[found.state] += 1
                 if found.state == "unknown":
                     reason = f"; of unit {entry.body['unit']} {found.sentence}"
@@ -70,11 +70,11 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         raise UserError("nothing could be rechecked, so nothing is shown: see above why")
 
 
-def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:
-    if (evidence := place.evidence([entry]).get(entry.index)) is None or evidence.verdict is None:
+def _one(source: FolderLedger, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:
+    if (evidence := source.evidence([entry]).get(entry.index)) is None or evidence.verdict is None:
         return Rechecked("different", "there is no verdict behind it")
     try:
-        lease, body = place.kept(str(entry.body["submission"]))
+        lease, body = source.kept(str(entry.body["submission"]))
     except (OSError, ShoalError) as error:
         return Rechecked("unknown", f"its bytes are not kept: {error}")
     policy: PolicyRef = Lease.model_validate(lease.document, extra="ignore").policy
@@ -90,7 +90,7 @@ def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShel
 def _machinery(
     folder: RunFolder, config: ValidatorConfig, cache: Path, stop: StopToken
 ) -> Iterator[tuple[Judge, EngineShelf]]:
-    """A validator's judge, and policies from the run's origin, which is served here meanwhile."""
+    """A validator's judge, and policies from the run's origin, which is served meanwhile."""
     settings, environment = config.settings, config.environment
     ended, urls = StopToken(), queue.Queue[str]()
     server = threading.Thread(target=run_origin, args=(folder.path / "origin", "127.0.0.1", 0, ended, urls.put))

@@ -1,9 +1,9 @@
-"""`shoal ledger witness`: somebody who watches that a ledger only grows, and signs for it with a key of their own.
+"""`shoal ledger witness`: checks that a ledger only grows, and signs its head with a key of its own.
 
     hub ── rows since last time ─► chain ─► state (durable) ─► signed head ─► witness/KEY.json, in one folder or several
                                      └ they do not follow: exit 5, with the proof if there is one
 
-Relays or any web server may serve the folders: readers give the witness's key themselves (`verify --witness KEY`).
+Relays or any web server may serve the folders. Readers give the witness's key themselves (`verify --witness KEY`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
-from shoal.run.folder import hub_of
-from shoal.run.ledger.places import MAX_ROWS, Place, download, save_proof, served_rows
+from shoal.run.folder import hub_address
+from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, download, save_proof, served_rows
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.lock import FolderLock
@@ -72,7 +72,7 @@ class Witness:
         return witnessed
 
     def _grown(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument) -> protocol.LedgerEntry:
-        """The last row, if everything since last time follows from what was there then."""
+        """The last row, if all rows since last time follow from the last one seen."""
         head, before = protocol.LedgerHead.model_validate(signed.document), None if seen is None else seen.last
         try:
             if before is not None and head.index < before.index:
@@ -84,7 +84,7 @@ class Witness:
         except LedgerError as error:
             raise LedgerError(f"{error}{self._proof(keys, seen, signed, head)}") from error
         if chain.last is None:
-            raise LedgerError("the ledger is empty: not even the run is written down")
+            raise LedgerError("the ledger is empty: it has not even the row of the run")
         return chain.last
 
     def _proof(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument, head: protocol.LedgerHead) -> str:
@@ -110,7 +110,7 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
     ensure_folder(folder)
     with (
         FolderLock(folder).acquire(stop, LOCK_WAIT_S),
-        closing(HubClient.of_a_person(*hub_of(url, 10), stop)) as client,
+        closing(HubClient.of_a_person(*hub_address(url, 10), stop)) as client,
     ):
         witness = Witness(client, folder, out or [folder])
         log.info("witness %s: readers give this key with verify --witness", witness.key.public_key)
@@ -127,26 +127,26 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
             stop.wait(every_s)
 
 
-def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
-    """What a witness, `KEY` or `KEY@URL`, signed about this run, at the sources and in what --head has `given`; at
-    least one."""
+def witness_pins(source: LedgerSource, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
+    """What a witness, `KEY` or `KEY@URL`, signed about this run, at the sources and in the given --head; at least
+    one."""
     key, _, url = witness.partition("@")
     if not re.fullmatch("[0-9a-f]{64}", key):
         raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
-    found, said = place.witnessed(key), [pin.statement for pin in given if pin.statement is not None]
+    found, said = source.witnessed(key), [pin.statement for pin in given if pin.statement is not None]
     found += [statement.model_dump_json().encode() for statement in said if statement.signed_by == key]
     if url:
         try:
             found.append(download(f"{url.rstrip('/')}/{witness_key(key)}", MAX_WITNESS_BYTES))
         except (httpx.HTTPError, ProtocolError) as error:
-            place.notes.append(f"{url}: {error}")
+            source.notes.append(f"{url}: {error}")
     pins = []
     for data in found:
         try:
             signed = protocol.SignedDocument.model_validate_json(data)
             head = protocol.open_document(signed, protocol.WitnessedHead, key)
         except (ValidationError, ProtocolError) as error:
-            place.notes.append(f"what was found as signed by witness {key[:16]}… is not: {error}")
+            source.notes.append(f"what was found as signed by witness {key[:16]}… is not: {error}")
             continue
         if head.run == run:
             seen = protocol.LedgerHead(run=run, index=head.index, hash=head.hash)

@@ -1,4 +1,4 @@
-"""What `shoal cast` does: broadcast any file or folder, without a run, a hub or torch."""
+"""`shoal cast`: broadcasts any file or folder, without a run, a hub or torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.errors import UserError
 from shoal.protocol.identity import PUBLIC_KEY_HEX, check_public_key
 from shoal.runtime.targets import own_address
 from shoal.shardcast.connection import Address
-from shoal.shardcast.server import EVERYWHERE, local_url
+from shoal.shardcast.server import WILDCARD_HOSTS, local_url
 
 
 class Terminal(Protocol):
@@ -23,14 +23,12 @@ class Terminal(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """Where to fetch from, and the publisher's key."""
-
     urls: tuple[str, ...]
     key: str
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Sources:
-        """From `http://host:8471/#KEY`; of several URLs one at least carries the key, and none another one."""
+        """From `http://host:8471/#KEY`; of several URLs at least one has the key, and none has another."""
         urls: dict[str, None] = {}
         keys: set[str] = set()
         for text in texts:
@@ -56,8 +54,8 @@ def say_commands(terminal: Terminal, url: str, host: str, key: str, output: str)
 
 
 def public_url(url: str, host: str) -> str:
-    """`url` as others reach it: for a server that listens everywhere, by this machine's own address."""
-    return local_url(own_address() if host in EVERYWHERE else host, int(url.rpartition(":")[2]))
+    """`url` for other machines: if the server listens everywhere, with this machine's own address."""
+    return local_url(own_address() if host in WILDCARD_HOSTS else host, int(url.rpartition(":")[2]))
 
 
 def megabytes(size_bytes: int) -> str:

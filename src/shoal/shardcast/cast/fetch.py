@@ -1,11 +1,11 @@
-"""`shoal cast fetch`: bring a version here, and put it where it was asked for.
+"""`shoal cast fetch`: download a version to a given place.
 
     sources ─► .model.bin.cast/<digest>.part ─► .bin ─► model.bin   a link: the disk holds the bytes once
-               head.json        the newest version seen: what is older, or of another broadcast, is refused
+               head.json        the newest version seen: an older one, or another broadcast, is refused
                delivered.json   name → size and time of every file that a fetch has written here
 
-The hidden folder makes a fetch resumable, and the next version a small difference. A file that is not listed in it is
-not replaced unless forced. A file that is listed, unchanged, and no longer part of the version is removed.
+With the hidden folder a fetch can be resumed, and the next version is a small delta. A file that is not in
+delivered.json is replaced only with --force. A listed and unchanged file that the new version lacks is removed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shoal.runtime.stop import StopToken
 from shoal.runtime.text import visible
 from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
 from shoal.shardcast.cast import Sources, Terminal, megabytes
-from shoal.shardcast.payload import copy_or_link, reporting
+from shoal.shardcast.payload import copy_or_link, os_errors
 
 log = logging.getLogger(__name__)
 
 STOPPED_CODE = 130
-DEADLINE_S = 30 * 86_400.0  # in all; a fetch that gets nowhere ends after `patience_s`
+DEADLINE_S = 30 * 86_400.0  # in all; a fetch without progress ends after `patience_s`
 LONG_NAME_BYTES = 240  # a name may have 255
 
 Stamp = tuple[int, int]  # size, time of the last change
@@ -49,7 +49,7 @@ class FetchRequest:
 
 
 def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: Terminal) -> int:
-    """Fetch and report; the exit code. `begin` is called once the request is known to make sense."""
+    """Fetch and report; the exit code. `begin` is called when the request was found valid."""
     sources, path = Sources.parse(request.sources), Path(request.output).absolute()
     if not path.name:
         raise UserError(f"{path} cannot be the output; give a file or folder with -o")
@@ -69,7 +69,7 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
                 while True:
                     ref = downloader.newest(request.wait_s)
                     try:
-                        _bring(ref, downloader, delivery, terminal)
+                        _fetch_version(ref, downloader, delivery, terminal)
                         return 0
                     except VersionNotFound:
                         if downloader.newest(request.wait_s) == ref:
@@ -82,7 +82,7 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
         return STOPPED_CODE
 
 
-def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal: Terminal) -> None:
+def _fetch_version(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal: Terminal) -> None:
     last: Progress | None = None
     started_s = time.monotonic()
     with terminal.metered(f"fetching version {ref.version}") as report:
@@ -94,15 +94,15 @@ def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal:
 
         payload = downloader.fetch(ref, DEADLINE_S, on_progress)
     seconds, whole = time.monotonic() - started_s, megabytes(payload.manifest.size_bytes)
-    said = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
+    line = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
     fetched = sum(last.by_source.values()) if last is not None else 0
     if last is None or not fetched:
-        said += f", all of it here already; verified in {seconds:.1f} s"
+        line += f", all of it here already; verified in {seconds:.1f} s"
     else:
         part = "" if megabytes(fetched) == whole else f", {megabytes(fetched)} of it fetched"
         rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
-        said += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
-    terminal.say(visible(said))
+        line += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
+    terminal.say(visible(line))
 
 
 def shares(by_source: Mapping[str, int]) -> str:
@@ -117,7 +117,7 @@ class Delivery:
         self._record = cache / "delivered.json"
 
     def deliver(self, payload: Payload) -> Path:
-        """Write the version; where it is. A single file is a second name of the copy in the cache."""
+        """Write the version and return its path. A single file is a hard link to the copy in the cache."""
         entries, target = payload.manifest.entries, self._path
         if len(entries) == 1 and entries[0].type == "file":
             if target.is_dir() or self._output.endswith("/"):
@@ -133,7 +133,7 @@ class Delivery:
         self._remove_old({str(path) for path in targets})  # first: a file may have become a folder
         if targets == [target]:
             assert payload.path is not None
-            with reporting("write", target):
+            with os_errors("write", target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not (target.exists() and target.samefile(payload.path)):
                     copy_or_link(payload.path, target)
@@ -151,7 +151,7 @@ class Delivery:
             raise UserError(f"{strangers[0]} exists and was not fetched from here: {advice}")
 
     def _remove_old(self, kept: set[str]) -> None:
-        """Remove what an older version brought and this one lacks, unless it was changed since."""
+        """Remove files of an older version that this one lacks, unless they were changed."""
         for name, stamp in self._delivered().items():
             path = Path(name)
             if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:

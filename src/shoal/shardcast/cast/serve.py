@@ -1,6 +1,6 @@
 """`shoal cast publish`: write the next version into a folder, then serve it; `shoal cast relay`: mirror it elsewhere.
 
-    model.bin ─► www/          head.json manifests/ chunks/    what is served, by this command or any HTTP server
+    model.bin ─► www/          head.json manifests/ chunks/    served by this command or any HTTP server
                  www.key       signs it; made on first use, beside the folder and never in it
 
 Publishing again into the same folder makes the next version. A server that already runs there picks it up by itself.
@@ -29,13 +29,13 @@ from shoal.shardcast.cast import Sources, Terminal, megabytes, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
 from shoal.shardcast.lookup import Lookup
 from shoal.shardcast.manifest import read_head
-from shoal.shardcast.plan import SourceScores
+from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.tree import HEAD, Tree
 
 log = logging.getLogger(__name__)
 
 FIRST_VERSION = 1
-ATTEMPT_S = 5.0  # a relay that is started before its upstream waits for it, and says so
+ATTEMPT_S = 5.0  # to reach the upstream once; a relay may be started before it
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PublishRequest:
 
 def run_publish(request: PublishRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
     """Publish, report, and serve it until stopped, from `begin` on."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what is half written counts for nothing
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: an unfinished publication has no effect
     content = _content(request)
     ensure_folder(request.directory.absolute().parent)
     key = load_or_create_key(request.key_path)
@@ -75,7 +75,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     _publish(request, content, key, head, terminal)
     if not request.serve:
         terminal.say(
-            f"a server that runs for {request.directory} has it now; if there is none, any HTTP server will do. Then: "
+            f"a server that runs for {request.directory} has it now; without one, start any HTTP server. Then: "
             f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.own_name)}"
         )
         return
@@ -111,7 +111,7 @@ def _content(request: PublishRequest) -> Content:
 
 
 def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
-    """What the folder offers now. A folder that another key signs is not ours to publish into."""
+    """The folder's current head; `UserError` if another key has signed it."""
     try:
         return read_head((directory / HEAD).read_bytes(), None, key.public_key)
     except FileNotFoundError:
@@ -126,9 +126,9 @@ def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
 def _publish(
     request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None, terminal: Terminal
 ) -> None:
-    """As the version after the newest, unless that is the same: starting the server again makes no new one."""
+    """Publish as the next version, unless the newest has the same content (the server is only started again)."""
     name, started_s = _name(request, head), time.monotonic()
-    origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
+    origin = Origin(request.directory, name, key, settings=OriginSettings(keep_versions=request.keep))
     version = FIRST_VERSION
     if head is not None:  # and the next one if what was published has been damaged
         version = head.policy.version + (head.policy.place not in origin.known())
@@ -137,16 +137,16 @@ def _publish(
             with terminal.metered(f"publishing {request.path.name}") as report:
                 manifest = origin.publish(version, content, on_progress=report)
             break
-        except PolicyMismatch:  # somebody else may have published meanwhile, too
+        except PolicyMismatch:  # other content, or a version that another process has published meanwhile
             version += 1
     if head is not None and manifest.policy == head.policy:
         terminal.say(f"{name} version {version} is published already, and nothing has changed since")
         return
     seconds, size = time.monotonic() - started_s, megabytes(manifest.size_bytes)
-    said = f"published {name} version {version}: {size} in {seconds:.1f} s, digest {manifest.policy.digest}"
+    line = f"published {name} version {version}: {size} in {seconds:.1f} s, digest {manifest.policy.digest}"
     for delta in manifest.deltas[:1]:
-        said += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
-    terminal.say(said)
+        line += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
+    terminal.say(line)
 
 
 def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
@@ -173,7 +173,7 @@ class RelayRequest:
 
 
 def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
-    """Mirror until told to stop; `begin` is called once the request is known to make sense."""
+    """Mirror until stopped; `begin` is called when the request was found valid."""
     sources, peers = Sources.parse(request.upstreams), tuple(peer.partition("#")[0] for peer in request.peers)
     for peer in peers:
         Address.parse(peer)

@@ -1,1 +1,1 @@
-"""The supervised warm start: reading demonstrations, choosing them by filters, training on them by the step of RL."""
+"""The supervised warm start: reading demonstrations, selecting them by filters, training with the step of RL."""

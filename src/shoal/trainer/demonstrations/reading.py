@@ -1,12 +1,12 @@
 """Demonstrations in files (JSON lines, Parquet) as conversations, and as token ids.
 
     messages             [{role, content}, …]   every turn of the assistant is trained on
-    prompt, completion   text, or messages that end with the user's, and what the assistant says then
-    text                 nothing but text, all of it trained on
+    prompt, completion   text, or messages that end with the user's; then what the assistant answers
+    text                 only text, all of it trained on
 
 A column `task` (or `task_id`, `problem_id`) names the task of an environment that a demonstration answers. A prompt
-becomes the ids that a rollout of it begins with (PromptEncoder); what the assistant says becomes its own ids, no
-control token among them, then the end-of-sequence token. Nothing is searched for in rendered text.
+becomes the same ids as the prompt of a rollout (PromptEncoder). An answer becomes its own ids, without control tokens,
+then the end-of-sequence token. Nothing is searched for in rendered text.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Message = tuple[str, str]
 LAYOUTS = {"messages": ("messages",), "completion": ("prompt", "completion"), "text": ("text",)}
 TASK_COLUMNS = ("task", "task_id", "problem_id")
 LOST = ("tool_calls", "function_call", "reasoning_content")
-THINKING, TAIL = "<think>", 8  # tokens at the end of a prompt that tell how the answer was begun
+THINKING, TAIL = "<think>", 8  # tokens at the end of a prompt, which may begin the answer
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids, and which are trained on. The first never is: nothing comes before it that could predict it."""
+    """Token ids, and which are trained on. The first never is: no token before it could predict it."""
 
     ids: npt.NDArray[np.int32]
     trained: npt.NDArray[np.bool_]
@@ -52,8 +52,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What somebody said, to be imitated. Messages before number `given` are context; bare text has no messages.
-    `sequences` are its tokens, once it is encoded."""
+    """One row of data. Messages before number `given` are context only; a bare text has no messages. `sequences` are
+    the tokens, once it is encoded."""
 
     row: int
     messages: tuple[Message, ...] = ()
@@ -64,28 +64,27 @@ class Demonstration:
 
     @property
     def completion(self) -> str:
-        """What is said last."""
         return self.messages[-1][1] if self.messages else self.text
 
     @property
     def prompt(self) -> str:
-        """What the last words answer; empty for bare text."""
+        """What the last answer replies to; empty for bare text."""
         return self.messages[-2][1] if self.messages else ""
 
     @property
     def question(self) -> bytes:
-        """The digest of what it answers, or of the text itself."""
+        """The digest of the question that is answered, or of the bare text."""
         return question_digest(self.prompt, self.messages[:-2]) if self.messages else question_digest(self.text)
 
     @property
     def begins(self) -> int:
-        """A number that conversations share which begin with the same question."""
+        """A number that is equal for conversations with the same first question."""
         asked = next((text for role, text in self.messages if role == "user"), self.text)
         return int.from_bytes(prompt_digest(asked)[:7], "big")
 
     @property
     def digest(self) -> bytes:
-        """Of what is said, by whom, and which of it is trained on, but for how much space there is, case and width."""
+        """For duplicates: of roles, texts and trained turns, ignoring case, width and repeated spaces."""
         parts = [
             f"{role}{index >= self.given and role == 'assistant'}\0"
             + " ".join(unicodedata.normalize("NFKC", text).casefold().split())
@@ -95,7 +94,7 @@ class Demonstration:
 
 
 class Demonstrations:
-    """All rows of all files, numbered through. `digest` names their content, `layout` the columns that count."""
+    """All rows of all files, numbered from 0. `digest` names their content, `layout` the columns that are used."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         try:
@@ -107,24 +106,24 @@ class Demonstrations:
             self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
             needed = LAYOUTS.get(self.layout, ())
             if not needed:
-                told = "there must be messages, or prompt and completion, or text: rename the columns"
-                raise ConfigError(f"no demonstrations are in the columns {', '.join(first)}: {told}")
+                details = "there must be messages, or prompt and completion, or text: rename the columns"
+                raise ConfigError(f"no demonstrations are in the columns {', '.join(first)}: {details}")
             for path, columns in others:
                 if lacking := [name for name in needed if name not in columns]:
                     has = f"which {self._table.paths[0]} has; it has {', '.join(columns)}: rename columns"
                     raise ConfigError(f"the files differ: {path} has no column {lacking[0]}, {has}")
             self._task = next((name for name in TASK_COLUMNS if name in first), None)
             self._columns = [*needed, *([self._task] if self._task else [])]
-            for kind in set(map(kind_of, files)):  # lines say no types, so that only files of a kind can agree
+            for kind in set(map(kind_of, files)):  # JSON lines declare no types, so files are compared by kind
                 Table([file for file in files if kind_of(file) == kind]).agree(self._columns)
             self.digest = data_digest(self._table.paths)
         except EnvironmentSetupError as error:  # data is named in a recipe elsewhere, and here by --data
-            said = str(error).replace("environment.options.split", "--data to the files of one split")
-            raise ConfigError(said.replace("environment.data", "--data")) from error
+            message = str(error).replace("environment.options.split", "--data to the files of one split")
+            raise ConfigError(message.replace("environment.data", "--data")) from error
         self.rows, self.where = self._table.rows, self._table.where
 
     def read(self) -> Iterator[Demonstration | UnusableTask]:
-        """Every row in order: a demonstration, or what is wrong with it."""
+        """Every row in order: a demonstration, or why it cannot be used."""
         scanned = (row for batch in self._table.scan(self._columns) for row in rows_of(batch))
         for number, row in enumerate(scanned):
             try:
@@ -139,17 +138,17 @@ class Demonstrations:
         asked = row["prompt" if self.layout == "completion" else "messages"]
         if self.layout == "completion":
             prompt, history = conversation(asked, "prompt")
-            said = (*history, ("user", prompt), ("assistant", required(row["completion"], "completion")))
+            text = (*history, ("user", prompt), ("assistant", required(row["completion"], "completion")))
         else:
-            said = _alternating(messages_of(asked, "messages"))
+            text = _alternating(messages_of(asked, "messages"))
         for key in LOST if not isinstance(asked, str) else ():  # a turn without its call would seem to end there
             if any(message.get(key) for message in asked):
                 raise UnusableTask(f"a message has {key}, which would be lost: write it into the content")
-        return Demonstration(number, said, len(said) - 1 if self.layout == "completion" else 0, task=task)
+        return Demonstration(number, text, len(text) - 1 if self.layout == "completion" else 0, task=task)
 
 
 def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages up to the assistant's last, if roles are as they must be; what the user says after is left out."""
+    """The messages up to the last one of the assistant, if roles alternate; later messages of the user are dropped."""
     last = max((index for index, (role, _text) in enumerate(messages) if role == "assistant"), default=-1)
     if last < 0:
         raise UnusableTask("messages has no turn of the assistant: there is nothing to train on")
@@ -170,33 +169,34 @@ class Encoder:
         positions = read_config(files).get("max_position_embeddings")
         self.positions = positions if isinstance(positions, int) and positions > 0 else None
         if layout == "messages" and not self._prompts.uses_template:
-            told = "the demonstrations are messages, but the model has no chat template (chat_template.jinja)"
-            raise ModelError(f"{told}: add one to its folder, or give prompt and completion")
+            details = "the demonstrations are messages, but the model has no chat template (chat_template.jinja)"
+            raise ModelError(f"{details}: add one to its folder, or give prompt and completion")
 
     def encode(self, demonstration: Demonstration) -> tuple[Tokens, ...]:
-        """The sequences of a demonstration: one, where the template allows it. `UnusableTask` if there is no way."""
+        """The sequences of a demonstration: one, if the chat template allows it. `UnusableTask` if it cannot be
+        encoded."""
         try:
             return tuple(self._turns(demonstration))
         except (ModelError, UnicodeEncodeError) as error:
             raise UnusableTask(str(error)) from error
 
     def _turns(self, demonstration: Demonstration) -> Iterator[Tokens]:
-        """A turn is put behind the one before if the ids of its prompt begin with everything so far. Where they do not
-        (templates leave out earlier thinking, or end a turn otherwise), it becomes a sequence of its own: each turn is
-        trained on behind the very ids that the model will be asked with."""
-        said = demonstration.messages
-        ids: tuple[int, ...] = () if said else self._spoken(demonstration.text)
+        """A turn is appended to the sequence if its prompt begins with all ids so far. If not (templates drop earlier
+        thinking, or end a turn in another way), it becomes a sequence of its own, so each turn is trained on after the
+        exact ids that the model will be given."""
+        messages = demonstration.messages
+        ids: tuple[int, ...] = () if messages else self._spoken(demonstration.text)
         trained = [True] * len(ids)
-        for index, (role, text) in enumerate(said):
+        for index, (role, text) in enumerate(messages):
             if role != "assistant" or index < demonstration.given:
                 continue
-            asked = self._prompts.encode(said[index - 1][1], said[: index - 1])
+            asked = self._prompts.encode(messages[index - 1][1], messages[: index - 1])
             if not asked:
                 raise UnusableTask("the prompt has no tokens")
             if ids and asked[: len(ids)] != ids:
                 yield Tokens.of(ids, trained)
                 trained = []
-            # What is left to say where the prompt has begun the answer already (`<think>`).
+            # If the prompt has begun the answer already (`<think>`), the answer continues after that.
             tail, left = self.tokenizer.decode(asked[-TAIL:]), text.lstrip()
             for begun in (self._thinking, THINKING):
                 if begun and tail.rstrip().endswith(begun) and left.startswith(begun):
@@ -208,5 +208,5 @@ class Encoder:
         yield Tokens.of(ids, trained)
 
     def _spoken(self, text: str) -> tuple[int, ...]:
-        """Words of the assistant, with the end of its turn. Control tokens that they spell are spelt out."""
+        """The ids of an answer with the end of its turn. Control tokens in the text are encoded as plain text."""
         return (*self.tokenizer.encode_plain(text), self.tokenizer.eos_token_id)

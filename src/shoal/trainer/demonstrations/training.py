@@ -1,9 +1,9 @@
-"""The warm start itself: batches of demonstrations through the step that RL trains with, checkpoints, an export.
+"""The warm start: batches of demonstrations through the training step of RL, with checkpoints and an export.
 
-    resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► look back ─► checkpoint ─► export
+    resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► last check ─► checkpoint ─► export
 
-Batches, order and rate follow from the number of the step: a resume gives the same weights on a CPU, bit for bit. Told
-to stop, it saves where it stands. At the end the loss of the last batch is compared with that of the first step.
+Batches, order and learning rate follow from the step number, so a resume gives the same weights, bit for bit on a CPU.
+A stop saves the current state. At the end the loss of the last batch is compared with that of the first step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, restore
-from shoal.trainer.demonstrations.choosing import LOSS, Corpus, Course, Numbers
+from shoal.trainer.demonstrations.selection import LOSS, Corpus, Indices, Schedule
 from shoal.trainer.export import ModelCard, export_policy
 from shoal.trainer.folder import Progress
-from shoal.trainer.guards import Judged, Watch
+from shoal.trainer.guards import GuardMonitor, GuardReport
 from shoal.trainer.learner import Learner
 from shoal.trainer.record import RunRecord, Trackers
 from shoal.trainer.samples import Prepared
-from shoal.trainer.step import StepWork, Stopped, look_back, mean_loss, train_samples
+from shoal.trainer.step import StepWork, Stopped, check_policy, mean_loss, train_samples
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 
 
 @dataclass
-class WarmStart:
-    """One warm start from wherever it stands to its last step. `version` counts the steps done, `name` is a hash of
-    what was asked for; `card` and `extra` files are for the export."""
+class SftRun:
+    """One warm start, from its current state to its last step. `version` counts the steps done; `name` is a hash of
+    what was asked for."""
 
     folder: Path
     out: Path
@@ -44,7 +44,7 @@ class WarmStart:
     learner: Learner
     files: Mapping[str, bytes]
     corpus: Corpus
-    course: Course
+    schedule: Schedule
     card: ModelCard
     stop: StopToken = field(default_factory=StopToken)
     extra: Mapping[str, bytes] = field(default_factory=dict)
@@ -55,22 +55,22 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         self._settings = self.learner.settings
-        # An imitation has one loss; which one the settings name for RL does not matter.
+        # The loss is always cross-entropy, whatever the settings name for RL.
         self.learner = replace(self.learner, loss=LOSSES[LOSS])
-        self.batches, self.validation = self.course.timetable(self.corpus.questions)
+        self.batches, self.validation = self.schedule.batches_of(self.corpus.questions)
         self.steps, self._chosen = len(self.batches), settle(self._settings)
         self._store = CheckpointStore(self.folder / "checkpoints", self._chosen.keep_checkpoints)
         self._record = RunRecord(self.folder / METRICS, None, self.trackers, self.clock)
-        self._watch = Watch(self._settings.guards)
+        self._watch = GuardMonitor(self._settings.guards)
 
     def run(self, progressed: Callable[[int, int, str], None] = lambda _done, _steps, _note: None) -> bool:
-        """Train and export; false if it was told to stop before the end. `progressed` hears of every step."""
+        """Train and export; False if it was told to stop before. `progressed` is called after every step."""
         self._resume()
         progressed(self.version, self.steps, "")
         try:
             while self.version < self.steps:
                 progressed(self.version + 1, self.steps, self._advance())
-            seen = self._look_back()
+            seen = self._check_last_version()
             self._save()
             self._record.add(self.version, {**self._validated(), **seen}, {})
         except Stopped:
@@ -90,15 +90,14 @@ class WarmStart:
         stored = self._store.newest()
         if stored is not None:
             if stored.progress.run != self.name:
-                told = f"another warm start ({stored.progress.run}); remove {self.folder}, or choose another --out"
-                raise CheckpointError(f"the checkpoints in {self._store.folder} are of {told}")
+                details = f"another warm start ({stored.progress.run}); remove {self.folder}, or choose another --out"
+                raise CheckpointError(f"the checkpoints in {self._store.folder} are of {details}")
             restore(self.learner, stored)
             self.version = self._saved = stored.progress.version
             log.info("resuming after step %d of %d, from %s", self.version, self.steps, stored.folder)
         self._watch.rows = self._record.resume(self.version)
 
     def _advance(self) -> str:
-        """One step; what to say about it."""
         step, every = self.version, self._settings.evaluate_every
         measured = self._validated() if every and step % every == 0 else {}
         began_s = self.clock.monotonic_s()
@@ -116,35 +115,33 @@ class WarmStart:
 
     def _train(self, step: int) -> dict[str, float]:
         self._watch.begin(step)
-        factor = self.course.rate_factor(step, self.steps, self._settings.warmup_steps)
-        work = StepWork(step, seed=self.course.seed, rate_factor=factor, recorded=False)
+        factor = self.schedule.rate_factor(step, self.steps, self._settings.warmup_steps)
+        work = StepWork(step, seed=self.schedule.seed, rate_factor=factor, recorded=False)
         samples = [self.corpus.sample(int(number)) for number in self.batches[step]]
         batch = Prepared([[sample] for sample in samples], without_signal=0, rollouts=len(samples), truncated=0)
         metrics = train_samples(self.learner, batch, work, self.stop.is_set, self._watch.veto)
         return {**metrics, "sequences": float(len(samples))}
 
-    def _look_back(self) -> dict[str, float]:
-        """The last version is judged by the batch that it was made of, forward only, before it is saved."""
+    def _check_last_version(self) -> dict[str, float]:
+        """Judge the last version on its own batch, with a forward pass only, before it is saved."""
         step, loss = self.steps - 1, self._loss(self.batches[-1])
         first = next((row["loss"] for row in self._watch.rows if "loss" in row), loss)
-        weights = look_back(self.learner, StepWork(step))
-        judged = self._watch.conclude(step, {**weights, LAST_BATCH: loss, "rise": loss - first})
+        weights = check_policy(self.learner, StepWork(step))
+        judged = self._watch.check_last_version(step, {**weights, LAST_BATCH: loss, "rise": loss - first})
         self._record.amend(step, judged.numbers)
         self._refuse(judged)
         return {LAST_BATCH: loss}
 
-    def _refuse(self, judged: Judged) -> None:
+    def _refuse(self, judged: GuardReport) -> None:
         judged.refuse(self._store.folder, [version for version, _ in self._store.places()])
 
     def _validated(self) -> dict[str, float]:
-        """The loss of demonstrations that are never trained on."""
         return {VALIDATION: self._loss(self.validation)} if len(self.validation) else {}
 
-    def _loss(self, numbers: Numbers) -> float:
+    def _loss(self, numbers: Indices) -> float:
         return mean_loss(self.learner, [self.corpus.sample(int(each)) for each in numbers], self.stop.is_set)
 
     def _save(self) -> None:
-        """A checkpoint of this version, unless there is one."""
         if self._saved != self.version:
             self._store.save(self.learner, Progress(self.name, self.version), self.files)
             self._saved = self.version

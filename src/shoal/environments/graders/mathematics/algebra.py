@@ -1,13 +1,12 @@
-r"""Symbolic algebra where it can be stopped: a helper process with limits, asked over a pipe.
+r"""Symbolic algebra in a helper process with limits, asked over a pipe.
 
     grader ──"gold\0given"──► helper ──fork──► worker (math-verify, limits on processor time and memory)
            ◄──one byte───────        ◄── exit ──
 
-Symbolic algebra can take for ever, also where no signal handler of Python runs or where what it raises is swallowed. So
-processor time and memory are limited by the kernel (`ITIMER_PROF`, `RLIMIT_AS`): waiting for a busy machine does not
-count. The worker answers one question after the other until a limit kills it; the helper then answers "limit" for it
-and forks again. If anything else kills the worker, both end without an answer: what others did says nothing about the
-question. A helper that does not start, that ended twice, or that does not answer, is a failure of the machinery.
+Symbolic algebra may never end, and Python cannot always interrupt it. So the kernel limits processor time and memory
+(`ITIMER_PROF`, `RLIMIT_AS`); waiting on a busy machine does not count. The worker answers questions until a limit kills
+it; then the helper answers "limit" and forks again. If anything else kills the worker, both end without an answer. A
+helper that does not start, ends twice or does not answer is a failure of the machinery.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from shoal.environments.graders.mathematics.formula import TooLarge
 from shoal.errors import ScoringFailure
 
 SECONDS = 2.0  # processor time for one comparison
-ANSWER_S, _START_S = 60.0, 120.0  # for an answer (the limits end a worker long before), and to read the libraries
-_MEMORY = 1 << 29  # bytes that a worker may have beyond what it begins with
-LONGEST = 600  # characters of a formula that is sent: time to read one grows faster than its length
+ANSWER_S, _START_S = 60.0, 120.0  # for an answer (the limits act long before), and to import the libraries
+_MEMORY = 1 << 29  # bytes that a worker may add
+LONGEST = 600  # characters of a formula: parsing time grows faster than the length
 SAME, DIFFERENT, LIMIT, READY = b"1", b"0", b"L", b"R"
-WHOLE = "\1"  # before the gold answer: what follows are whole texts, to be read as math-verify reads them
+WHOLE = "\1"  # prefix of the gold answer: both are whole texts, which math-verify reads in its own way
 _HUGE = re.compile(r"\^\s*\{?\s*-?\d{5,}|\^\s*\{?\s*\d+\s*\^|\d{5,}\s*[})]*\s*!|\d{100,}|!\s*!")
-"""What cannot be meant as an answer and takes long: towers of powers, factorials of large numbers."""
+"""Formulas that are no plausible answer and take long: towers of powers, factorials of large numbers."""
 
 
 class Helper:
-    """One helper process, started when first asked; safe to use from several threads. One that ended is replaced."""
+    """One helper process, started on first use and replaced when it has ended. Thread-safe."""
 
     def __init__(self, seconds: float = SECONDS, answer_s: float = ANSWER_S) -> None:
         self._seconds, self._answer_s = seconds, answer_s
@@ -48,11 +47,11 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def same(self, gold: str, given: str) -> bool | None:
-        """Whether two formulas are equal; None if telling takes more than the limits allow."""
+        """Whether two formulas are equal; None if the limits do not suffice."""
         texts = [text.replace("\0", " ").replace("\n", " ") for text in (gold, given)]
         question = ("\0".join(texts) + "\n").encode("utf-8", "replace")
         with self._lock:
-            answer = self._ask(question) or self._ask(question)  # a helper that was killed by others: once more
+            answer = self._ask(question) or self._ask(question)  # a second attempt if the helper was killed
         if answer not in (SAME, DIFFERENT, LIMIT):
             raise ScoringFailure("the helper for symbolic algebra ended twice without an answer: is memory short?")
         return None if answer == LIMIT else answer == SAME
@@ -83,7 +82,7 @@ class Helper:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         self.close()
-        # A fixed hash seed: symbolic algebra goes over sets, and should go the same way everywhere.
+        # A fixed hash seed: symbolic algebra iterates over sets, and the order should be the same everywhere.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         command, pipe = [sys.executable, "-m", __name__, str(self._seconds)], subprocess.PIPE
         try:
@@ -106,7 +105,7 @@ class Helper:
 
 
 class SymbolicEquality:
-    """Whether two formulas are equal, by math-verify, within limits. Remembered: a group asks the same again."""
+    """Whether math-verify finds two formulas equal, within limits. Cached: a group repeats its answers."""
 
     def __init__(self, helper: Helper, whole: bool = False) -> None:
         self._remembered, self._whole = lru_cache(maxsize=16384)(helper.same), whole
@@ -130,25 +129,24 @@ class SymbolicEquality:
 
 
 _HELPER = Helper()
-same, said = SymbolicEquality(_HELPER), SymbolicEquality(_HELPER, whole=True)
-"""The ones that graders share, for formulas and for whole texts: their helper starts with the first question."""
+same, texts_agree = SymbolicEquality(_HELPER), SymbolicEquality(_HELPER, whole=True)
+"""Shared by all graders: for formulas, and for whole texts."""
 
 
-# The helper process
-# What a worker dies of by itself: its processor time, its stack, memory that C code was not given. Not SIGKILL: that is
-# how a kernel without memory, or a person, ends a process.
+# The helper process. Signals that a question can cause: processor time, stack, memory that C code did not get. Not
+# SIGKILL, which a kernel without memory, or a person, sends.
 _LIMITS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
 _WARM = (("\\sqrt{8}", "2\\sqrt{2}"), ("x^2+2x+1", "(x+1)^2"), ("\\sum_{k=1}^{n} k", "\\frac{n(n+1)}{2}"))
-"""Compared before forking: what these load and remember, every worker then has."""
+"""Compared before forking, so that every worker has what they import and cache."""
 
 
 class _Late(BaseException):
-    """The processor time of a question is used up. Not an Exception: algebra catches those."""
+    """The processor time of a question is used up. Not an Exception: algebra code catches those."""
 
 
 def main(seconds: float) -> None:
     logging.disable(logging.CRITICAL)
-    import math_verify  # type: ignore[import-untyped]  # noqa: F401  before forking: a worker must not pay for it
+    import math_verify  # type: ignore[import-untyped]  # noqa: F401  before forking, so that workers need not
 
     for gold, given in _WARM:
         _compare(gold, given)
@@ -159,7 +157,7 @@ def main(seconds: float) -> None:
             try:
                 _work(seconds)
             finally:
-                os._exit(0)  # whatever happened: never back into the loop that forks
+                os._exit(0)  # never return into the loop that forks
         _pid, status = os.waitpid(worker, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) not in _LIMITS:
             return
@@ -167,15 +165,15 @@ def main(seconds: float) -> None:
 
 
 def _work(seconds: float) -> None:
-    """Answer until the pipe ends. Questions are read without a buffer: the next worker needs what this one leaves. Two
-    timers, both of processor time: the first stops Python, the second the process, should it be in C."""
+    """Answer until the pipe ends. Questions are read without a buffer: the next worker continues on the same pipe. Two
+    timers of processor time: the first interrupts Python, the second kills the process if it is in C code."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     for kind, value in ((resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     signal.signal(signal.SIGVTALRM, _stop)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills; whoever started us may have had it ignored, or blocked
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills; the parent may have ignored or blocked it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGVTALRM))
     questions = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  ends with the process
     while question := questions.readline():
@@ -215,7 +213,7 @@ def _parsed(text: str) -> Any:
     config = NormalizationConfig(basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none")
     try:
         return parse_latex_cached(normalize_latex(text, config=config))
-    except Exception:  # noqa: BLE001  the parser raises bare Exceptions: this text is no formula to it
+    except Exception:  # noqa: BLE001  the parser raises plain Exceptions for what is no formula
         return None
 
 

@@ -1,13 +1,13 @@
-r"""Where the final answer of a completion stands, and one spelling for what is spelled in many ways.
+r"""Finds the final answer of a completion, and brings its notation into one spelling.
 
 After the thinking part, in this order:
 
-1. the last `\boxed{…}` (or `\fbox`). Boxes that only "and", "or", commas or spaces part are one answer, a list: a
-   completion cannot win by boxing two guesses. A last box that is never closed is no answer: it was cut off.
-2. what the last `<answer>…</answer>` holds
-3. what follows the last "answer is", "answer:" or "####", up to the end of its sentence, or to "since" or "because"
-4. the displayed formula that ends the text
-5. the last formula of the last line; else its last numbers; else that line itself. "It is not 7" answers nothing.
+1. the last `\boxed{…}` (or `\fbox`). Boxes with only "and", "or", commas or spaces between them are one answer, a list:
+   a completion cannot win by boxing two guesses. If the last box is not closed, there is no answer.
+2. the content of the last `<answer>…</answer>`
+3. the text after the last "answer is", "answer:" or "####", up to the end of its sentence, or to "since" or "because"
+4. the displayed formula at the end of the text
+5. the last formula of the last line; else its last numbers; else the line itself. "It is not 7" is no answer.
 """
 
 # ruff: noqa: RUF001  (the signs that look like others are what is replaced here)
@@ -19,8 +19,8 @@ import unicodedata
 
 from shoal.environments.graders import after_thinking
 
-LONGEST = 2_000  # characters of an answer: anything longer costs time to read
-_TAIL, _BOXES = 20_000, 16  # where an answer without a box is looked for; boxes that may form one answer
+LONGEST = 2_000  # characters of an answer
+_TAIL, _BOXES = 20_000, 16  # characters that are searched for an answer without a box; boxes that may form one answer
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{")
 _PARTING = re.compile(r"(?:\s|\$|,|;|\\[,;()\[\] ]|\\q?quad|\band\b|\bor\b|\\text\s*\{[^{}]*\b(?:and|or)\s*\}|\*)*")
@@ -43,7 +43,6 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def final_answer(completion: str) -> str | None:
-    r"""What the completion answers in the end; None if it does not."""
     text = after_thinking(completion)
     last = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     found = _boxed(text, last) if last >= 0 else _unboxed(text[-_TAIL:])
@@ -66,7 +65,7 @@ def _boxed(text: str, last: int) -> str | None:
 
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
-    """What is in the box that begins at `start`, and where it ends."""
+    """The content of the box that begins at `start`, and its end."""
     opened = _BOX.match(text, start)
     begin = opened.end() if opened else 0
     end = closing(text[begin - 1 : begin + LONGEST + 1], 0) if opened else -1
@@ -106,8 +105,8 @@ def _of_sentence(sentence: str) -> str:
 
 
 def _of_line(line: str) -> str:
-    """The last formulas, or the numbers that come after them and are said to be something; the line if there is none,
-    or what it says is what the answer is not."""
+    """The last formulas, or the numbers after them that follow "is" or the like; the whole line if it has
+    neither, or denies them."""
     line = " ".join(line[-LONGEST:].split())
     formulas = list(_FORMULA.finditer(line))
     after = formulas[-1].end() if formulas else 0
@@ -124,7 +123,7 @@ def _of_line(line: str) -> str:
 
 
 def _denied(line: str, at: int, after: int = 0) -> bool:
-    """Whether the clause that leads to this place says what the answer is not: "not 10" denies no later number."""
+    """Whether the clause before this place denies what follows. "not 10" denies no later number."""
     return bool(_DENIAL.search(_CLAUSE_END.split(line[after:at])[-1]))
 
 
@@ -143,7 +142,7 @@ _UNICODE = {
 _TRANSLATION = str.maketrans(_UNICODE)
 _RAISED = re.compile(r"[⁰¹²³⁴-⁹⁺⁻⁼⁽⁾ⁿⁱᵃ-ᵅᵇ-ᵉᵍʰʲᵏˡᵐᵒᵖʳˢᵗᵘᵛʷˣʸᶻ]+")
 _LOWERED = re.compile(r"[₀-₉₊₋₌₍₎ₐ-ₜᵢⱼᵣᵤᵥ]+")
-"""Signs that are written small: plain, 2ⁿ would be 2n and 10₂ would be 102."""
+"""Superscripts and subscripts: without marks, 2ⁿ would become 2n and 10₂ would become 102."""
 _PARTS = re.compile(r"[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))")
 
@@ -182,12 +181,12 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,30}\.\d{0,30}?)(\d)\2{2,30} ?(?:\\[lc]?dots|\.\.\.)$")  # 0.333… is 1/3
 _SUBSCRIPT = re.compile(r"_ ?\{ ?(\w) ?\}")
 _DOUBLED = re.compile(r"(?<!\\)\\\\(?=(?:left|right|d?frac|sqrt|text|pi|begin|end|cdot|infty)(?![a-z]))")
-"""A command whose backslash was escaped once too often. After a row of a matrix there are three."""
+"""A command with one backslash too many. (After a row of a matrix there are three.)"""
 _SIMPLE = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def plain(text: str) -> str:
-    r"""The text in the one spelling that is read. Only spelling changes: no value, no order, no bracket."""
+    r"""The text in one normal spelling. Values, order and brackets stay."""
     text = _DOUBLED.sub(r"\\", text.strip())
     if _SIMPLE.fullmatch(text) and text.isascii():
         return text
@@ -206,11 +205,11 @@ def plain(text: str) -> str:
     if text.endswith(("dots", "...")):
         text = _REPEATING.sub(r"\1\\overline{\2}", text)
     text = _SUBSCRIPT.sub(r"_\1", text)
-    # without what ends a sentence or a line; a bracket, a factorial and a digit stay
+    # remove the punctuation at the end
     while text and (text[-1] in ".,;:\\*`" or text.endswith(" ")) and not text.endswith((r"\}", r"\|")):
         text = text[:-1]
     text = text.strip("`").lstrip(":").strip()
-    # without braces around the whole; with a comma in them they are a set whose backslashes were forgotten
+    # remove braces around the whole; with a comma inside they are a set without its backslashes
     while text.startswith("{") and "," not in text and 0 < closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
@@ -230,7 +229,7 @@ def _command(found: re.Match[str]) -> str:
 
 
 def _words(found: re.Match[str]) -> str:
-    r"""`\text{e}` a letter, `\text{-7}` mathematics, `\text{ or }` a word: it keeps its mark."""
+    r"""`\text{e}` becomes a letter, `\text{-7}` a formula; `\text{ or }` stays marked as a word."""
     words = found[1].strip()
     if words in _FUNCTIONS:
         return f"\\{words} "
@@ -246,7 +245,7 @@ def _words(found: re.Match[str]) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    r"""Where the brace that opens at `start` is closed, or -1. `\{` and `\}` are no braces."""
+    r"""Where the brace that opens at `start` is closed, or -1. `\{` and `\}` do not count."""
     depth = 0
     for found in _BRACE.finditer(text, start):
         depth += (found[0] == "{") - (found[0] == "}")

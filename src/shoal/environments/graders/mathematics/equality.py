@@ -1,9 +1,9 @@
-r"""Whether an answer is the gold answer.
+r"""Compares an answer with the gold answer.
 
-Brackets are compared as they are written and their items one by one: `(1,2)` is not `[1,2]`, `\{1,2\}` is not `(1,2)`.
-A bare list is in no order, `{…}` also in no multiplicity. Numbers are exact: 0.333 is not 1/3 and 3.14 is not π. Only a
-gold answer that is a decimal of four or more places is taken as rounded. A percent sign is a unit with a value: 50% is
-0.5, and is 50 too; a number without the sign is read as a percentage only above 1.
+Kinds of brackets must agree, and items are compared one by one: `(1,2)` is not `[1,2]`, `\{1,2\}` is not `(1,2)`. The
+order of a bare list does not matter, nor does it in `{…}`, where repetitions do not count either. Numbers are exact:
+0.333 is not 1/3 and 3.14 is not π; only a gold answer that is a decimal of four or more places is rounded. 50% is
+equal to 0.5 and to 50; a number without the sign counts as a percentage only above 1.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shoal.environments.graders.mathematics import formula
 from shoal.environments.graders.mathematics.formula import Tree, close, tree, variables
 from shoal.environments.graders.mathematics.reading import CLOCK, HIGH, LOW, RELATIONS, Form, folded, units_agree
 
-Symbolic = Callable[[str, str], bool]  # decides over two formulas that this package cannot read
+Symbolic = Callable[[str, str], bool]  # compares two formulas that this package cannot read
 
-# What most answers are. They are compared without being read as formulas.
+# Most answers are numerals. They are compared without parsing.
 _NUMERAL = re.compile(r"(-?)(?:(\d+)(?:/(\d+))?|(\d*\.\d+)|\\frac\{(\d+)\}\{(\d+)\})")
 _ROUNDED_FROM = 4  # decimal places from which on a gold answer counts as rounded
 _MOST_ITEMS = 200
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
-_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # spaces that part nothing: between two digits they do
+_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # spaces without meaning: all but those between digits
 _SIDE_BY_SIDE = re.compile(r"\d \d")
 _PURE_WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _LETTERS = re.compile(r"[a-zA-Z]{2,3}")
@@ -42,7 +42,7 @@ _LABEL = re.compile(
     r"\\?[a-zA-Z]\w*(?:_\{?[\w,]+\}?)?'*|m?\\[a-zA-Z]+(?:\{\w+\}|[A-Z]+)?|[a-zA-Z]\w?'*(?:_\w)?\([^()=]*\)"
     r"|\\frac\{d[a-z]?\}\{d[a-z]\}"
 )
-"""What an equation may say the value of: x, a_1, \\angle ABC, f(x), the derivative."""
+"""A left side that names a value: x, a_1, \\angle ABC, f(x), a derivative."""
 _NOTHING = ("num", Fraction(0))
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _DIRECTED = ("\\to", "\\in", "\\equiv")
@@ -51,7 +51,7 @@ _UNORDERED = ({""}, {"{}"}, {"", "{}"}, {"or"}, {"and"})
 
 @dataclass(frozen=True)
 class Comparison:
-    """One gold answer against one given; `symbolic` is asked where a formula is not of the grammar."""
+    """Compares a gold answer with a given one; `symbolic` decides about formulas outside the grammar."""
 
     symbolic: Symbolic
 
@@ -60,21 +60,21 @@ class Comparison:
             return gold.kind != "value" or bool(gold.text)
         if gold.kind == "\\approx":
             return any(self.same(item, given) for item in gold.items)
-        if given.kind == "\\approx":  # its sides must be within one percent of each other, where both are numbers
+        if given.kind == "\\approx":  # if both sides are numbers, they must differ by at most one percent
             a, b = map(_number, given.items)
             near = a is None or b is None or abs(complex(a) - complex(b)) <= 0.01 * abs(complex(a))
             return near and any(self.same(gold, item) for item in given.items)
         kinds = {gold.kind, given.kind}
         if kinds & RELATIONS:
             first, *steps = given.items[1:] if given.kind == "=" else [given]
-            if _number(first) is not None:  # a chain may be false by its own numbers: x = 1 = 2 = 3
+            if _number(first) is not None:  # a chain may contradict itself: x = 1 = 2 = 3
                 steps = [step for step in steps if _number(step) is not None and units_agree(step.unit, first.unit)]
                 if not all(self.same(step, first) for step in steps):
                     return False
             return self._related(gold, given)
         if kinds == {"words"}:
             return gold.text == given.text
-        if kinds == {"words", "value"}:  # only if the other is a word too: \text{1 2} must not be 1/2, 1.2 and 1-2
+        if kinds == {"words", "value"}:  # only if the value is a word: \text{1 2} must not equal 1/2, 1.2 and 1-2
             words, other = (gold, given) if gold.kind == "words" else (given, gold)
             return bool(_PURE_WORDS.fullmatch(other.text)) and words.text == folded(other.text)
         if kinds != {"value"}:
@@ -91,7 +91,7 @@ class Comparison:
             return False
         if kinds in ({"row"}, {"matrix"}, {"bars"}):
             return self._in_order(gold.items, given.items)
-        # a matrix of one column, or of one row, is the vector that others write as a tuple
+        # a matrix of one column or one row is a vector, which may be written as a tuple
         gold, given = (
             Form("()", tuple(cell for row in form.items for cell in row.items))
             if form.kind == "matrix" and 1 in (len(form.items), len(form.items[0].items)) else form
@@ -104,13 +104,13 @@ class Comparison:
             return self._group_and_value(gold, given)
         if kinds in _UNORDERED:
             return self._matched(gold, given)
-        clocks = CLOCK.fullmatch(gold.text) and CLOCK.fullmatch(given.text)  # 3:30 is a time or a ratio
+        clocks = CLOCK.fullmatch(gold.text) and CLOCK.fullmatch(given.text)  # 3:30 may be a time or a ratio
         if kinds == {":"} and not clocks and (first := _ratio(gold)) and (second := _ratio(given)):
             return len(first) == len(second) and all(map(close, first, second))
         return (len(kinds) == 1 or kinds == {"", "()"}) and self._in_order(gold.items, given.items)
 
     def _group_and_value(self, gold: Form, given: Form) -> bool:
-        r"""One item in braces or a list of one is that item. A ratio may be written as a fraction."""
+        r"""A set or list of one item equals the item. A ratio may be written as a fraction."""
         group, value = (gold, given) if given.kind == "value" else (given, gold)
         if group.kind == ":" and len(group.items) == 2:
             ratio, number = _ratio(group), _number(value)
@@ -124,7 +124,7 @@ class Comparison:
         return len(gold) == len(given) and all(map(self.same, gold, given))
 
     def _matched(self, gold: Form, given: Form) -> bool:
-        """In any order. Names make an order: "x = 1, y = 2" against "1, 2" is compared one by one."""
+        """In any order, but "x = 1, y = 2" and "1, 2" are compared in order."""
         golds, givens = list(gold.items), list(given.items)
         if "{}" in (gold.kind, given.kind) or (len(golds) > 1 and len(_distinct(golds)) == len(golds)):
             golds, givens = _distinct(golds), _distinct(givens)
@@ -153,12 +153,12 @@ class Comparison:
             return self.same(gold.items[1], given)
         if given.kind != "=" or not self._answers(given):
             return False
-        if gold.unit == ("%",) and not given.items[1].unit:  # x = 7 says what x is: not seven hundredths
+        if gold.unit == ("%",) and not given.items[1].unit:  # x = 7 does not mean seven hundredths
             return _percent(gold, given.items[1]) and _number(gold) != _number(given.items[1])
         return self.same(gold, given.items[1])
 
     def _answers(self, equation: Form) -> bool:
-        """Whether the right side is what was answered: "x = 3", "f(x) = 3", and "1 + 2 = 3" if it holds."""
+        """Whether the right side is the answer: "x = 3", "f(x) = 3", and "1 + 2 = 3" if it is true."""
         left, right = equation.items[:2]
         name, base = label(left), left.text.partition("'")[0]
         if name.endswith("'") and base in variables(_tree(right) or _NOTHING):  # y'' = y
@@ -210,7 +210,7 @@ class Comparison:
     def _same_formula(self, gold: str, given: str) -> bool:
         if gold == given or _SPACE.sub("", gold) == _SPACE.sub("", given):
             return True
-        # letters in a row may be variables: abc is cba, but HHT is not HTH, and "no" is not "on"
+        # letters in a row may be a product: abc equals cba, but HHT is not HTH, and "no" is not "on"
         product = gold.islower() and given.islower() and _SHORT_WORDS.isdisjoint((gold, given))
         if not product and _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(given):
             return gold.casefold() == given.casefold() and gold.casefold() in _SHORT_WORDS
@@ -221,7 +221,7 @@ class Comparison:
         if first is None or second is None:
             return _comparable(gold, given) and self.symbolic(gold, given)
         same = formula.same_value(first, second)
-        if same is None:  # n! has no value between the whole numbers; 0^0 has none, whatever algebra makes of it
+        if same is None:  # no value at the points, such as n! between whole numbers; constants such as 0^0 have none
             return bool(variables(first) | variables(second)) and self.symbolic(gold, given)
         return same or _rounds_to(gold, given, second)
 
@@ -238,7 +238,7 @@ def _numeral(text: str) -> Fraction | None:
 
 
 def label(form: Form) -> str:
-    """The name that an equation gives a value: "x", "f(x)", "a_1", or words; empty if its left side is more."""
+    """The name on the left side of an equation: "x", "f(x)", "a_1", or words; empty if it is no name."""
     text = form.text.replace(" ", "")
     if text.lstrip("\\") in formula.CALLS:
         return ""
@@ -246,7 +246,7 @@ def label(form: Form) -> str:
 
 
 def as_range(form: Form) -> Form:
-    """`x > 3` as (3, ∞), `3 \\ge x` as (-∞, 3], `x \\ne 0` as a union; a union of such; anything else as it is."""
+    """`x > 3` as (3, ∞), `3 \\ge x` as (-∞, 3], `x \\ne 0` as a union, also inside a union; others unchanged."""
     if form.kind == "or":
         return Form("or", tuple(map(as_range, form.items)))
     if form.kind not in (*_FLIPPED, "\\ne"):
@@ -280,7 +280,7 @@ def _has_numbers(found: Tree) -> bool:
 
 
 def _distinct(items: Sequence[Form]) -> list[Form]:
-    """Each once; 1 and 1.0 are the same."""
+    """Without repetitions; 1 and 1.0 are the same."""
     kept: dict[object, Form] = {}
     for item in items:
         value = _number(item)
@@ -289,7 +289,7 @@ def _distinct(items: Sequence[Form]) -> list[Form]:
 
 
 def _ratio(form: Form) -> list[Any] | None:
-    """The terms in relation to the first: 3:2 is 6:4, and 1:2:3 is 2:4:6."""
+    """The terms divided by the first one: 3:2 equals 6:4, and 1:2:3 equals 2:4:6."""
     terms = [_number(item) for item in form.items]
     return [term / terms[0] for term in terms] if terms[0] and None not in terms else None
 
@@ -302,7 +302,7 @@ def _percent(gold: Form, given: Form) -> bool:
 
 
 def _comparable(gold: str, given: str) -> bool:
-    """Symbolic algebra leaves out words and primes, and finds some sense in two numbers side by side."""
+    """Whether symbolic algebra may decide: it ignores words and primes, and misreads two numbers side by side."""
     both = (gold, given)
     return (
         all(not _PLAIN_LETTERS.fullmatch(text) and any(sign.isalnum() for sign in text) for text in both)

@@ -1,4 +1,4 @@
-r"""A formula as a tree, and whether two are the same number, or the same function of their variables.
+r"""Parses formulas into trees, and compares two as numbers or as functions of their variables.
 
     sum      := product (("+" | "-") product)*
     product  := signed (("*" | "/" | nothing) signed)*         nothing: 2x, 3\sqrt{2}, (x+1)(x-1)
@@ -7,9 +7,8 @@ r"""A formula as a tree, and whether two are the same number, or the same functi
 
 Trees are tuples: ("num", Fraction), ("var", name), ("const", "pi"), ("add", a, b), ("call", "sin", a), ….
 
-Both sides are computed to sixty digits (large numbers to as many as tell a difference of one), at several fixed points
-where there are variables. Every step is bounded, so that no formula takes long. Two numbers that people write as
-answers and that agree to 45 digits are the same number.
+Both sides are computed to sixty digits (large numbers to the unit), with variables at several fixed points. Every step
+is bounded, so no formula takes long. Two numbers that agree to 45 digits count as equal.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ Point = Mapping[str, Fraction]
 MP = mpmath.MPContext()  # its own precision: nobody else's changes
 MP.dps = 60
 
-_TOKENS, _DEEPEST, _DIGITS = 250, 40, 1_000  # signs of one formula, levels of nesting, digits of one number
-_EXPONENT, _LARGE = 1 << 20, 1_000  # exponents of two on the way, digits of numbers that are compared
+_TOKENS, _DEEPEST, _DIGITS = 250, 40, 1_000  # tokens of a formula, levels of nesting, digits of a number
+_EXPONENT, _LARGE = 1 << 20, 1_000  # binary exponents of intermediate values, digits of compared numbers
 _FACTORIAL = 2_000  # arguments of factorials and binomials
 _POINTS = ((173, 107), (-131, 97), (277, 103), (41, 331), (-53, 110), (563, 108))
-"""Where variables are put. Fixed: the same question has the same answer everywhere."""
+"""Values for variables. Fixed, so that every machine decides alike."""
 
 _SCIENTIFIC = r"(?:\d+\.\d*|\.\d+|\d+(?!e[+-]\d(?!\d)))[eE][+-]?\d{1,4}(?![\d.])"
-"""1.5e-3, 1e3, 2E-1, 2e-10. But `2e-1` is 2·e - 1: that is how people write Euler's number in an answer."""
+"""1.5e-3, 1e3, 2E-1, 2e-10. But `2e-1` is 2·e - 1 with Euler's number."""
 _NUMBER = rf"(?P<num>{_SCIENTIFIC}|\d+(?:\.\d*)?|\.\d+)"
 _TOKEN = re.compile(rf"\s*(?:{_NUMBER}|(?P<cmd>\\(?:[a-zA-Z]+|.))|(?P<word>[a-zA-Z]+)|(?P<sym>.))", re.DOTALL)
 CALLS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp ln lg log".split())  # noqa: SIM905
@@ -44,7 +43,7 @@ _GREEK = frozenset(
     "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
 )
 _ENDINGS = ("arcsin", "arccos", "arctan", "sqrt", "sin", "cos", "tan", "log", "ln", "pi")
-"""Names that a variable may stand before without a space: xsin, apart from those that begin another way."""
+"""Names that may follow a variable without a space, as in xsin."""
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _CLOSERS = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _ATOMS = frozenset(("(", "{", "[", *(f"\\{name}" for name in ("frac", "sqrt", "binom", "pi", "lfloor", "lceil"))))
@@ -64,7 +63,7 @@ class Undefined(Exception):
 
 @lru_cache(maxsize=4096)
 def tree(text: str) -> Tree | None:
-    """The formula as a tree; None if it is none. Remembered: a group gives the same answers again."""
+    """The tree of a formula; None if the text is no formula. Cached: a group repeats its answers."""
     try:
         parser = _Parser(_tokens(text))
         result = parser.sum(0)
@@ -97,7 +96,7 @@ def _letters(word: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Parser:
-    """Recursive descent over the tokens; every descent is counted against `_DEEPEST`."""
+    """Recursive descent over the tokens, at most `_DEEPEST` levels."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self.tokens, self.here = tokens, 0
@@ -116,13 +115,13 @@ class _Parser:
         return value
 
     def met(self, sign: str) -> bool:
-        """Whether this sign comes next; it is then passed."""
+        """Whether this sign comes next; if so, it is consumed."""
         found = self.peek() == sign
         self.here += found
         return found
 
     def sum(self, depth: int, binding: int = 0) -> Tree:
-        """A sum; of binding 1 a product, of binding 2 a power: what binds weaker is left for the caller."""
+        """A sum; with binding 1 a product, with binding 2 a power."""
         if depth > _DEEPEST:
             raise Unreadable("too deep")
         if self.peek() in ("+", "-"):
@@ -147,7 +146,7 @@ class _Parser:
                 return left
 
     def beside(self, left: Tree, depth: int) -> Tree:
-        """Two things side by side: a whole number and a fraction of numbers are a mixed number, all else a product."""
+        """Two factors side by side; a whole number before a fraction of numbers makes a mixed number."""
         whole, fraction = left[0] == "num" and left[1].denominator == 1, self.peek() == "\\frac"
         if self.kind() == "num" and left[0] == "num":
             raise Unreadable("two numbers side by side")
@@ -169,14 +168,14 @@ class _Parser:
         return ("pow", base, self.exponent(depth))
 
     def exponent(self, depth: int) -> Tree:
-        """What follows "^": `2^3^2` is `2^(3^2)`, and a sign needs no brace."""
+        """The exponent after "^": `2^3^2` is `2^(3^2)`, and a sign needs no brace."""
         if self.met("-"):
             return ("neg", self.group(depth))
         exponent = self.group(depth)
         return ("pow", exponent, self.exponent(depth + 1)) if self.met("^") else exponent
 
     def group(self, depth: int, one_digit: bool = False) -> Tree:
-        r"""One argument: `{…}`, or a single sign. `\frac12` is one half, but `2^10` clearly means the number."""
+        r"""One argument: `{…}`, or a single sign. `\frac12` is one half, but `2^10` is 2 to the 10."""
         digits = self.peek()
         if one_digit and digits.isdigit() and len(digits) > 1:
             self.tokens[self.here] = ("num", digits[1:])
@@ -221,8 +220,8 @@ class _Parser:
         return ("num", value)
 
     def name(self, name: str, depth: int) -> Tree:
-        """A variable with its primes and its subscript, or a call of a function that has no meaning here: f(2) is not
-        2f, and with one sign in the bracket h, H, P and Q are functions, too."""
+        """A variable with primes and subscript, or a call of an unknown function: f(2) is not 2f. With one sign in the
+        bracket h, H, P and Q are functions, too."""
         while self.met("'"):  # a derivative, or another point: f' is not f
             name += "'"
         if self.met("_"):
@@ -283,20 +282,20 @@ def variables(found: Tree) -> frozenset[str]:
 
 
 def number(found: Tree | None) -> Any:
-    """The number that a tree without variables is; None if there is none, or it is too large."""
+    """The value of a tree without variables; None without one, or if it is too large."""
     with suppress(TooLarge):
         return None if found is None or variables(found) else value_at(found, {})
 
 
 def points(names: frozenset[str]) -> list[Point]:
-    """What the variables are, at each of the points."""
+    """The variables' values at each point."""
     size, order = len(_POINTS), [*enumerate(sorted(names))]
     values = [[Fraction(*_POINTS[(at + shift) % size]) + at // size for at, _ in order] for shift in range(size)]
     return [dict(zip((name for _, name in order), each, strict=True)) for each in values]
 
 
 def same_value(left: Tree, right: Tree) -> bool | None:
-    """Whether two trees are equal; None if that cannot be told. Raises `TooLarge`."""
+    """Whether two trees are equal; None if that cannot be decided. Raises `TooLarge`."""
     names = variables(left) | variables(right)
     if not names:
         return _same_at(left, right, {})
@@ -312,18 +311,18 @@ def same_value(left: Tree, right: Tree) -> bool | None:
 
 
 def value_at(found: Tree, point: Point) -> Any:
-    """The value at a point; None if there is none. Raises `TooLarge`."""
+    """The value at a point, or None. Raises `TooLarge`."""
     with suppress(Undefined, ZeroDivisionError):
         return _value(found, point)
 
 
 def close(a: Any, b: Any) -> bool:
-    """Whether two numbers are one, to 45 digits."""
+    """Whether two numbers agree to 45 digits."""
     return a == b or bool(MP.mag(a - b) < max(MP.mag(a), MP.mag(b)) - 150)
 
 
 def _same_at(left: Tree, right: Tree, point: Point) -> bool | None:
-    """At one point; None where either has no value, or only one beside the real numbers (outside its domain)."""
+    """At one point; None where one has no value, or leaves the real numbers (outside its domain)."""
     a, b = value_at(left, point), value_at(right, point)
     if a is None or b is None:
         return None

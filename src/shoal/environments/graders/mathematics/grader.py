@@ -1,4 +1,4 @@
-"""The graders: which answers count as gold, and what a completion is worth."""
+"""The mathematics graders: reading gold answers, and scoring a completion against them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shoal.environments.graders.mathematics.reading import readings
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
 
-# How often one completion may need symbolic algebra: a list against a list would ask for every pair. A count, not a
-# time: it ends at the same question on every machine.
+# Most symbolic comparisons for one completion: two lists could need one for every pair. A count, not a time, so that
+# every machine stops at the same comparison.
 _QUESTIONS = 4
 _KEYS = ("ground_truth", "answer", "answers", "target", "solution")
-_NONE = ("proof", "notfound")  # what NuminaMath writes for an answer where there is none
+_NONE = ("proof", "notfound")  # NuminaMath's words for "no answer"
 _LETTER = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])\)?\.?(?: ?\})?")
 _LETTER_FIRST = re.compile(r"(?:\\text ?\{ ?)?(?:\(([A-J])\)|([A-J])[).:])(?: ?\})?[).:]?\s*(.*)", re.DOTALL)
 _OTHER = re.compile(r"(?<![A-Za-z0-9\\])(?:[B-HJ]|[AI](?! [a-z]))(?![A-Za-z0-9'])")
-"""A second letter beside the one that was chosen: "A) B) C)" chooses none. "(B) A circle" has one only."""
+"""A second letter after the chosen one: "A) B) C)" chooses none; "(B) A circle" chooses B."""
 _MAYBE_SCIENTIFIC = re.compile(r"-?\d+e[+-]\d")
 _LIMITS = "comparing the answer took more than the limits allow"
 
@@ -48,14 +48,14 @@ class MathematicsGrader:
         return ""
 
     def score(self, answer: str, completion: str) -> Score:
-        accepted, said = golds(answer), after_thinking(completion).strip()
-        if len(said) <= LONGEST and plain(said) in accepted:  # prose that is the gold answer word for word
+        accepted, text = golds(answer), after_thinking(completion).strip()
+        if len(text) <= LONGEST and plain(text) in accepted:  # the gold answer word for word
             return _score(True, "")
         given = final_answer(completion)
         if given is None:
             return _score(False, "no final answer was found")
-        if "\\boxed" not in said and any(map(_LETTER.fullmatch, accepted)):
-            given = chosen_letter(said) or given  # "D, since it cannot be A"
+        if "\\boxed" not in text and any(map(_LETTER.fullmatch, accepted)):
+            given = chosen_letter(text) or given  # "D, since it cannot be A"
         questions = iter(range(_QUESTIONS))
 
         def symbolic(gold: str, given: str) -> bool:
@@ -75,17 +75,17 @@ class MathematicsGrader:
 
 @dataclass(frozen=True)
 class MathVerifyGrader:
-    """What math-verify says after the thinking, for scores that compare with others'; within the same limits."""
+    """The result of math-verify, for scores that can be compared with others'; within the same limits."""
 
     name: ClassVar[str] = "math-verify"
     version: ClassVar[int] = 1
-    verify: Symbolic = algebra.said
+    verify: Symbolic = algebra.texts_agree
 
     def problem(self, answer: str) -> str:
         return MathematicsGrader().problem(answer)
 
     def score(self, answer: str, completion: str) -> Score:
-        golds(answer)  # what cannot be used raises
+        golds(answer)  # raises if the answer cannot be used
         given = after_thinking(completion)[-2 * LONGEST :]
         try:
             texts = [text if "$" in text or "\\boxed" in text else f"${text}$" for text in map(str, _named(answer))]
@@ -107,37 +107,37 @@ def _right(gold: str, given: str, comparison: Comparison) -> bool:
         if not gold_rest or not given_rest or not letter_right:
             return letter_right
         gold, given = gold_rest, given_rest
-    said = readings(given)
-    if _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold:  # `2e-1` may be 0.2 too, unless e is in the gold answer
-        said += readings(given.replace("e", "E"))
-    return any(comparison.same(wanted, one) for wanted in readings(gold) for one in said)
+    given_readings = readings(given)
+    if _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold:  # `2e-1` may be 0.2, unless the gold answer has an e
+        given_readings += readings(given.replace("e", "E"))
+    return any(comparison.same(wanted, one) for wanted in readings(gold) for one in given_readings)
 
 
 def _chosen(gold: str, given: str) -> tuple[bool, str, str] | None:
-    """Multiple choice: whether the letter is right, and what stands beside it in gold and answer, if both say."""
-    wanted, said = map(_LETTER.fullmatch, (gold, given))
-    first, said_first = map(_LETTER_FIRST.fullmatch, (gold, given))
+    """Multiple choice: whether the letter is right, and the texts after it in gold and answer, if both have one."""
+    wanted, given_letter = map(_LETTER.fullmatch, (gold, given))
+    first, given_first = map(_LETTER_FIRST.fullmatch, (gold, given))
     if wanted is None and first is None:
         return None
     letter = wanted[1] if wanted else first[1] or first[2] if first else ""
-    if said or (wanted and said_first is None):
-        return (said[1] == letter, "", "") if said else None
-    right = said_first is None or (said_first[1] or said_first[2]) == letter
-    if wanted and said_first:
-        return right and not _OTHER.search(said_first[3]), "", ""
-    return right, first[3] if first else "", said_first[3] if said_first else given
+    if given_letter or (wanted and given_first is None):
+        return (given_letter[1] == letter, "", "") if given_letter else None
+    right = given_first is None or (given_first[1] or given_first[2]) == letter
+    if wanted and given_first:
+        return right and not _OTHER.search(given_first[3]), "", ""
+    return right, first[3] if first else "", given_first[3] if given_first else given
 
 
 @lru_cache(maxsize=16384)
 def golds(answer: str) -> tuple[str, ...]:
-    """The gold answers that a task's text names, in plain spelling; `ScoringFailure` says what is wrong with it."""
+    """The gold answers in a task's text, in plain spelling; `ScoringFailure` if it has none."""
     named, found = _named(answer), []
     for item in named:
         if isinstance(item, bool) or not isinstance(item, str | int | float):
             raise ScoringFailure("an answer must be a text or a number")
         text = str(item)
         if len(text) <= 10 * LONGEST:
-            worked = "\\boxed" in text or "####" in text or "answer is" in text  # a solution: its final answer counts
+            worked = "\\boxed" in text or "####" in text or "answer is" in text  # of a solution use the final answer
             text = plain((final_answer(text) if worked else None) or text)
         if len(text) > LONGEST:
             raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
@@ -154,7 +154,7 @@ def golds(answer: str) -> tuple[str, ...]:
 
 
 def _named(answer: str) -> list[Any]:
-    """What the task's text says: JSON with a known key, or the text itself (`{1, 2}` is a set, not JSON)."""
+    """The answers in a task's text: JSON with a known key, or the text itself (`{1, 2}` is a set, not JSON)."""
     try:
         info = json.loads(answer) if answer.lstrip().startswith("{") else None
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-r"""What an answer's text says. Some can be read in two ways ("1,234" is a number or a list): `readings` gives both.
+r"""Reads an answer's text. A text with two meanings ("1,234" is a number or a list) has two `readings`.
 
-A unit that only one side writes does not matter ("5 cm" is "5"); two that differ do, and nothing is converted. Words
-that are no units ("12 apples") never matter; words that are numbers multiply ("5 million"); what says more than that
-("5 squared") is no number. Single letters are units in `\text{…}` only: in "5m", m is a variable.
+A unit may be missing on one side ("5 cm" equals "5"); two units must agree, and nothing is converted. Other words ("12
+apples") are ignored; number words multiply ("5 million"); words with another meaning ("5 squared") make the text no
+number. Single letters are units in `\text{…}` only: in "5m", m is a variable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INEQUALITIES = ("<", ">", "\\le", "\\ge")
 RELATIONS = frozenset(("=", "\\ne", "\\to", "\\in", "\\equiv", *INEQUALITIES))
 INTERVALS = ("()", "[]", "(]", "[)")
 LOW, HIGH = Form("value", text="-\\infty"), Form("value", text="\\infty")
-_DEEPEST = 8  # brackets within brackets that are told apart as lists
+_DEEPEST = 8  # levels of nested brackets that are read as lists
 
 _GROUPED = r"\d{1,3}(?:,\d{3})+"
 _WHOLE_THOUSANDS = re.compile(rf"-?{_GROUPED}(?:\.\d+)?")
@@ -68,18 +68,18 @@ _ALL_BUT = re.compile(r"(?:\\mathbb ?\{? ?R ?\}?) ?(?:\\setminus|-|\\ ) ?\\\{(.*
 _QUALIFIER = re.compile(
     r"(?<=\S) ?, ?\(? ?(?:\\text ?\{[a-z ]+\} ?)?[a-zA-Z] ?\\in ?\\mathbb ?\{? ?[ZNQ] ?\}?(?:\^?[+*])? ?\)?$"
 )
-"""What says which numbers a variable stands for, after a formula with it: ", k \\in \\mathbb{Z}"."""
+"""The range of a variable after a formula: ", k \\in \\mathbb{Z}"."""
 _BUILDER = re.compile(r"\\\{ ?[a-z](?: ?\\in ?\\mathbb ?\{? ?R ?\}?)? ?[:|] ?(.*)\\\}", re.DOTALL)
 _CASES = re.compile(r"(?:\\\{ ?)?\\begin ?\{(cases|aligned|align|gathered)\}([^&]*)\\end ?\{\1\}", re.DOTALL)
 _BRACKET = re.compile(r"[(\[]|\\\{|^[-\d,.]*$")
-"""Where "1,234" is more than likely two items: in brackets, or in a list of bare numbers."""
+"""Where "1,234" is probably two items: in brackets, or in a list of plain numbers."""
 _OPENING = {"(": "(", "[": "[", "\\{": "{", "{": "", "]": "("}
 _CLOSING = {")": ")", "]": "]", "\\}": "}", "}": "", "[": ")"}
 
 
 @lru_cache(maxsize=4096)
 def readings(text: str) -> tuple[Form, ...]:
-    """The ways in which an answer can be read, likelier first; at least one."""
+    """The readings of an answer, the most likely first; at least one."""
     text = _QUALIFIER.sub("", plain(text))
     found = [_read(text, 0)]
     if _WHOLE_THOUSANDS.fullmatch(text):
@@ -154,8 +154,8 @@ def _split(text: str, separators: str) -> list[str]:
 
 
 def _list(items: list[str], depth: int, both: bool = False, either: bool = False) -> Form:
-    """A bare list. "x = 1, 2" says that x is a list; "x < 1 or x > 2" is a union, "x > 1 and x < 2" an interval. Only
-    a comma says either: "x > 1, x < 2" is an interval, since everything would be one or the other."""
+    """A bare list. In "x = 1, 2" x is a list; "x < 1 or x > 2" is a union, "x > 1 and x < 2" an interval. A comma may
+    mean both: "x > 1, x < 2" is an interval, since the union would be everything."""
     read = tuple(_read(plain(item), depth + 1) for item in items)
     if read[0].kind == "=" and len(read) > 1 and not any(item.kind in RELATIONS for item in read[1:]):
         return Form("=", (read[0].items[0], Form("", (read[0].items[1], *read[1:]))))
@@ -201,7 +201,7 @@ def _relation(text: str, depth: int) -> Form | None:
         read, names = [*read[:-2], Form("\\approx", (read[-2], read[-1]))], names[:-1]
         if not names:
             return read[0]
-    if len(read) == 2:  # x \in [0,1] and x \equiv 7 say what x is; A \to B and 5 \equiv 3 something else
+    if len(read) == 2:  # x \in [0,1] and x \equiv 7 give x a value; A \to B and 5 \equiv 3 do not
         if names[0] == "\\in" and named:
             return read[1]
         return Form("=" if names[0] in ("\\equiv", "\\approx") and named else names[0], tuple(read))
@@ -257,7 +257,7 @@ def _single(text: str, depth: int) -> Form:
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[^\W\d_]{2,}")
 _NOT_FOLDED = re.compile(r"(?:(?![<>=^]|[+*/] ?\.?\d|(?<![^\W\d_]{2})[-.] ?\.?\d)[\W_])+")
-"""All but the signs that belong to a number or compare: "slope -2" is not "slope 2"."""
+"""Signs to ignore: all but those of a number and of comparisons. "slope -2" is not "slope 2"."""
 _SIGN_SPACE = re.compile(r"(?<=[-+*/<>=^]) (?=[\w.])| (?=[<>=^])")
 _FUNCTION = re.compile(r"\b(?:sin|cos|tan|log|ln|sqrt|exp|arc\w+)\b|sqrt")
 
@@ -277,7 +277,7 @@ def _value(text: str) -> Form:
 
 
 def _is_words(text: str) -> bool:
-    r"""Whether a text is language: nothing is left of it once words and `\text{…}` are gone."""
+    r"""Whether a text is language: nothing is left without words and `\text{…}`."""
     if not any(letter.isalpha() for letter in text):
         return False
     rest = _TEXT.sub("", text)
@@ -289,7 +289,7 @@ def _is_words(text: str) -> bool:
 
 
 def folded(text: str) -> str:
-    r"""Only what words are told by: letters and numbers, in lower case. `\text{(B) Yes!}` is "b yes"."""
+    r"""Letters and numbers only, in lower case: `\text{(B) Yes!}` becomes "b yes"."""
     words = _SIGN_SPACE.sub("", _NOT_FOLDED.sub(" ", text.replace("\\text", " ")).strip())
     return words if len(words) == 1 else words.casefold()  # a single letter is a name: C is not c
 
@@ -324,7 +324,7 @@ _SAYS_MORE = frozenset(
 _MATHEMATICAL = frozenset("pi sqrt sin cos tan ln log exp mod and or".split())  # noqa: SIM905
 _NO_WORDS = re.compile(r"[\d,;:=<>+*!?(|]")
 _NUMERAL = re.compile(r"-? ?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\\frac ?\{\d+\} ?\{\d+\}|\d+ ?/ ?\d+)")
-# Possessive (++): each sign of the unit can be read in one way only, or a long answer would be tried in all of them.
+# Possessive (++): otherwise a long answer would take exponential time.
 _TRAILING = re.compile(
     r"(?P<body>.*?(?:[\d)}!|\]]\s*|[A-Za-z]\s*(?=\\text)))(?=\\text|[A-Za-z€£¥₹])"
     r"(?P<unit>(?:\\text\s*\{[^{}]*\}|[A-Za-z]++\.?|[€£¥₹]|/|\^\s*\{?-?[123]\}?|\s)++)",
@@ -339,7 +339,7 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 
 
 def _split_unit(text: str) -> tuple[str, Unit | None]:
-    """The number's text, and its unit by its common name; None if the words say more than a unit does."""
+    """The number's text and its unit's common name; None if the words are more than a unit."""
     if text.endswith("%"):
         return text[:-1].strip(), ("%",)
     if text.isascii() and not any(letter.isalpha() for letter in text):
@@ -359,7 +359,7 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
     more = known[:1] in (["squared"], ["cubed"]) or "times" in known[:-1] or not _SAYS_MORE.isdisjoint(known)
     if more or len(known) > 5 or _NO_WORDS.search(quoted):
         return text, None if quoted or _MATHEMATICAL.isdisjoint(known) else unit
-    for per, word in _WORD.findall(_TEXT.sub(" ", trailing["unit"])):  # a bare word is a unit, or no product of letters
+    for per, word in _WORD.findall(_TEXT.sub(" ", trailing["unit"])):  # a short bare word may be a product of letters
         spelled = (per or len(word) > 1) and word not in ("amp", "bit") and _singular(word) in _UNITS
         if len(word) < 4 and not spelled:
             return text, unit
@@ -367,13 +367,13 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _singular(word: str) -> str:
-    """In lower case, without the plural's s. A letter is a sign: k is a thousand, K is not."""
+    """In lower case, without the plural's s. Single letters keep their case: k is a thousand, K is not."""
     lower = word.lower()
     return word if len(word) < 3 and lower not in _UNITS else lower if lower in _UNITS else lower.removesuffix("s")
 
 
 def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
-    """The number times what the first words say, and the unit that the other words are: `cm^2`, "sq cm" and "square
+    """The number times the leading number words, and the unit of the other words: `cm^2`, "sq cm" and "square
     centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in the table is a unit, too."""
     pieces = list(_PIECE.finditer(words))
     factors = [_FACTORS.get(_singular(piece[0])) for piece in pieces]
@@ -400,8 +400,8 @@ def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
 
 
 def units_agree(gold: Unit, given: Unit) -> bool:
-    """Whether two units may belong to the same answer: one is missing, or they are the same. A base may be left out by
-    the answer only: 101 is not 101_2, however many write 101 where 101_2 is asked for."""
+    """Whether two units are compatible: one is missing, or they are equal. Only the given answer may leave out a base:
+    if 101 is right, 101_2 is wrong."""
     if not gold:
         return not given or not given[0].startswith("base ") or given == ("base 10",)
     return not given or gold == given or {gold, given} in ({("deg",), ("C",)}, {("deg",), ("F",)})

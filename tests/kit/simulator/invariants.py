@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from kit.simulator.world import RUN, World
 from shoal import ledger
 from shoal.hub.state import pacing
 from shoal.hub.state.rows import SubmissionState, UnitState
@@ -16,7 +17,6 @@ from shoal.hub.state.units import VOID_STALE
 from shoal.hub.storage import Reader
 from shoal.ledger import credit_for
 from shoal.protocol import LedgerEntry, NodeState
-from shoal.simulator.world import RUN, World
 
 PAGE = 1000
 

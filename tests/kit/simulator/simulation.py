@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.simulator.world import RETRY_S, RUN, HubDown, Scenario, SimulationResult, WorkerKind, World
 from shoal import protocol
 from shoal.hub.changes import Topic
 from shoal.hub.service import retry
@@ -21,7 +22,6 @@ from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, AuditRequest, Heartbeat, LeaseRequest, Outcome, SignedDocument, pack, sign_document
 from shoal.protocol.submission import Receipt, Rollout, ShownChunks, ShownProgress, pack_tokens, submission_digest
-from shoal.simulator.world import RETRY_S, RUN, HubDown, Scenario, SimulationResult, WorkerKind, World
 
 TOKENS = 16
 _TOKENS, _PROOFS = pack_tokens(range(TOKENS)), bytes(4)
@@ -40,26 +40,26 @@ class Generating:
 class SimulatedWorker:
     """`_life` grows with every death: what an earlier life had planned does not happen."""
 
-    def __init__(self, world: World, crew: WorkerKind) -> None:
-        self._world, self._crew = world, crew
-        self._pace_s = crew.group_s * math.exp(world.random.gauss(0, crew.spread))  # all its life
+    def __init__(self, world: World, spec: WorkerKind) -> None:
+        self._world, self._spec = world, spec
+        self._pace_s = spec.group_s * math.exp(world.random.gauss(0, spec.spread))  # all its life
         self._life = self._asked = 0
         self._submitted = 0  # by its present key
         self._work: dict[str, Generating] = {}
         self.node, self.kind = "", "newcomer"
 
     def arrive(self) -> None:
-        world, crew = self._world, self._crew
+        world, spec = self._world, self._spec
         if not self.node:
             self.node = world.register(world.key(f"worker/{world.counts['keys']}"))
             world.counts["keys"] += 1
             self._submitted = 0
-            if crew.proven:
+            if spec.proven:
                 world.prove(self.node)
         self._row = world.known(self.node)
         self._life += 1
         life = self._life
-        world.at(world.about(crew.lives_s), lambda: self._die(life))
+        world.at(world.about(spec.lives_s), lambda: self._die(life))
         world.at(world.random.uniform(0, world.scenario.heartbeat_s), lambda: self._beat(life))
         self.ask()
 
@@ -68,7 +68,7 @@ class SimulatedWorker:
             self._world.counts["deaths"] += 1
             self._life += 1
             self._work.clear()
-            self._world.at(self._world.about(self._crew.away_s), self.arrive)
+            self._world.at(self._world.about(self._spec.away_s), self.arrive)
 
     def _beat(self, life: int) -> None:
         if life != self._life:
@@ -88,25 +88,25 @@ class SimulatedWorker:
     def _progress(self) -> dict[str, int]:
         """Tokens so far of each lease, by the time that has passed."""
         now_s, wanted = self._world.now_s, TOKENS * self._world.scenario.run.group_size
-        if self._crew.delivers:
+        if self._spec.delivers:
             shares = {name: 1 - (work.at_s - now_s) / self._pace_s for name, work in self._work.items()}
             return {name: min(wanted, max(0, int(wanted * share))) for name, share in shares.items()}
-        if self._crew.pretends:  # one more rollout whenever the lease is about to run out
+        if self._spec.pretends:  # one more rollout whenever the lease is about to run out
             each_s = 0.75 * self._world.rules.lease_ms / 1000
             return {n: min(wanted, TOKENS * int((now_s - work.at_s) / each_s)) for n, work in self._work.items()}
         return {}
 
     def ask(self) -> None:
-        life, world, crew = self._life, self._world, self._crew
-        if self._work and crew.delivers:
+        life, world, spec = self._life, self._world, self._spec
+        if self._work and spec.delivers:
             return  # it died while it waited, came back, and got work; or a wake-up too many
         self._asked += 1
         name = f"{self.node[:16]}-{self._asked:08d}"
-        request = LeaseRequest(request=name, max_units=crew.units, held=tuple(self._work))
+        request = LeaseRequest(request=name, max_units=spec.units, held=tuple(self._work))
         try:
             row = world.signed_in(self.node)
             self.kind = self._kind(row)
-            reply = retry(lambda: world.hub.work.lease(row, request, crew.network, crew.address))
+            reply = retry(lambda: world.hub.work.lease(row, request, spec.network, spec.address))
         except HubDown:
             self._later(RETRY_S, life)
             return
@@ -115,7 +115,7 @@ class SimulatedWorker:
             if refusal.code == "node.suspended":
                 left_s = ((world.known(self.node).until_ms or 0) - world.hub.context.clock.now_ms()) / 1000
                 self._later(max(RETRY_S, left_s), life)
-            elif crew.fresh_keys:
+            elif spec.fresh_keys:
                 self.node = ""
                 self._life += 1
                 world.at(RETRY_S, self.arrive)
@@ -129,7 +129,7 @@ class SimulatedWorker:
         if not row.on_probation:
             return "established"
         waits = row.unproven and self._submitted > row.rejected + row.unsure
-        where = f"{self._crew.network} {self._crew.address}"
+        where = f"{self._spec.network} {self._spec.address}"
         return f"newcomer of {where}{', its first group is not judged' if waits else ''}"
 
     def _later(self, delay_s: float, life: int) -> None:
@@ -138,12 +138,12 @@ class SimulatedWorker:
     def _take(self, lease: dict[str, Any], life: int) -> None:
         world, name = self._world, lease["lease"]
         world.counts["leases"] += 1
-        if self._crew.delivers:
+        if self._spec.delivers:
             takes_s = self._pace_s * world.random.uniform(0.8, 1.2)
             self._work[name] = Generating(lease, world.now_s + takes_s)
             world.at(takes_s, lambda: self._submit(name, life))
             return
-        until_ms = lease["hard_deadline_ms" if self._crew.pretends else "deadline_ms"]
+        until_ms = lease["hard_deadline_ms" if self._spec.pretends else "deadline_ms"]
         self._work[name] = Generating(lease, world.now_s)
         world.at((until_ms - world.hub.context.clock.now_ms()) / 1000 + 1, lambda: self._let_go(name, life))
 
@@ -171,7 +171,7 @@ class SimulatedWorker:
         else:
             world.counts["receipts" if status == 201 else "again"] += 1
             world.receipts[submission_digest(body)] = Receipt.model_validate(signed.document)
-            if world.random.random() < self._crew.lies:
+            if world.random.random() < self._spec.lies:
                 world.lies.add(submission_digest(body))
                 world.counts["lies"] += 1
         self._submitted += 1
@@ -275,7 +275,7 @@ class Simulation:
     def __init__(self, folder: Path, scenario: Scenario) -> None:
         self.world = World(folder, scenario)
         self.trainer = SimulatedTrainer(self.world)
-        self.workers = [SimulatedWorker(self.world, crew) for crew in scenario.crews for _ in range(crew.count)]
+        self.workers = [SimulatedWorker(self.world, spec) for spec in scenario.workers for _ in range(spec.count)]
         self.world.at(0, self.trainer.arrive)
         for number in range(scenario.validators):
             self.world.at(0, SimulatedValidator(self.world, number).arrive)

@@ -60,7 +60,7 @@ class Scenario:
     `train_s` for a step and dies in the middle of one step in `trainer_dies`. The hub is stopped every `restarts_s` and
     is back after `down_s`."""
 
-    crews: tuple[WorkerKind, ...]
+    workers: tuple[WorkerKind, ...]
     seed: int = 0
     seconds: float = 600.0
     run: RunSettings = field(default_factory=lambda: RunSettings(steps=20, groups_per_step=16, group_size=2))

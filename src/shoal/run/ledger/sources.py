@@ -1,11 +1,11 @@
 """Where a ledger is read, and the head that was seen last.
 
-URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests that the sources have
+URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests of the sources
 folder  the hub's database, running or not; heads: those in the manifests in origin/
-file    one entry per line; beside it, `FILE.evidence`: the signed documents behind the rows, one line for each row
-        that has some; and `FILE.head`: the hub's signed head of then, with the root key's certificate for the hub's key
+file    one entry per line; beside it `FILE.evidence` (signed documents behind the rows, one line for each row that
+        has some) and `FILE.head` (the hub's signed head, with the root key's certificate for the hub's key)
 
-~/.shoal/heads/RUN.json         written after every verification that held: whoever holds it notices a rewritten ledger
+~/.shoal/heads/RUN.json         written after every successful verification: it reveals a rewritten ledger
 ~/.shoal/forks/RUN-INDEX.json   the proof of a fork, which anybody can check without the hub
 """
 
@@ -30,7 +30,7 @@ from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
 from shoal.ledger.evidence import Rows
-from shoal.run.folder import RunFolder, hub_of
+from shoal.run.folder import RunFolder, hub_address
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.files import ensure_folder, home, make_home, write_atomically
@@ -42,15 +42,14 @@ M = TypeVar("M", bound=protocol.Message)
 PAGE = 1000
 ASK_S = 10.0
 MAX_LINE_BYTES = 2**20
-MAX_ROWS = 100_000  # between the two statements that a proof of a fork may hold: more would be too long to hand on
+MAX_ROWS = 100_000  # in a proof of a fork
 START = b'{\n  "run"'
 MANIFEST = "the manifest of policy "
 
 
-class Place(Rows):
-    """A ledger somewhere. `notes` say what could not be fetched while pins were looked for. It may grow meanwhile: its
-    rows are read as of the last call of `pins`. `complete`: no row behind its last one is anywhere else, which cannot
-    be said of a file."""
+class LedgerSource(Rows):
+    """A ledger somewhere. `notes` say what could not be fetched. It may grow: its rows are read as of the last call of
+    `pins`. `complete`: its last row is the last of all; not known of a file."""
 
     complete = True
 
@@ -59,21 +58,21 @@ class Place(Rows):
 
     @abstractmethod
     def pins(self, run: str, root_key: str) -> list[Pin]:
-        """Heads that others signed for, which the entries must pass through; `run` and root key are those of row 0."""
+        """Signed heads that the entries must pass through; `run` and root key are those of row 0."""
 
     @abstractmethod
     def signed_head(self) -> CertifiedHead | None: ...
 
     def certificates(self) -> tuple[protocol.SignedDocument, ...]:
-        """What the root key signed for this run's keys, as far as it is here."""
+        """The root key's certificates for this run's keys, as far as they are here."""
         return () if (found := self.signed_head()) is None else found.certificates
 
     def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:
-        """What may be remembered once all was verified up to `last`: no more than somebody answers for."""
+        """The newest head that may be remembered after a verification up to `last`."""
         return head_of(run, last)
 
     def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
-        """What a witness published, from every source that has it; nothing of it is verified yet."""
+        """What a witness published at the sources, not yet verified."""
         return []
 
     def missing_evidence(self) -> str:
@@ -82,26 +81,26 @@ class Place(Rows):
     def close(self) -> None: ...
 
 
-def open_place(where: str, wait_s: float = 3.0) -> Place:
+def open_ledger(where: str, wait_s: float = 3.0) -> LedgerSource:
     if "://" in where:
-        return HubPlace(where, wait_s)
+        return HubLedger(where, wait_s)
     path = Path(where)
     if path.is_dir():
-        return FolderPlace(path)
+        return FolderLedger(path)
     if path.is_file():
-        return FilePlace(path)
+        return FileLedger(path)
     raise UserError(f"{where} is no hub's address, no run's folder and no exported ledger")
 
 
-class HubPlace(Place):
+class HubLedger(LedgerSource):
     def __init__(self, where: str, wait_s: float) -> None:
-        self._client = HubClient.of_a_person(*hub_of(where, wait_s))
+        self._client = HubClient.of_a_person(*hub_address(where, wait_s))
         self._run = self._client.trusted_run()
         super().__init__(self._client.url, self._run.info.root_key)
         self._head = self._client.signed_ledger_head()
 
     def entries(self) -> Iterator[protocol.LedgerEntry]:
-        """Up to the head that was signed last: a running run continues meanwhile."""
+        """Up to the head that was signed last."""
         return served_rows(self._client, -1, int(self._head.document["index"]))
 
     def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
@@ -121,9 +120,9 @@ class HubPlace(Place):
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         found = self._manifests()
-        self._head = self._client.signed_ledger_head()  # after every other head: those of an honest hub are not ahead
+        self._head = self._client.signed_ledger_head()  # last, so that no other head of an honest hub is ahead
         if found is None:
-            self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
+            self.notes.append("no source of this run could be asked for policy manifests, which contain heads")
         head = protocol.LedgerHead.model_validate(self._head.document)
         return [Pin(head, "the hub's signed head", self._head), *(found or ())]
 
@@ -136,7 +135,7 @@ class HubPlace(Place):
         return *self._run.info.sources, *self._run.info.last_resort
 
     def _manifests(self) -> list[Pin] | None:
-        """From the first source that answers as the trainer would: a relay has fewer versions."""
+        """From the first source that answers with signatures of the trainer."""
         run, key = self._run.run, self._run.trainer_key
         for source in self._sources:
             try:
@@ -151,7 +150,7 @@ class HubPlace(Place):
         return None
 
     def _download(self, source: str, name: str, max_bytes: int) -> bytes | None:
-        """None where a source does not have it, or does not answer: that is noted."""
+        """None if a source does not have it, or does not answer (which is noted)."""
         try:
             check_url(source)
             return download(f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
@@ -166,7 +165,7 @@ class HubPlace(Place):
 
 
 def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.LedgerEntry]:
-    """The rows behind `after` up to `last`. Each must be the next one, or a hub could serve the same page for ever."""
+    """The rows behind `after` up to `last`. Each must be the next one, or a hub could serve one page for ever."""
     while after < last and (page := client.ledger(after, PAGE).entries):
         for entry in page:
             if entry.index != after + 1:
@@ -195,7 +194,7 @@ def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
     ]
 
 
-class FolderPlace(Place):
+class FolderLedger(LedgerSource):
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder.open(path)
         super().__init__(str(path), self._folder.root_key)
@@ -206,7 +205,7 @@ class FolderPlace(Place):
         self._look()
 
     def _look(self) -> None:
-        """One view of the whole database: the run may continue meanwhile."""
+        """One snapshot of the database: the run may continue meanwhile."""
         self._view.close()
         self.reader = self._view.enter_context(self._storage.read())
 
@@ -236,8 +235,8 @@ class FolderPlace(Place):
             except BroadcastError as error:
                 raise LedgerError(f"{path} is not a manifest that this run's trainer signed: {error}") from error
         if not found:
-            self.notes.append("origin/ has no policy manifest yet, which would carry a head")
-        self._look()  # after every other head: those of an honest run are not ahead
+            self.notes.append("origin/ has no policy manifest yet, which would contain a head")
+        self._look()  # last, so that no other head of an honest run is ahead
         return found
 
     def signed_head(self) -> CertifiedHead | None:
@@ -256,7 +255,7 @@ class FolderPlace(Place):
         return protocol.SignedDocument.model_validate_json(holding.lease.document), blobs.get(submission)
 
     def calibration(self, digest: str) -> protocol.Calibration | None:
-        """As a validator or the owner signed it; None if it is not kept, or is none."""
+        """As a validator or the owner signed it; None if it is not kept."""
         if (text := self.reader.setting(f"calibration/{digest}")) is None or protocol.document_hash(text) != digest:
             return None
         certificates = [*self._folder.certificates, *orders_of(self.reader).certificates]
@@ -265,7 +264,7 @@ class FolderPlace(Place):
         return protocol.open_document(signed, protocol.Calibration, {self._folder.root_key, *keys})
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
-        """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
+        """Credit and pending credit of each node by the hub's rows; None while entries wait to be appended."""
         if self.reader.outbox_length():
             return None
         return {row.node: (row.credit, row.pending) for row in self.reader.nodes()}
@@ -275,7 +274,7 @@ class FolderPlace(Place):
         self._storage.close()
 
 
-class FilePlace(Place):
+class FileLedger(LedgerSource):
     complete = False
 
     def __init__(self, path: Path) -> None:
@@ -385,12 +384,12 @@ def load_kept(run: str) -> KeptHead | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        remedy = "restore it, or remove it to begin anew"
+        remedy = "restore it, or remove it to begin again"
         raise ConfigError(f"cannot read the kept head {path}: {error}; {remedy}") from error
 
 
 def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocument | None) -> None:
-    """Remember the newest head that was verified, unless a newer one is known; `signed`: as the hub signed it."""
+    """Remember the newest verified head, unless a newer one is known; `signed`: as the hub signed it."""
     known = load_kept(head.run)
     if known is not None and known.index >= head.index:
         return
@@ -403,8 +402,8 @@ def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocume
 
 
 def read_head_file(path: Path, run: str) -> list[Pin]:
-    """Heads that the user kept: as `GET /ledger/head` answers, beside an export, as kept here, as a witness signed
-    them, or a worker's `heads.jsonl`. Who signed them does not matter: the user vouches for them."""
+    """Heads that the user kept: an answer of `GET /ledger/head`, the file beside an export, one kept here, one of a
+    witness, or a worker's `heads.jsonl`. The user vouches for them, so signatures do not matter."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -429,15 +428,15 @@ def _pin(data: bytes, source: str) -> Pin | None:
     return None
 
 
-def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
-    """Write the proof of a fork, if what is here proves it; what to add to the error."""
+def proven_fork(place: LedgerSource, keys: Keys, error: LedgerForked) -> str:
+    """Write the proof of a fork, if it can be proven; the addition to the error message."""
     if (head := place.signed_head()) is None or not isinstance(error.statement, protocol.SignedDocument):
         return ""
     certificates = {str(each.document.get("public_key")): each for each in place.certificates()} | keys.certificates
     rows = (entry for entry in place.entries() if entry.index >= error.index)
     try:
         path = save_proof(keys, tuple(certificates.values()), error.statement, head.head, list(islice(rows, MAX_ROWS)))
-    except ShoalError as nothing:  # a hub that does not help to prove it does not hide it, either
+    except ShoalError as nothing:  # the error stands without a proof
         return f" ({nothing})"
     return f". The proof is in {path}: it needs nobody's word; check it with shoal ledger verify {path}"
 
@@ -446,7 +445,7 @@ def save_proof(
     keys: Keys, certificates: tuple[protocol.SignedDocument, ...], first: protocol.SignedDocument,
     second: protocol.SignedDocument, entries: list[protocol.LedgerEntry],
 ) -> Path:  # fmt: skip
-    """The file with the proof; raises `LedgerError` if it is none. `entries`: the second one's rows."""
+    """Write the proof; `LedgerError` if it proves nothing. `entries`: the rows of the second statement's ledger."""
     last = second.document.get("index")
     between = tuple(entry for entry in entries if isinstance(last, int) and entry.index <= last)
     proof = ForkProof(
@@ -460,7 +459,7 @@ def save_proof(
 
 
 def read_proof(path: Path) -> str | None:
-    """What a proof shows, if the file is one rather than a ledger; raises `LedgerError` if it shows nothing."""
+    """What a proof shows, if the file is a proof and not a ledger; `LedgerError` if it shows nothing."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -1,7 +1,5 @@
 """Which demonstrations are trained on: rows, filters, the report, the corpus; their tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +18,9 @@ from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, ScoringFailure, UnusableTask
 from shoal.models import PromptEncoder, TextTokenizer
 from shoal.rewards import DirectScorer
-from shoal.rewards.panel import Piece
-from shoal.trainer.demonstrations.choosing import Asking, Course
+from shoal.rewards.panel import JudgedText
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder, Tokens
+from shoal.trainer.demonstrations.selection import EnvironmentFilters, Schedule
 
 HI = {"role": "user", "content": "hi"}
 HO = {"role": "assistant", "content": "ho"}
@@ -107,12 +105,12 @@ def test_verified_by_the_environment(tmp_path: Path) -> None:
         (held_out.prompt, held_out.answer, held_out.id): "held out: the environment holds this task out",
     }
     given = [{"prompt": prompt, "completion": said, "task": task} for prompt, said, task in rows]
-    _, outcome = chosen(tmp_path, given, asking=Asking(sort, Failing(sort)), verify=True)
+    _, outcome = chosen(tmp_path, given, environment_filters=EnvironmentFilters(sort, Failing(sort)), verify=True)
     assert reasons(outcome) == {number: why for number, why in enumerate(rows.values()) if why}
 
 
 def test_the_best_by_rank(tmp_path: Path) -> None:
-    def longest(pieces: Sequence[Piece]) -> list[Any]:
+    def longest(pieces: Sequence[JudgedText]) -> list[Any]:
         return [ScoringFailure("no") if piece.completion == "?" else float(len(piece.completion)) for piece in pieces]
 
     pairs = [("a", "x"), ("a", "xxx"), ("a", "xxx."), ("b", "y"), ("b", "yy"), ("b", "?")]
@@ -161,7 +159,7 @@ def after(role: str) -> dict[str, Any]:
         pytest.param([after("user"), after("assistant")], [], id="who says it"),
     ],
 )
-def test_what_tells_demonstrations_apart(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
+def test_digest_of_demonstrations(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
     assert sorted(chosen(tmp_path, rows, files=chat_files())[1].left_out) == left_out
 
 
@@ -184,18 +182,18 @@ def test_a_held_out_question_in_any_turn_is_left_out(tmp_path: Path) -> None:
     data = build(EnvironmentSettings(name="dataset", data=questions, options={"grader": "exact"}))
     asked, trained = data.tasks("held_out")[0].prompt, data.tasks("train")[0].prompt
     rows = [
-        talk(asked, "7"),
-        talk(asked, "7", "thanks", "welcome"),
-        talk("hi", "hello", asked.upper(), "7"),
+        talk(asked, "7"), talk(asked, "7", "thanks", "welcome"), talk("hi", "hello", asked.upper(), "7"),
         talk("hi", "hello", trained, "7"),
-    ]
-    assert sorted(chosen(tmp_path, rows, files=chat_files(), asking=Asking(data))[1].left_out) == [0, 1, 2]
+    ]  # fmt: skip
+    assert sorted(
+        chosen(tmp_path, rows, files=chat_files(), environment_filters=EnvironmentFilters(data))[1].left_out
+    ) == [0, 1, 2]
 
 
 def test_conversations_that_begin_with_one_question_are_on_one_side(tmp_path: Path) -> None:
     rows = [row for n in range(12) for row in (talk(f"q{n}", "a"), talk(f"Q{n}", "a", "and?", "b"))]
     corpus, _ = chosen(tmp_path, rows, files=chat_files())
-    aside = set(Course(validation=6).timetable(corpus.questions)[1].tolist())
+    aside = set(Schedule(validation=6).batches_of(corpus.questions)[1].tolist())
     assert len(aside) == 6
     assert all((number in aside) == (number ^ 1 in aside) for number in range(24))
 
@@ -216,7 +214,7 @@ def learnt(sequence: Tokens) -> list[int]:
     return sequence.ids[sequence.trained].tolist()
 
 
-def test_every_turn_of_a_conversation_is_learnt_in_one_sequence_but_those_that_are_given() -> None:
+def test_every_answer_of_a_conversation_is_trained_on_in_one_sequence() -> None:
     said = ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d!")
     (found,), (last,) = encode(*said), encode(*said, given=4)
     first = [SYS, *spelt("S"), END, USER, *spelt("a"), END, BOT]
@@ -244,10 +242,10 @@ def test_a_template_that_forgets_thinking_gives_each_turn_its_own_sequence() -> 
 def test_each_turn_stands_behind_the_very_prompt_of_a_rollout(turns: list[tuple[str, str]], template: str) -> None:
     said = tuple(message for user, bot in turns for message in (("user", user), ("assistant", bot)))
     found = encode(*said, template=template)
-    asking = PromptEncoder(chat_files(template))
+    prompts = PromptEncoder(chat_files(template))
     spans = []
     for index in range(1, len(said), 2):
-        asked = list(asking.encode(said[index - 1][1], said[: index - 1]))
+        asked = list(prompts.encode(said[index - 1][1], said[: index - 1]))
         spans.append((asked, [*spelt(said[index][1]), END]))
     for asked, answer in spans:  # some sequence has the prompt as its beginning and the answer, learnt, right after it
         size = len(asked)
@@ -266,7 +264,7 @@ def test_words_that_look_like_control_tokens_are_spelt_out() -> None:
 
 
 @pytest.mark.parametrize("template", [None, CHAT])
-def test_bare_text_is_learnt_whole_but_for_its_first_token(template: str | None) -> None:
+def test_bare_text_is_trained_on_except_its_first_token(template: str | None) -> None:
     encoder = Encoder(chat_files(template), PromptSettings(), "text")
     (found,) = encoder.encode(Demonstration(0, text="hey<|end|>"))
     assert found.ids.tolist() == [*spelt("hey<|end|>"), END]

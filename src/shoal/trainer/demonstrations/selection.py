@@ -1,12 +1,11 @@
-"""Which demonstrations are trained on, and when. Imports no torch.
+"""Which demonstrations are trained on, and in which order. Imports no torch.
 
-    rows ─read─► demonstrations ─encode─► candidates ─filter, filter, …─► corpus ─rank, if asked─► trained on
-      └ cannot be read: counted             └ left out: by which filter, and why
-    corpus ─► validation, by question ─┐
-           └► the others: epoch 0, an order by (seed, 0), cut into batches; epoch 1, …
+    rows ─read─► demonstrations ─encode─► filters, one after the other ─► ranking, if asked ─► corpus
+    corpus ─► validation set, by question
+           └► training set: shuffled by (seed, epoch), cut into batches
 
-A filter says of each candidate why it is left out, or nothing; each sees only what those before it have kept. Batches
-and rates are functions of the settings alone: a resume restores the number of the step.
+A filter gives a reason for each demonstration that it removes; it sees only those that the filters before it kept.
+Batches and learning rates depend on the settings and the step alone, so a resume restores only the step number.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import GeneratingEnvironment, prompt_digest, question_digest, task_digest, task_digests
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.rewards import Job, Scorer
-from shoal.rewards.panel import PartJudge, Piece
-from shoal.rewards.protocol import settled
+from shoal.rewards.panel import JudgedText, PartJudge
+from shoal.rewards.pool import score_all
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder
 from shoal.trainer.settings import LossName, TrainerSettings
 
@@ -46,17 +45,17 @@ FORMS = {
     "answer": r"(?s)<answer>.*\S.*</answer>",
 }
 READABLE, RANK = "readable", "rank"
-TOGETHER = 256  # candidates that a filter is asked about at a time; a process that is told to stop does so within them
+CHUNK = 256  # demonstrations given to a filter at a time; a request to stop is noticed between chunks
 SCHEMA = pa.schema({"ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()), "question": pa.int64()})
 
 
 class Interrupted(Exception):
-    """The process was told to stop while it was choosing. Nothing is kept of it."""
+    """The process was told to stop during the selection. Nothing is kept."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which demonstrations are wanted, as the command line says it."""
+class FilterOptions:
+    """Options of the command line that decide which demonstrations are kept."""
 
     max_tokens: int | None = None
     require: tuple[str, ...] = ()
@@ -78,16 +77,16 @@ class Choice:
 
 
 Filter = Callable[[Sequence[Demonstration]], list[str]]
+"""The reason to remove each demonstration; empty: it is kept."""
 
 
 def each_by(reason: Callable[[Demonstration], str]) -> Filter:
     return lambda candidates: [reason(each) for each in candidates]
 
 
-def cheap_filters(choice: Choice, most: float) -> dict[str, Filter]:
-    """Those that look at the demonstration alone, or at those before it."""
+def plain_filters(options: FilterOptions, max_tokens: float) -> dict[str, Filter]:
     first: dict[bytes, int] = {}
-    patterns = [(wanted, re.compile(FORMS.get(wanted, wanted))) for wanted in choice.require]
+    patterns = [(wanted, re.compile(FORMS.get(wanted, wanted))) for wanted in options.require]
 
     def form(each: Demonstration) -> str:
         return next((f"no {wanted} in it" for wanted, found in patterns if not found.search(each.completion)), "")
@@ -95,7 +94,8 @@ def cheap_filters(choice: Choice, most: float) -> dict[str, Filter]:
     def length(each: Demonstration) -> str:
         if not each.sequences:
             return "no token of it would be trained on"
-        return f"more than {most} tokens" if max(len(sequence.ids) for sequence in each.sequences) > most else ""
+        longest = max(len(sequence.ids) for sequence in each.sequences)
+        return f"more than {max_tokens} tokens" if longest > max_tokens else ""
 
     def duplicates(each: Demonstration) -> str:
         row = first.setdefault(each.digest, each.row)
@@ -105,58 +105,84 @@ def cheap_filters(choice: Choice, most: float) -> dict[str, Filter]:
 
 
 @dataclass(frozen=True)
-class Asking:
-    """Filters that ask the environment: which tasks it holds out, and what an answer is worth to it."""
+class EnvironmentFilters:
+    """Filters that ask the environment: is the task held out, and which reward does the answer get?"""
 
     environment: Environment
     scorer: Scorer | None = None
-    least: float = 1.0
+    min_reward: float = 1.0
 
     @cached_property
     def _held_out(self) -> tuple[set[bytes], list[GeneratingEnvironment]]:
-        """Of the environments that a recipe is made of: the digests of tasks that are listed, and those that draw."""
-        digests, drawing, waiting = set[bytes](), list[GeneratingEnvironment](), [self.environment]
-        for part in waiting:  # which grows
+        """Digests of listed held-out tasks, and the environments that generate theirs; parts of a mix included."""
+        digests, generating, waiting = set[bytes](), list[GeneratingEnvironment](), [self.environment]
+        for part in waiting:  # grows in the loop
             inner = part.inner if isinstance(part, Composed) else part
             if isinstance(inner, MixedEnvironment):
                 waiting += [each.environment for each in inner.parts]
             elif isinstance(inner, GeneratingEnvironment):
-                drawing.append(inner)
+                generating.append(inner)
             else:
                 digests |= set(task_digests(inner, "held_out"))
-        return digests, drawing
+        return digests, generating
 
-    def held_out(self, said: Demonstration) -> str:
-        """Every question of a conversation counts, not only the last, with what was said before it and without."""
-        prompts = [(text, said.messages[:index]) for index, (role, text) in enumerate(said.messages) if role == "user"]
-        asked = {said.question, *(question_digest(*each) for each in prompts)}
-        asked |= {prompt_digest(text) for text, _before in prompts or [(said.text, ())]}
-        listed, drawing = self._held_out
-        drawn = (part.holds_out(prompt) for part in drawing for prompt, _before in prompts)
-        return "" if asked.isdisjoint(listed) and not any(drawn) else "the environment holds this task out"
+    def held_out(self, demonstration: Demonstration) -> str:
+        """Every question of a conversation is compared, with and without the messages before it."""
+        messages = demonstration.messages
+        prompts = [(text, messages[:index]) for index, (role, text) in enumerate(messages) if role == "user"]
+        asked = {demonstration.question, *(question_digest(*each) for each in prompts)}
+        asked |= {prompt_digest(text) for text, _before in prompts or [(demonstration.text, ())]}
+        listed, generating = self._held_out
+        generated = (part.holds_out(prompt) for part in generating for prompt, _before in prompts)
+        return "" if asked.isdisjoint(listed) and not any(generated) else "the environment holds this task out"
 
     def verified(self, candidates: Sequence[Demonstration]) -> list[str]:
-        """The last words are scored as rollouts are; a failure of the machinery is no reward at all."""
+        """The last answer is scored like a rollout. A failure of the scoring machinery is not a low reward."""
         assert self.scorer is not None
         begun = prompt_settings_of(self.environment).thinking
         tasks = {index: task for index, each in enumerate(candidates) if (task := self._task(each))}
         jobs = [Job(task, candidates[index].completion.removeprefix(begun)) for index, task in tasks.items()]
         reasons = ["it names no task of the environment that asks this"] * len(candidates)
-        for index, score in zip(tasks, settled(self.scorer.scores, jobs) if jobs else (), strict=True):
+        for index, score in zip(tasks, score_all(self.scorer.scores, jobs) if jobs else (), strict=True):
             if isinstance(score, ScoringFailure):
                 reasons[index] = f"could not be scored: {' '.join(str(score).split())[:160]}"
             else:
-                reasons[index] = "" if score.value >= self.least else f"its reward is below {self.least:g}"
+                reasons[index] = "" if score.value >= self.min_reward else f"its reward is below {self.min_reward:g}"
         return reasons
 
-    def _task(self, said: Demonstration) -> str:
+    def _task(self, given: Demonstration) -> str:
         with suppress(EnvironmentSetupError):
-            return said.task if said.task and task_digest(self.environment.task(said.task)) == said.question else ""
+            asks = given.task and task_digest(self.environment.task(given.task)) == given.question
+            return given.task if asks else ""
         return ""
 
 
+class Ranking:
+    """A filter that removes only what cannot be judged. The worst are known at the end: `worst`."""
+
+    def __init__(self, judge: PartJudge) -> None:
+        self._judge, self._ranked = judge, list[tuple[float, int]]()  # minus the value, row
+
+    def __call__(self, candidates: Sequence[Demonstration]) -> list[str]:
+        answers = [after_thinking(each.completion) for each in candidates]
+        pieces = [
+            JudgedText(c.prompt, answer, history=c.messages[:-2]) for c, answer in zip(candidates, answers, strict=True)
+        ]
+        values, reasons = self._judge.values(pieces), [""] * len(candidates)
+        for number, value in enumerate(values):
+            if isinstance(value, ScoringFailure) or not math.isfinite(value):
+                reasons[number] = f"could not be judged: {value}"
+            else:
+                self._ranked.append((-value, candidates[number].row))
+        return reasons
+
+    def worst(self, share: float) -> list[int]:
+        """The rows beyond the best `share`; of equal values the later rows."""
+        return [row for _value, row in sorted(self._ranked)[math.ceil(share * len(self._ranked)) :]]
+
+
 class Corpus:
-    """The tokens that were chosen, as samples for the step, by number. `questions`: equal where they begin alike."""
+    """The selected tokens. `questions`: a number per sequence, equal where sequences begin with the same question."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
@@ -172,8 +198,8 @@ class Corpus:
         return len(self.questions)
 
     def sample(self, number: int) -> Sample:
-        """A sequence as the step takes it: what comes before the first token that is trained on is its prompt."""
-        from shoal.trainer.samples import Sample  # loads torch, which choosing does without
+        """A sequence as a training sample: its prompt is all that comes before the first trained token."""
+        from shoal.trainer.samples import Sample  # loads torch
 
         ids = self.table["ids"][number].values.to_numpy().astype(np.int64)
         trained = self.table["trained"][number].values.to_numpy(zero_copy_only=False)
@@ -182,8 +208,8 @@ class Corpus:
 
 
 @dataclass
-class Outcome:
-    """What left a row out, by its number: the filter and the reason. `filters` are those asked, in their order."""
+class FilterReport:
+    """Which filter removed which row, and why. `filters` are all that were asked, in order."""
 
     data: Demonstrations
     filters: tuple[str, ...]
@@ -194,7 +220,7 @@ class Outcome:
         return [row for row in range(self.data.rows) if row not in self.left_out]
 
     def lines(self) -> list[str]:
-        """For people: rows, what each filter left out with an example, and what is kept."""
+        """Rows read, rows removed by each filter with one example, rows kept."""
         counts = {"read": self.data.rows, **{f"- {name}": 0 for name in self.filters}, "kept": len(self.kept)}
         examples = dict[str, str]()
         for row, (name, reason) in sorted(self.left_out.items()):
@@ -204,37 +230,22 @@ class Outcome:
         return [f"  {name:<{width}}  {count:>9,}{examples.get(name, '')}" for name, count in counts.items()]
 
 
-def choose(
-    data: Demonstrations, encoder: Encoder, choice: Choice = Choice(), asking: Asking | None = None,
-    judge: PartJudge | None = None, progress: Callable[[int, int], None] = lambda _done, _total: None,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[Corpus, Outcome]:  # fmt: skip
-    """`asking` with an environment, `judge` for a rank. If nothing is left, the error says what left it out."""
-    ranked: list[tuple[float, int]] = []  # value and row; what is best is known at the end
+def select(
+    data: Demonstrations, encoder: Encoder, options: FilterOptions = FilterOptions(),
+    environment: EnvironmentFilters | None = None, judge: PartJudge | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None, interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[Corpus, FilterReport]:  # fmt: skip
+    """`judge` ranks, if `options` ask for it. If nothing is left, the error says which filters removed what."""
+    limits = [each for each in (options.max_tokens, encoder.positions) if each is not None]
+    filters, ranking = plain_filters(options, min(limits, default=math.inf)), Ranking(judge) if judge else None
+    filters |= {"held out": each_by(environment.held_out)} if environment else {}
+    filters |= {"verified": environment.verified} if environment and options.verify else {}
+    filters |= {RANK: ranking} if ranking else {}
+    report = FilterReport(data, (READABLE, *filters))
 
-    def rank(candidates: Sequence[Demonstration]) -> list[str]:
-        """Leaves out only what could not be judged."""
-        assert judge is not None
-        answers = [after_thinking(each.completion) for each in candidates]
-        pieces = [Piece(c.prompt, said, history=c.messages[:-2]) for c, said in zip(candidates, answers, strict=True)]
-        values, reasons = judge.values(pieces), [""] * len(candidates)
-        for number, value in enumerate(values):
-            if isinstance(value, ScoringFailure) or not math.isfinite(value):
-                reasons[number] = f"could not be judged: {value}"
-            else:
-                ranked.append((-value, candidates[number].row))
-        return reasons
-
-    limits = [each for each in (choice.max_tokens, encoder.positions) if each is not None]
-    filters = cheap_filters(choice, min(limits, default=math.inf))
-    filters |= {"held out": each_by(asking.held_out)} if asking else {}
-    filters |= {"verified": asking.verified} if asking and choice.verify else {}
-    filters |= {RANK: rank} if judge else {}
-    outcome = Outcome(data, (READABLE, *filters))
-
-    def candidates() -> Iterator[Demonstration]:
+    def encoded() -> Iterator[Demonstration]:
         for number, found in enumerate(data.read()):
-            if number % TOGETHER == 0:
+            if number % CHUNK == 0:
                 progress(number, data.rows)
                 if interrupted():
                     raise Interrupted
@@ -243,28 +254,28 @@ def choose(
                     raise found
                 yield replace(found, sequences=tuple(each for each in encoder.encode(found) if each.trained.any()))
             except UnusableTask as error:
-                outcome.left_out[number] = (READABLE, str(error))
+                report.left_out[number] = (READABLE, str(error))
 
-    tables, rows, waiting = [SCHEMA.empty_table()], list[int](), candidates()  # rows: that of each sequence
-    while left := list(islice(waiting, TOGETHER)):
+    tables, rows, waiting = [SCHEMA.empty_table()], list[int](), encoded()  # rows: the row of each sequence
+    while left := list(islice(waiting, CHUNK)):
         for name, reasons in filters.items():
             judged = list(zip(left, reasons(left) if left else (), strict=True))
-            outcome.left_out |= {each.row: (name, reason) for each, reason in judged if reason}
+            report.left_out |= {each.row: (name, reason) for each, reason in judged if reason}
             left = [each for each, reason in judged if not reason]
         kept = [(each, tokens) for each in left for tokens in each.sequences]
         columns = [[s.ids for _, s in kept], [s.trained for _, s in kept], [each.begins for each, _ in kept]]
         tables.append(pa.table(columns, schema=SCHEMA))
         rows += [each.row for each, _ in kept]
-    worst = sorted(ranked)[math.ceil((choice.best or 1) * len(ranked)) :]  # of equal ones the earlier row is the better
-    outcome.left_out |= {row: (RANK, "others are ranked higher") for _value, row in worst}
-    if not outcome.kept:
-        left_out = "; ".join(" ".join(line.split()) for line in outcome.lines())
+    worst = ranking.worst(options.best or 1) if ranking else []
+    report.left_out |= dict.fromkeys(worst, (RANK, "others are ranked higher"))
+    if not report.kept:
+        left_out = "; ".join(" ".join(line.split()) for line in report.lines())
         raise ConfigError(f"no demonstration is left: {left_out}")
-    mask = pa.array([row not in outcome.left_out for row in rows], pa.bool_())
-    return Corpus(pa.concat_tables(tables).filter(mask).combine_chunks()), outcome
+    mask = pa.array([row not in report.left_out for row in rows], pa.bool_())
+    return Corpus(pa.concat_tables(tables).filter(mask).combine_chunks()), report
 
 
-Numbers = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 VALIDATION_SHARE, MOST_VALIDATION = 20, 256
 LOSS: LossName = "cross_entropy"
 DEFAULTS = """
@@ -276,18 +287,17 @@ minibatches = 1
 checkpoint_every = 50
 evaluate_every = 50
 """
-"""Of the [trainer] table, where imitation wants others than RL."""
+"""Defaults of the [trainer] table that differ from those of RL."""
 HARMLESS = frozenset({"tracking", "checkpoint_every", "keep_checkpoints", "evaluate_every"})
-"""Settings that may be others when a warm start continues."""
+"""Settings that may change when a warm start is resumed."""
 USED = HARMLESS | {
     "learning_rate", "betas", "weight_decay", "warmup_steps", "grad_clip", "memory", "lora", "guards",
     "micro_batch_tokens", "device", "threads", "publish_dtype",
 }  # fmt: skip
-"""Settings of [trainer] that mean something here. The others are about rollouts, rewards and hubs."""
+"""Settings of [trainer] that a warm start uses. The others are about rollouts, rewards and hubs."""
 
 
 def refuse_unused(override: str) -> None:
-    """An override that would change nothing is a mistake."""
     table, key, *_ = [*override.partition("=")[0].strip().split("."), ""]
     if table != "trainer" or key in TrainerSettings.model_fields.keys() - USED:
         used = ", ".join(sorted(USED))
@@ -295,9 +305,9 @@ def refuse_unused(override: str) -> None:
 
 
 @dataclass(frozen=True)
-class Course:
-    """How long, in batches of how many sequences, in which order. `steps` ends it whatever the epochs; None: all of
-    them. At least `validation` sequences are kept for validation; None: a twentieth, 256 at most."""
+class Schedule:
+    """Number of epochs, batch size, order. `steps` ends training whatever the epochs say (None: after all epochs). At
+    least `validation` sequences are kept for validation (None: a twentieth, 256 at most)."""
 
     epochs: int = 1
     steps: int | None = None
@@ -305,9 +315,9 @@ class Course:
     seed: int = 0
     validation: int | None = None
 
-    def timetable(self, questions: Numbers) -> tuple[tuple[Numbers, ...], Numbers]:
-        """The sequences of every step, and those that are kept for validation; `questions` are those of all."""
-        # Those of the lowest questions, each with all its answers, until they are enough.
+    def batches_of(self, questions: Indices) -> tuple[tuple[Indices, ...], Indices]:
+        """The sequences of each step, and those kept for validation."""
+        # Validation takes whole questions, the lowest numbers first, with all their answers.
         share = min(len(questions) // VALIDATION_SHARE, MOST_VALIDATION)
         wanted = share if self.validation is None else self.validation
         asked, answers = np.unique(questions, return_counts=True)
@@ -315,20 +325,20 @@ class Course:
         aside = np.flatnonzero(np.isin(questions, asked[:enough])).astype(np.int64)
         others = np.setdiff1d(np.arange(len(questions)), aside)
         if not len(others):
-            told = "sequences are kept for validation: lower --validation, or give more"
-            raise ConfigError(f"all {len(questions)} {told}")
-        # As even as can be: a last batch of one sequence would weigh as much as one of many.
+            details = "sequences are kept for validation: lower --validation, or give more"
+            raise ConfigError(f"all {len(questions)} {details}")
+        # Equal sizes: a last batch of one sequence would weigh as much as a full one.
         batches = math.ceil(len(others) / self.batch)
 
-        def in_order() -> Iterator[Numbers]:
+        def in_order() -> Iterator[Indices]:
             for epoch in range(self.epochs) if self.steps is None else count():
-                # The raw bits of a counter-based generator: the same on every machine and in every version.
+                # Raw bits of a counter-based generator are the same on every machine and in every version.
                 shuffle = np.random.Philox(key=[self.seed, epoch]).random_raw(len(others))
                 yield from np.array_split(others[np.argsort(shuffle, kind="stable")], batches)
 
         return tuple(islice(in_order(), self.steps)), aside
 
     def rate_factor(self, step: int, steps: int, warmup: int) -> float:
-        """What the rate of a step is multiplied by: 1 while it warms up, then a cosine to almost 0."""
+        """Factor of the learning rate: 1 during warm-up, then a cosine to almost 0."""
         done = max(0, step - warmup) / max(1, steps - warmup)
         return 0.5 * (1.0 + math.cos(math.pi * done))

@@ -1,9 +1,6 @@
-"""A real hub behind real sockets, and keys that talk to it by hand: whoever attacks it need not use our client."""
-
-from __future__ import annotations
+"""A real hub behind real sockets, and keys that talk to it by hand: an attacker need not use our client."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +11,21 @@ import msgspec
 import zstandard
 
 from kit import eventually
-from kit.hub import TOKENS_PER_ROLLOUT, Actor, code_of, fresh_request, ok, verdict_on
+from kit.hub import Actor, code_of, fresh_request, ok, submission, verdict_on
+from kit.roles import Sections, prepared, running_roles
 from shoal import protocol
 from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe
-from shoal.run.roles import run_role
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.stop import StopToken
 
 START_S = 60.0
-GROUP, TOKENS = 2, TOKENS_PER_ROLLOUT
-RECIPE: dict[str, dict[str, Any]] = {
-    "run": {"steps": 3, "groups_per_step": 16, "group_size": GROUP, "max_staleness": 1, "max_new_tokens": 8},
+RECIPE: Sections = {
+    "run": {"steps": 3, "groups_per_step": 16, "group_size": 2, "max_staleness": 1, "max_new_tokens": 8},
     "hub": {"port": 0, "leases_per_node": 16},
     "relay": {"count": 0},
 }
 POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
+__all__ = ["ok", "submission"]  # imported from here
 refusal = code_of
 
 
@@ -48,16 +43,16 @@ class Hub:
     def status(self) -> protocol.RunStatus:
         return protocol.RunStatus.model_validate_json(ok(self.http.get("/status")).content)
 
-    def caller(self, key: protocol.SigningKey | None = None) -> Caller:
+    def caller(self, key: protocol.SigningKey | None = None) -> "Caller":
         return Caller(self, key or protocol.SigningKey.generate())
 
-    def worker(self, name: str = "") -> Caller:
+    def worker(self, name: str = "") -> "Caller":
         """Somebody with a fresh key who has registered with it."""
         caller = self.caller()
         ok(caller.register(name=name))
         return caller
 
-    def trusted(self, name: str, role: protocol.Role) -> Caller:
+    def trusted(self, name: str, role: protocol.Role) -> "Caller":
         caller = self.caller(self.folder.key(name))
         ok(caller.register(role, certificate=self.folder.certificate(name)))
         return caller
@@ -93,19 +88,6 @@ class Caller(Actor):
         assert not reply.get("refused"), reply
 
 
-def submission(lease: protocol.Lease, **changes: Any) -> dict[str, Any]:
-    """What one may hand in for a lease, before it is packed: a dictionary, for it may also be what no one may."""
-    rollout = {
-        "tokens": protocol.pack_tokens(range(TOKENS)), "logprobs": protocol.pack_logprobs([-0.5] * TOKENS),
-        "finish": "eos",
-    }  # fmt: skip
-    return {
-        "format": protocol.SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease,
-        "unit": lease.unit, "incarnation": 0, "version": lease.policy.version, "policy_digest": lease.policy.digest,
-        "prompt": protocol.pack_tokens(lease.prompt_ids), "rollouts": [rollout] * len(lease.seeds), **changes,
-    }  # fmt: skip
-
-
 def packed(value: Any) -> bytes:
     return zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(value))
 
@@ -113,15 +95,9 @@ def packed(value: Any) -> bytes:
 @contextmanager
 def running_hub(folder: Path, **changes: dict[str, Any]) -> Iterator[Hub]:
     """A hub with policy 0 announced."""
-    recipe = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {*RECIPE, *changes}}
-    run = RunFolder.prepare(folder, Recipe.model_validate(recipe))
-    url, stop = run.assign_endpoints().hub, StopToken()
-    with ThreadPoolExecutor(max_workers=1) as thread, httpx.Client(base_url=url, timeout=30) as http:
-        role = thread.submit(run_role, run, "hub", stop)
-        try:
-            yield begun(run, http, role.done)
-        finally:
-            stop.set("the test ends")
+    run = prepared(folder, RECIPE, **changes)
+    with running_roles(run, "hub") as roles, httpx.Client(base_url=run.endpoints.hub, timeout=30) as http:
+        yield begun(run, http, roles["hub"].done)
 
 
 def begun(run: RunFolder, http: httpx.Client, has_ended: Callable[[], bool]) -> Hub:

@@ -1,9 +1,7 @@
-"""Lies about a broadcast: documents that no honest origin would write, and servers that never do what they should.
+"""A forged broadcast: documents that no honest origin would write, and servers that never do what they should.
 
 `sign` makes such documents with the right key: signatures alone must not be enough.
 """
-
-from __future__ import annotations
 
 import random
 import socket
@@ -27,13 +25,10 @@ def tensors_of(seed: int, size: int = 4000) -> list[TensorView]:
     """One tensor; from one seed to the next, one value in a hundred changes."""
     values = bytearray(random.Random(0).randbytes(2 * size))
     for step in range(1, seed + 1):
-        dice = random.Random(step)
+        rng = random.Random(step)
         for _ in range(size // 100):
-            values[2 * dice.randrange(size)] ^= 1
+            values[2 * rng.randrange(size)] ^= 1
     return [TensorView("weight", "BF16", (size,), memoryview(bytes(values)))]
-
-
-# ── documents that no honest origin would write ──────────────────────────────────────────────────────────────────
 
 
 def sign(document: Document, key: SigningKey = KEY) -> bytes:
@@ -91,9 +86,6 @@ def head_of(manifest: PolicyManifest, data: bytes, **changes: Any) -> BroadcastH
 def write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-
-
-# ── servers that never do what they should ───────────────────────────────────────────────────────────────────────
 
 
 def repeating(head: bytes, again: bytes) -> Handler:

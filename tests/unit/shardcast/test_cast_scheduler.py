@@ -1,7 +1,5 @@
 """What to fetch from whom: decided in simulated time, with sources that are slow, dead, behind or lying."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,10 +15,10 @@ from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection
-from shoal.shardcast.limits import FEW_FLIGHTS
+from shoal.shardcast.limits import FEW_ATTEMPTS
 from shoal.shardcast.manifest import offered
-from shoal.shardcast.plan import Plan, Question, SourceScores
-from shoal.shardcast.pool import ask_for_map
+from shoal.shardcast.pool import fetch_map
+from shoal.shardcast.scheduler import MapRequest, Scheduler, SourceScores
 
 A, B, ORIGIN = "http://a:1", "http://b:1", "http://origin:1"
 CHUNKS = chunks_of(40)
@@ -44,7 +42,7 @@ def following(
     return world, node, *sources
 
 
-def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again_later() -> None:
+def test_source_without_maps_that_lacks_a_chunk_is_asked_again_later() -> None:
     world, node, source = following(Source(A, hashes(0, 39), maps=False))
     assert not world.run(10)
     assert node.kept == hashes(0, 39)
@@ -53,7 +51,7 @@ def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again
     assert world.run(5)
 
 
-def test_what_was_asked_for_a_moment_ago_is_not_held_by_every_connection() -> None:
+def test_a_requested_chunk_is_not_requested_on_other_connections() -> None:
     """Before its map has come, a relay gets one request: it might be held until the chunk is there."""
     world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE / 10, silent=True))
     for _ in range(40):
@@ -61,19 +59,19 @@ def test_what_was_asked_for_a_moment_ago_is_not_held_by_every_connection() -> No
     assert len(source.sending) == 1
     for _ in range(40):  # a second without a map: it is taken to have everything
         world.step()
-    assert len(source.sending) == FEW_FLIGHTS < node.connections
+    assert len(source.sending) == FEW_ATTEMPTS < node.connections
 
 
 @pytest.mark.parametrize(("rate", "slow"), [(SIZE / 2, True), (20 * SIZE, False)])
 def test_a_link_carries_as_many_chunks_at_a_time_as_it_bears(rate, slow, monkeypatch):
     """Eight at once over a slow link would all be late, be given up together, and begin again for ever."""
-    monkeypatch.setattr("shoal.shardcast.plan.FLIGHT_BYTES_S", SIZE)  # what one flight should get
+    monkeypatch.setattr("shoal.shardcast.scheduler.ATTEMPT_BYTES_S", SIZE)  # what one attempt should get
     world, node, source = following(Source(A, set(ALL), rate_bytes_s=rate), connections=8)
     seen = 0
     while len(node.kept) < 12:
         world.step()
         seen = max(seen, len(source.sending))
-    assert seen <= FEW_FLIGHTS if slow else seen > 2 * FEW_FLIGHTS
+    assert seen <= FEW_ATTEMPTS if slow else seen > 2 * FEW_ATTEMPTS
 
 
 @pytest.mark.parametrize(("count", "most"), [(2, 1.05), (3, 1.12), (4, 1.2)])
@@ -122,12 +120,12 @@ def test_a_chunk_at_a_source_that_stalls_is_fetched_from_the_other() -> None:
     while not stalled.sending:
         world.step()
     stalled.rate_bytes_s = 0.0
-    slow = {flight.chunk.hash for flight in stalled.sending}
+    slow = {attempt.chunk.hash for attempt in stalled.sending}
     assert world.run(20)
     assert slow <= set(other.asked)
     world.step()  # what lost the race is called off at the next look
     assert not stalled.sending
-    assert node.plan.progress()[0] == len(CHUNKS) * SIZE
+    assert node.scheduler.progress()[0] == len(CHUNKS) * SIZE
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -162,7 +160,7 @@ def test_the_last_resort_helps_when_nobody_else_can(trouble: str) -> None:
     assert len(origin.asked) == (30 if trouble == "lacking" else 40)
 
 
-def test_what_a_relay_announces_is_waited_for_before_the_last_resort_is_asked() -> None:
+def test_announced_chunk_is_waited_for_before_the_last_resort_is_asked() -> None:
     world, _, relay, origin = following(
         Source(A, set(), announces=set(ALL)), Source(ORIGIN, set(ALL), maps=False), last_resort=[ORIGIN]
     )
@@ -232,7 +230,7 @@ def test_whatever_others_do_the_honest_ones_suffice(others, honest, seed):
     node.want(manifest_of(chunks))
     assert world.run(300), node.scores.describe()
     assert node.kept == {chunk.hash for chunk in chunks}
-    assert all(flight.lost for flight in node.flights if flight.source)
+    assert all(attempt.cancelled for attempt in node.attempts if attempt.source)
 
 
 # Maps of who has what: their bits, what they decide, and asking for one
@@ -241,25 +239,25 @@ ELEVEN = CHUNKS[:11]
 PLACE = (0, 1)
 
 
-def plan_of(*manifests: PolicyManifest) -> Plan:
+def scheduler_of(*manifests: PolicyManifest) -> Scheduler:
     """Of these all is wanted, and none of it is on this disk."""
     scores = SourceScores([])
-    plan = Plan(scores, 4, random.Random(0))
+    scheduler = Scheduler(scores, 4, random.Random(0))
     for manifest in manifests:
-        plan.want(manifest, offered(manifest), 0.0)
-    while (flight := plan.take(0.0)) is not None:
-        plan.land(flight, False)
+        scheduler.want(manifest, offered(manifest), 0.0)
+    while (attempt := scheduler.next_attempt(0.0)) is not None:
+        scheduler.finish(attempt, False)
     scores.set_sources([A])
-    return plan
+    return scheduler
 
 
-def taken(plan: Plan) -> list[Chunk]:
-    """What the plan fetches from A, in order."""
+def taken(scheduler: Scheduler) -> list[Chunk]:
+    """What the scheduler fetches from A, in order."""
     found = []
-    while (flight := plan.take(0.5)) is not None:
-        assert flight.source == A
-        found.append(flight.chunk)
-        plan.land(flight, True)
+    while (attempt := scheduler.next_attempt(0.5)) is not None:
+        assert attempt.source == A
+        found.append(attempt.chunk)
+        scheduler.finish(attempt, True)
     return found
 
 
@@ -268,9 +266,9 @@ def test_exactly_those_chunks_are_asked_for_whose_bits_are_set(flags: list[bool]
     """The least significant bit first; SOON, the second half, is no offer."""
     chunks = chunks_of(len(flags))
     half = sum(flag << index for index, flag in enumerate(flags)).to_bytes(-(-len(flags) // 8), "little")
-    plan = plan_of(manifest_of(chunks))
-    plan.see(A, PLACE, half + b"\xff" * len(half), 0.0, 0.0)
-    asked = taken(plan)
+    scheduler = scheduler_of(manifest_of(chunks))
+    scheduler.update_map(A, PLACE, half + b"\xff" * len(half), 0.0, 0.0)
+    asked = taken(scheduler)
     assert len(asked) == len(set(asked)) == sum(flags)
     assert set(asked) == {chunk for chunk, flag in zip(chunks, flags, strict=True) if flag}
 
@@ -279,26 +277,26 @@ def test_newer_versions_come_first_and_of_each_the_deltas() -> None:
     base = PolicyRef(incarnation=0, version=0, digest="b" * 64)
     delta = Delta(base=base, size_bytes=2000, chunks=ELEVEN[2:4])
     old = manifest_of(ELEVEN[:2]).model_copy(update={"deltas": (delta,)})
-    plan = plan_of(old, manifest_of(ELEVEN[4:8], version=2))
+    scheduler = scheduler_of(old, manifest_of(ELEVEN[4:8], version=2))
     for version, body in ((1, b"\xff\xff"), (2, b"\xff\xff")):
-        plan.see(A, (0, version), body, 0.0, 0.0)
-    asked = taken(plan)
+        scheduler.update_map(A, (0, version), body, 0.0, 0.0)
+    asked = taken(scheduler)
     assert [set(asked[:4]), set(asked[4:6]), set(asked[6:])] == [set(ELEVEN[4:8]), set(ELEVEN[2:4]), set(ELEVEN[:2])]
 
 
 def test_a_chunk_of_two_versions_is_looked_up_in_the_newer() -> None:
-    plan = plan_of(manifest_of(ELEVEN), manifest_of(ELEVEN[:3], version=2))
-    plan.see(A, PLACE, bytes([255, 7, 0, 0]), 0.0, 0.0)
-    plan.see(A, (0, 2), bytes([0, 0]), 0.0, 0.0)
-    assert set(taken(plan)) == set(ELEVEN[3:])
+    scheduler = scheduler_of(manifest_of(ELEVEN), manifest_of(ELEVEN[:3], version=2))
+    scheduler.update_map(A, PLACE, bytes([255, 7, 0, 0]), 0.0, 0.0)
+    scheduler.update_map(A, (0, 2), bytes([0, 0]), 0.0, 0.0)
+    assert set(taken(scheduler)) == set(ELEVEN[3:])
 
 
 def ask(source: ScriptedSource) -> bytes | None:
     with closing(Connection(source.url, StopToken())) as connection:
-        return ask_for_map(connection, Question((2, 31), 11, 5, 2.5))
+        return fetch_map(connection, MapRequest((2, 31), 11, 5, 2.5))
 
 
-def test_a_map_is_asked_for_by_version_and_count_and_a_wrong_or_huge_one_is_refused_unread(lab: Lab) -> None:
+def test_map_request_names_version_and_count_and_a_map_of_wrong_size_is_refused_unread(lab: Lab) -> None:
     source = lab.source(says(b"abcd"))
     assert ask(source) == b"abcd"
     assert source.seen == ["/have/2.31?count=5&wait_s=2.5"]

@@ -1,6 +1,6 @@
 """The built-in tiny policy: a Qwen3 decoder of 170,000 weights and a tokenizer of 96 characters, large enough to sort
-digits and small enough to be trained on one CPU core. Its embeddings are not tied: one trap fewer for engines that keep
-a copy of the head. scripts/make_tiny_policy.py makes its weights."""
+digits and small enough to train on one CPU core. Its embeddings are not tied. scripts/make_tiny_policy.py makes its
+weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT_TOKENS = 256
 
 
 def build_tokenizer() -> Tokenizer:
-    """One token per character; what it does not know becomes <unk>."""
+    """One token per character; unknown characters become <unk>."""
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -33,7 +33,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_config() -> str:
-    """tokenizer_config.json: what `AutoTokenizer` wants to know beside tokenizer.json."""
+    """tokenizer_config.json, which `AutoTokenizer` needs besides tokenizer.json."""
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT_TOKENS, "pad_token": "<pad>",
         "eos_token": "<eos>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False,
@@ -42,7 +42,7 @@ def tokenizer_config() -> str:
 
 
 def build_tiny(seed: int = 0, **changes: Any) -> Any:
-    """An untrained tiny policy, the same for the same seed; `changes` override its configuration (tests tie it)."""
+    """An untrained tiny policy, determined by the seed; `changes` override its configuration."""
     values: dict[str, Any] = {
         "vocab_size": len(VOCABULARY), "max_position_embeddings": CONTEXT_TOKENS, "hidden_size": 64,
         "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2,
