@@ -130,7 +130,7 @@ def test_completions_are_in_the_order_of_requests_and_seeds(engine, tiny):
 
 
 def test_progress_of_each_group_is_told_after_every_token_or_window(engine, tiny, request):
-    """So that work which has become useless ends there: with the window, which lasts a tenth of a second on a CPU, or
+    """So that work which has become useless ends there: with the window, which lasts a fifth of a second on a CPU, or
     with the next token. The scripted engine draws one completion after the other."""
     most = {"paged": WINDOW, "torch": WINDOW, "scripted": SAMPLING.max_new_tokens}
     steps = most.get(request.node.callspec.params["made"], 1)

@@ -22,7 +22,7 @@ from shoal.engines.paged import PagedDecoder, PagePool
 from shoal.sampling.sampler import sample
 from shoal.sampling.stream import uniforms_at
 
-WINDOW_S = 0.1  # a window lasts at most so long, or one step: who is told may end the call
+WINDOW_S = 0.2  # a window lasts at most so long, or one step: who is told may end the call
 LOGIT_ELEMENTS = 2**23
 
 
