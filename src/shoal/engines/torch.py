@@ -247,9 +247,8 @@ class TorchEngine:
             pages = None if any(request.respond for request in drawing.requests) else self._paged()
             if pages is not None and left:
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-                pages = (
-                    pages if max(map(len, prompts)) <= at_once else None
-                )  # the plain path computes pieces of a prompt
+                if max(map(len, prompts)) > at_once:
+                    pages = None  # the plain path computes a prompt in pieces
             most = min(self._max_rows, at_once)
             while pages is not None and left and (most := min(most, self._paged_tokens // tokens)):
                 batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy, at_once)
