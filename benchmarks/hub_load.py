@@ -1,13 +1,15 @@
-"""What does one hub process carry?
+"""What does a hub carry?
 
-    python benchmarks/hub_load.py [--workers 1000] [--minutes 5] [--group-s 20] [--heartbeat-s 5] [--database postgresql://…]
+    python benchmarks/hub_load.py [--workers 1000] [--minutes 5] [--group-s 20] [--heartbeat-s 5] [--postgres --hubs 2]
 
-A real hub process over real HTTP on this machine: workers that lease, take their time, submit and send heartbeats, each
+Real hub processes over real HTTP on this machine: workers that lease, take their time, submit and send heartbeats, each
 request signed; a validator that fetches every submission and judges it; a trainer that asks for batches and their
-rollouts and announces versions. Beside it, in the same run and with the same client, a bare endpoint of the same
-framework (POST, JSON in, JSON out) in one process: the ratio says what signatures, nonces, decisions and disk cost.
+rollouts and announces versions. Beside it, in the same run and with the same client, a bare endpoint (Starlette on
+uvicorn: POST, JSON in, JSON out) in one process: the ratio says what signatures, nonces and decisions cost.
 
-Reported: latencies of lease and submit, requests a second, requests for each second of the hub's processor time, its
+`--postgres` starts a PostgreSQL server of its own, with fsync; `--database` names another. Several hubs share it.
+
+Reported: latencies of lease and submit, requests a second, requests for each second of the hubs' processor time, their
 memory over time. Afterwards the database is opened and compared with what was promised: nothing may be lost.
 """
 
@@ -15,14 +17,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from load_parts.fleet import Fleet
-from load_parts.servers import RUN, Server, key_of
+from load_parts.servers import RUN, Server, children_cpu_s, key_of
 from load_parts.wire import Latencies, Wire
 
 from shoal import ledger
@@ -43,39 +47,53 @@ def main() -> None:
     parser.add_argument("--group-s", type=float, default=20.0, help="seconds that a group takes a worker, on average")
     parser.add_argument("--heartbeat-s", type=float, default=5.0)
     parser.add_argument("--database", default="", help="postgresql://…; else SQLite")
+    parser.add_argument("--postgres", action="store_true", help="a PostgreSQL server for this run alone")
+    parser.add_argument("--hubs", type=int, default=1, help="how many share the database")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        hub = Server.start("hub", f"{folder}/hub", options.database)
-        try:
-            measure(hub, options)
-        finally:
-            hub.stop()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        database = None
+        if options.postgres:
+            sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+            from kit.postgres import running_cluster
+
+            database = stack.enter_context(running_cluster(fsync=True))
+            options.database = database.create()
+        with contextlib.ExitStack() as serving:
+            hubs = []
+            for _ in range(options.hubs):
+                hubs.append(Server.start("hub", f"{folder}/hub", options.database))
+                serving.callback(hubs[-1].stop)
+            measure(hubs, options, database.pid if database else None)
         check(Path(folder) / "hub", options.database, options.receipts)
 
 
-def measure(hub: Server, options: argparse.Namespace) -> None:
-    fleet = Fleet(*hub.host_and_port, options.workers, options.group_s, options.heartbeat_s)
+def measure(hubs: list[Server], options: argparse.Namespace, database: int | None) -> None:
+    fleet = Fleet([hub.host_and_port for hub in hubs], options.workers, options.group_s, options.heartbeat_s)
     memory: list[tuple[float, float]] = []
     seconds = options.minutes * 60
 
-    async def watched() -> tuple[float, float]:
-        watching = asyncio.create_task(watch_memory(hub, memory))
+    def used() -> list[float]:
+        return [*(hub.cpu_s() for hub in hubs), time.process_time(), children_cpu_s(database) if database else 0.0]
+
+    async def watched() -> tuple[float, list[float]]:
+        watching = asyncio.create_task(watch_memory(hubs[0], memory))
         running = asyncio.create_task(fleet.run(WARM_UP_S + options.workers / 100, seconds))
         while not fleet.latencies.on and not running.done():
             await asyncio.sleep(0.05)
-        began_s, used_s, own_s = time.monotonic(), hub.cpu_s(), time.process_time()
+        began_s, before = time.monotonic(), used()
         while fleet.latencies.on and not running.done():
             await asyncio.sleep(0.05)
-        took_s, cpu_s = time.monotonic() - began_s, hub.cpu_s() - used_s
-        print(f"(this client used {(time.process_time() - own_s) / took_s:.2f} of a core)")
+        took_s, after = time.monotonic() - began_s, used()
         await running
         watching.cancel()
-        return took_s, cpu_s
+        return took_s, [now_s - then_s for then_s, now_s in zip(before, after, strict=True)]
 
-    took_s, cpu_s = asyncio.run(watched())
-    report(fleet, took_s, cpu_s)
+    took_s, spent = asyncio.run(watched())
+    print(f"(this client used {spent[-2] / took_s:.2f} of a core, the database {spent[-1] / took_s:.2f})")
+    report(fleet, took_s, sum(spent[: len(hubs)]))
     print_memory(memory)
-    compare(hub, options)
+    compare(hubs[0], options)
     options.receipts = fleet.receipts
 
 
@@ -96,8 +114,8 @@ def report(fleet: Fleet, took_s: float, cpu_s: float) -> None:
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
         rate, p50 = len(ordered) / took_s, statistics.median(ordered)
         print(f"| {kind} | {rate:.1f} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.0f} |")
-    print(f"\n{total / took_s:.0f} requests/s; the hub used {cpu_s / took_s:.2f} of a core: ", end="")
-    print(f"{total / cpu_s:.0f} requests for each second of its processor time")
+    print(f"\n{total / took_s:.0f} requests/s; {len(fleet.hubs)} hub(s) used {cpu_s / took_s:.2f} of a core: ", end="")
+    print(f"{total / cpu_s:.0f} requests for each second of processor time")
     print(f"answered otherwise than 2xx: {found.refused or 'nothing'}")
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/simulated_fleet.py [--workers 10000] [--minutes 60] [--group-s 300] [--seed 0]
 
-The real hub services and decisions over SQLite in memory, under a manual clock (`tests/kit/simulator`): workers of all
+The real hub services and decisions over SQLite in memory, under a manual clock (`src/shoal/simulator`): workers of all
 paces that come, die and come back, some that lie and return with fresh keys, some that sit on leases; four validators;
 a trainer that dies now and then; a hub that is restarted every ten minutes. A worker needs five minutes for a group, as
 with a large model; heartbeats come every ten seconds. At the end every invariant is checked (`simulator.invariants`),
@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from kit.simulator import Scenario, Simulation, WorkerKind, problems
 from shoal.hub import HubSettings, RunSettings
+from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 
 def scenario(workers: int, minutes: float, group_s: float, seed: int) -> Scenario:

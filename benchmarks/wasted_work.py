@@ -18,7 +18,6 @@ because its unit had gone to somebody else. Both columns are of the same run of 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +27,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from kit.simulator import Scenario
-from kit.simulator.simulation import TOKENS, SimulatedTrainer, SimulatedValidator
-from kit.simulator.world import World
 from shoal.engines.groups import submission_of
 from shoal.engines.protocol import Completion
 from shoal.hub import HubSettings, RunSettings
@@ -41,6 +35,9 @@ from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import pacing
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
+from shoal.simulator import Scenario
+from shoal.simulator.simulation import TOKENS, SimulatedTrainer, SimulatedValidator
+from shoal.simulator.world import World
 
 FLEET = (("fast", 8, 2.0), ("middling", 8, 8.0), ("slow", 4, 40.0))
 UNITS = 8

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.cli.main import app as cli
-from shoal.hub.http.routes import TABLE
+from shoal.hub.service.calls import TABLE
 from shoal.run.recipe import Recipe
 from shoal.trainer.guards import GuardRule, GuardSettings
 from shoal.validator import checks, verdicts

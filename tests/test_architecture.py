@@ -21,7 +21,7 @@ SRC = Path(__file__).parent.parent / "src"
 LAYERS = [
     {"cli"},
     {"run"},
-    {"dashboard"},
+    {"dashboard", "simulator"},
     {"trainer", "worker", "validator", "hub"},
     {"evaluation", "adversary"},
     {"engines", "client", "rewards"},
@@ -357,7 +357,7 @@ RATCHETS = {
     "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 19,
-    "test lines": 54_000,
+    "test lines": 54_330,
 }
 
 

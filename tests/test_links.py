@@ -1,7 +1,5 @@
 """Links between pages lead somewhere: the file exists, and the heading that is named after `#`."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

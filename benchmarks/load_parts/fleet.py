@@ -51,8 +51,7 @@ _DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dty
 class Fleet:
     """Everybody; `receipts` are those given, by submission, `judged` how many verdicts were taken."""
 
-    host: str
-    port: int
+    hubs: list[tuple[str, int]]  # workers are spread over them; the validator and the trainer ask the first
     workers: int
     group_s: float
     heartbeat_s: float = 5.0
@@ -62,8 +61,8 @@ class Fleet:
     steps: int = 0
     stopping: bool = False
 
-    def wire(self, key: SigningKey) -> Wire:
-        return Wire(self.host, self.port, RUN, key, self.latencies)
+    def wire(self, key: SigningKey, number: int = 0) -> Wire:
+        return Wire(*self.hubs[number % len(self.hubs)], RUN, key, self.latencies)
 
     async def run(self, warm_up_s: float, seconds: float) -> None:
         """Warm up, measure for `seconds`, then hand in and judge what is out."""
@@ -99,7 +98,7 @@ class Fleet:
 
     async def _worker(self, number: int) -> None:
         dice = random.Random(number)
-        wire, pulse = self.wire(key_of(f"worker-{number}")), self.wire(key_of(f"worker-{number}"))
+        wire, pulse = (self.wire(key_of(f"worker-{number}"), number) for _ in range(2))
         await asyncio.sleep(dice.uniform(0, self.workers / 100))
         await self._register(wire)
         beating = asyncio.create_task(self._beat(pulse, dice))

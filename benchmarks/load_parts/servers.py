@@ -8,6 +8,7 @@ Both print their URL once they answer, and end with their input.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,12 +18,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
-from kit.simulator.world import NumberedTasks
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
+from shoal.simulator.world import NumberedTasks
 
 RUN = "load"
 READY_S = 60.0
@@ -66,11 +65,11 @@ def serve_bare() -> None:
     import uvicorn
 
     from load_parts.bare import app
+    from shoal.runtime.http import bind
 
     config = uvicorn.Config(app, port=0, log_level="warning", access_log=False)
     server = uvicorn.Server(config)
-    listener = config.bind_socket()
-    listener.listen(512)
+    listener = bind("127.0.0.1", 0, "bare", StopToken())  # as the hub's: with Nagle's algorithm off
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     stop = _stop_with_input()
     threading.Thread(target=lambda: (stop.wait(10**6), setattr(server, "should_exit", True)), daemon=True).start()
@@ -87,6 +86,20 @@ def _stop_with_input() -> StopToken:
 
     threading.Thread(target=watch, daemon=True).start()
     return stop
+
+
+def cpu_s_of(stat: str, ended_children: bool = False) -> float:
+    fields = Path(stat).read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if ended_children else 13])) / TICKS
+
+
+def children_cpu_s(process: int) -> float:
+    """Of a process and its children, also of those that have ended."""
+    spent_s = cpu_s_of(f"/proc/{process}/stat", ended_children=True)
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            spent_s += cpu_s_of(f"/proc/{child}/stat")
+    return spent_s
 
 
 @dataclass
@@ -117,8 +130,7 @@ class Server:
         return host, int(port)
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        return cpu_s_of(f"/proc/{self.process.pid}/stat")
 
     def rss_mb(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()

@@ -4,8 +4,6 @@ The real engine, the real judge, the calculator: an honest group passes every ch
 thing is rejected for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache

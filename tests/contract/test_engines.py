@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -13,7 +14,6 @@ from kit.engines import ENGINE_NAMES
 from shoal.engines import ENGINES, build, kind_of
 from shoal.engines.cpu import CpuDecoder
 from shoal.engines.guesses import Guessed
-from shoal.engines.paged import WINDOW
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
@@ -129,17 +129,13 @@ def test_completions_are_in_the_order_of_requests_and_seeds(engine, tiny):
             np.testing.assert_allclose(completion.logprobs, alone.logprobs, atol=1e-4)
 
 
-def test_progress_of_each_group_is_told_after_every_token_or_window(engine, tiny, request):
-    """So that work which has become useless ends there: with the window, which lasts a fifth of a second on a CPU, or
-    with the next token. The scripted engine draws one completion after the other."""
-    most = {"paged": WINDOW, "torch": WINDOW, "scripted": SAMPLING.max_new_tokens}
-    steps = most.get(request.node.callspec.params["made"], 1)
+def test_progress_of_each_group_is_reported(engine, tiny):
     told: dict[int, list[int]] = {0: [], 1: []}
     asked = [group(tiny, prompt, range(5 + i)) for i, prompt in enumerate(PROMPTS[:2])]
     groups = engine.generate([replace(request, on_tokens=told[i].append) for i, request in enumerate(asked)])
     for said, completions in zip(told.values(), groups, strict=True):
         total = sum(len(completion.token_ids) for completion in completions)
-        assert all(0 <= step <= steps * len(completions) for step in np.diff([0, *said]))
+        assert said == sorted(said)
         assert 0 < said[0] <= said[-1] <= total
     plain = engine.generate(asked)
     for one, other in zip(groups, plain, strict=True):
@@ -150,16 +146,26 @@ class EnoughTold(Exception):
     pass
 
 
-def test_call_ended_by_its_listener_changes_nothing(engine, tiny):
-    def enough(_tokens):
+@pytest.mark.parametrize("by", ["on_tokens", "check"])
+def test_call_ended_by_its_listener_changes_nothing(engine, tiny, by):
+    def enough(*_tokens):
         raise EnoughTold
 
     asked = [group(tiny, prompt, range(6)) for prompt in PROMPTS[:3]]
     plain = engine.generate(asked, PROOF)
     with pytest.raises(EnoughTold):
-        engine.generate([asked[0], replace(asked[1], on_tokens=enough), asked[2]], PROOF)
+        engine.generate([asked[0], replace(asked[1], **{by: enough}), asked[2]], PROOF)
     for one, two in zip(chain(*plain), chain(*engine.generate(asked, PROOF)), strict=True):
         assert (one.token_ids.tolist(), one.proofs) == (two.token_ids.tolist(), two.proofs)
+
+
+def test_check_is_called_after_every_token_on_a_processor(engine, tiny):
+    """Once for all groups that share it. The scripted engine calls it after each completion."""
+    calls = list[None]()
+    check = partial(calls.append, None)
+    asked = [replace(group(tiny, prompt, range(6)), check=check) for prompt in PROMPTS[:2]]
+    longest = max(len(completion.token_ids) for completion in chain(*engine.generate(asked, PROOF)))
+    assert len(calls) == 12 if engine.name == "scripted" else longest <= len(calls) <= 2 * longest
 
 
 def test_completion_ends_at_its_end_token_or_at_the_limit(engine, tiny):

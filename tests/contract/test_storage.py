@@ -359,6 +359,44 @@ def test_presence_reports_and_alarms(storage: Storage) -> None:
         assert reader.alarm_counts() == {("kind",): 2}
 
 
+def test_arrivals_are_written_once_also_if_the_transaction_that_took_them_fails(storage: Storage) -> None:
+    said = Presence("b", last_seen_ms=7, doing="work")
+    storage.arrivals.heard("a", 5)
+    storage.arrivals.said(said)
+    with pytest.raises(StaleRow), storage.write() as transaction:
+        transaction.apply([Save(UnitRow(1, "t"), UnitState.OPEN)])
+    storage.flush()
+    storage.arrivals.heard("a", 4)
+    storage.flush()
+    with storage.read() as reader:
+        assert (reader.presence("a"), reader.presence("b")) == (Presence("a", last_seen_ms=5), said)
+
+
+def test_a_nonce_in_memory_is_taken_once_until_it_is_forgotten(storage: Storage) -> None:
+    arrivals = storage.arrivals
+    assert arrivals.take_nonce("a", "n", 100_000, lasting=True)
+    assert not arrivals.take_nonce("a", "n", 100_000, lasting=False)
+    assert arrivals.take_nonce("b", "n", 100_000, lasting=False)
+    storage.flush()
+    with storage.read() as reader:
+        assert reader.nonces() == [("a", "n", 100_000)]
+    arrivals.forget_nonces(100_000)
+    assert not arrivals.take_nonce("a", "n", 100_000, lasting=True)
+    arrivals.forget_nonces(110_000)
+    assert arrivals.take_nonce("a", "n", 100_000, lasting=True)
+
+
+def test_a_known_node_is_the_one_of_the_last_commit(storage: Storage) -> None:
+    row = node(9)
+    assert (storage.known(row.node), storage.find(row.node)) == (None, None)
+    with storage.write() as transaction:
+        transaction.apply([Save(row, None)])
+    assert storage.find(row.node) == storage.known(row.node) == row
+    with pytest.raises(StaleRow):
+        apply(storage, Save(replace(row, credit=9), row.state), Save(UnitRow(1, "t"), UnitState.OPEN))
+    assert storage.find(row.node) == row
+
+
 def test_exclusive_writers_wait_for_each_other(storage: Storage) -> None:
     """Read, decide, write from 4 threads: without exclusion some increments would be lost."""
 

@@ -1,7 +1,5 @@
 """`shoal eval` and `shoal filter` with the real tiny model: numbers, files, stopped and resumed, leaks, kept rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

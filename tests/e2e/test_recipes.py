@@ -1,7 +1,5 @@
 """The recipes and examples of the repository with real processes, only shorter; and a run whose policies are deltas."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The model has random weights and is wider than the built-in one, whose noise in bfloat16 would hide int8 weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from kit import Patch
 from kit.hub import RUN_ID, Bench, fresh_request, ok, submission_body, worker_key
-from shoal.hub.http.routes import TABLE, Call
+from shoal.hub.service.calls import TABLE, Call
 from shoal.ledger import fold, verify
 from shoal.ledger.accounts import Account
 from shoal.protocol import LedgerPage, Problem
@@ -36,7 +36,7 @@ FAST, LONG = 6, 200
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: Patch) -> Iterator[Bench]:
     """A hub in the middle of a run: units open, leased, submitted, accepted; one batch written down."""
-    monkeypatch.setattr("shoal.hub.changes.MAX_WAIT_S", 0.0)
+    monkeypatch.setattr("shoal.hub.http.polling.MAX_WAIT_S", 0.0)
     bench = Bench(tmp_path / "hub", run={"steps": 50, "max_staleness": 1}, settings={"requests_per_key_s": 0})
     ok(bench.announce(0))
     bench.accept_groups(2)
@@ -173,7 +173,7 @@ class Fuzzer:
 
 def assert_undamaged(bench: Bench) -> None:
     """The run is whole: its ledger holds, accounts are what its rows say, and it can continue."""
-    hub = bench.app.state.hub
+    hub = bench.app.hub
     hub.upkeep.tick()
     page = LedgerPage.model_validate_json(ok(bench.http.get("/ledger?after=-1&limit=1000")).content)
     verify(page.entries, page.head)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kit import Patch, eventually
-from kit.asgi import AsgiTransport
+from kit.asgi import AppTransport
 from kit.hub import certificate
 from kit.roles import publish, whole_ledger
 from shoal import protocol
@@ -30,7 +30,7 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused
 from shoal.hub import EvaluationPlan, HubConfig, HubSettings, RunSettings
-from shoal.hub.http.app import create_app
+from shoal.hub.http.app import App
 from shoal.ledger import Account, fold
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
@@ -68,7 +68,7 @@ def encode(task: Task) -> list[int]:
 class Switch(httpx.BaseTransport):
     """The wire to the hub, in this process; behind it is another one after a restart."""
 
-    current: AsgiTransport
+    current: AppTransport
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         return self.current.handle_request(request)
@@ -121,7 +121,7 @@ class Run:
         )  # fmt: skip
 
     def hub_up(self) -> None:
-        self.switch.current = AsgiTransport(create_app(self.hub_config()))
+        self.switch.current = AppTransport(App(self.hub_config()))
 
     def restart_hub(self) -> None:
         self.switch.current.close()

@@ -2,8 +2,6 @@
 and back, and continues in each place. Both servers are real. Whatever died when: the same command again does it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,13 +1,11 @@
 """A hub in this process: a synchronous httpx transport over its app, without a socket.
 
-    thread of a role ─► AsgiTransport.handle_request ─► event loop in a background thread ─► the app
+    thread of a role ─► AppTransport.handle_request ─► event loop in a background thread ─► the app
                         (waits for the whole answer)
 
 Tests go through the same client, routes and signatures as separate processes do. Requests of several threads run
 concurrently on the one loop, so a long poll blocks nobody.
 """
-
-from __future__ import annotations
 
 import asyncio
 import concurrent.futures
@@ -17,7 +15,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
+
+from shoal.hub.http.app import App
+from shoal.runtime.http import HttpRequest
 
 STOP_S = 10.0
 
@@ -32,15 +32,15 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-class AsgiTransport(httpx.BaseTransport):
-    """`httpx.Client(transport=AsgiTransport(app))` talks to `app`, whose lifespan is from construction to `close()`."""
+class AppTransport(httpx.BaseTransport):
+    """`httpx.Client(transport=AppTransport(app))` talks to `app`, whose lifespan is from construction to `close()`."""
 
-    def __init__(self, app: Starlette) -> None:
-        self._inner = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    def __init__(self, app: App, peer: str = "127.0.0.1") -> None:
+        self._app, self.peer = app, peer
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="asgi", daemon=True)
         self._thread.start()
-        self._lifespan = app.router.lifespan_context(app)
+        self._lifespan = app.lifespan()
         self._run(self._lifespan.__aenter__()).result(STOP_S)
 
     def _serve(self) -> None:
@@ -61,13 +61,11 @@ class AsgiTransport(httpx.BaseTransport):
             raise httpx.ConnectError("the app was closed", request=request) from error
 
     async def _answer(self, request: httpx.Request, body: bytes) -> httpx.Response:
-        inner = httpx.Request(request.method, request.url, headers=request.headers, content=body)
-        response = await self._inner.handle_async_request(inner)
-        try:
-            content = await response.aread()
-        finally:
-            await response.aclose()
-        return httpx.Response(response.status_code, headers=response.headers, content=content)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        target = request.url.raw_path.decode("ascii")
+        reply = await self._app.answer(HttpRequest(request.method, target, headers, self.peer, body))
+        media = {"content-type": reply.media} if reply.body else {}
+        return httpx.Response(reply.status, headers={**reply.headers, **media}, content=reply.body)
 
     def _run(self, coroutine: Any) -> concurrent.futures.Future[Any]:
         if self._loop.is_closed() or not self._thread.is_alive():

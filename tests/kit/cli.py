@@ -1,7 +1,5 @@
 """The CLI as people meet it, as a subprocess; made-up statuses and views of a run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

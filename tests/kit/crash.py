@@ -86,10 +86,9 @@ def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> No
     """One life of the hub, in a process of its own."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no hub outlives its test
-    from shoal.hub.http import app
-    from shoal.hub.service import context
+    from shoal.hub.service import context, upkeep
 
-    app.TICK_S, context.LEADS_S = TICK_S, LEADS_S
+    upkeep.TICK_S, context.LEADS_S = TICK_S, LEADS_S
     os.environ.update(environment)
     crash.arm()
     run_hub(_config(place), stop_on_signals(), ready.send)

@@ -16,13 +16,13 @@ from typing import Any
 
 import httpx
 
-from kit.asgi import AsgiTransport
+from kit.asgi import AppTransport
 from kit.hub import fresh_request, submission_body, verdict_on
 from kit.roles import prepared, publish, whole_ledger
 from shoal.client import HubClient
 from shoal.environments import build
 from shoal.hub import HubConfig
-from shoal.hub.http.app import create_app
+from shoal.hub.http.app import App
 from shoal.ledger import fold
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.protocol import AuditRequest, Lease, LeaseRequest, Receipt, sign_document
@@ -47,7 +47,7 @@ class LocalRun:
         recipe = {"run": SIZES, "hub": {"port": 0, "newcomer_share": 1.0}}
         self.folder = RunFolder.open(self.path) if exists else prepared(self.path, recipe, hub=self.hub)
         self.endpoints = self.folder.endpoints
-        self._transport = AsgiTransport(create_app(self._config()))
+        self._transport = AppTransport(App(self._config()))
         self._http = httpx.Client(transport=self._transport)
         names = ("trainer", "validator-0")
         self.trainer, self.validator = (self._client(self.folder.key(name)) for name in names)

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
 
-from kit.asgi import AsgiTransport
+from kit.asgi import AppTransport
 from shoal import protocol
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
-from shoal.hub.http.app import create_app
+from shoal.hub.http.app import App
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import NodeRow
@@ -192,8 +191,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         config = replace(make_config(self.folder, self.run, self.settings), **self.changes)
-        self.app: Starlette = create_app(config, self.clock)
-        self.http = httpx.Client(transport=AsgiTransport(self.app), base_url="http://hub", timeout=20, headers=HEADERS)
+        self.app = App(config, self.clock)
+        self.http = httpx.Client(transport=AppTransport(self.app), base_url="http://hub", timeout=20, headers=HEADERS)
         self.trainer, self.validator = self.actor(TRAINER), self.actor(VALIDATOR)
         self.alice, self.bob = self.actor(worker_key(1)), self.actor(worker_key(2))
         ok(self.trainer.register("trainer"))
@@ -213,7 +212,7 @@ class Bench:
 
     @property
     def hub(self) -> Hub:
-        hub: Hub = self.app.state.hub
+        hub: Hub = self.app.hub
         return hub
 
     def row(self, who: Actor) -> NodeRow:

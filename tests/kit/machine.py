@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from kit import hub as kit
-from kit.simulator.world import MemoryBlobs
 from shoal import protocol
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import SqliteStorage
 from shoal.runtime.clock import ManualClock
+from shoal.simulator.world import MemoryBlobs
 
 
 class Play:

@@ -74,6 +74,11 @@ class Cluster:
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://shoal@127.0.0.1:{self.port}/{database}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def create(self, template: str = "template1") -> str:
         """The URL of a database that nobody uses yet, like `template`."""
         name = f"test_{os.getpid()}_{next(_numbers)}"

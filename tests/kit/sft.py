@@ -1,7 +1,5 @@
 """For tests of the warm start: a tokenizer of bytes with a chat template, rows in files, a corpus of the sort task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -68,10 +66,10 @@ def sort_rows(count: int) -> list[dict[str, Any]]:
 
 def chosen(
     tmp: Path, rows: Iterable[dict[str, Any] | str], files: dict[str, bytes] | None = None,
-    environment_filters: EnvironmentFilters | None = None, judge: Any = None, interrupted: bool = False, **choice: Any,
+    filters: EnvironmentFilters | None = None, judge: Any = None, interrupted: bool = False, **choice: Any,
 ) -> tuple[Corpus, FilterReport]:  # fmt: skip
     """What `FilterOptions(**choice)` makes of the rows."""
     data = Demonstrations([put(tmp / "demos.jsonl", rows)])
     encoder = Encoder(files or sort_files(), PromptSettings(), data.layout)
     wanted = FilterOptions(**{"rank": tmp if judge else None, **choice})
-    return select(data, encoder, wanted, environment_filters, judge, interrupted=lambda: interrupted)
+    return select(data, encoder, wanted, filters, judge, interrupted=lambda: interrupted)

@@ -2,8 +2,6 @@
 digits and small enough to train on one CPU core. Its embeddings are not tied. scripts/make_tiny_policy.py makes its
 weights."""
 
-from __future__ import annotations
-
 import json
 import string
 from typing import Any

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from kit.cli import told
 from shoal.engines import Engine, GenerationRequest, PrefillRequest, build
 from shoal.engines.torch import TorchEngine
 from shoal.engines.vllm.weights import plain_linear
@@ -24,6 +26,7 @@ from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded, uniforms
 from shoal.shardcast import ChangedValues
 from shoal.toploc import check_proofs, compare, split_proofs
+from shoal.validator.profiles import read_profile
 
 VOCABULARY, EOS = 500, 1  # not a multiple of what vLLM pads to
 PROOF = ProofParameters(topk=32, rows=16)
@@ -202,6 +205,28 @@ def test_a_call_that_ends_early_leaves_nothing_in_flight(small, engine):
     with pytest.raises(ValueError, match="more than the 512"):
         engine.generate([MIXED[0], asked(500, 1, 20)])
     assert differences(engine, small.torch(small.policy(0)))[0] == []
+
+
+def test_groups_are_in_flight_together_and_may_be_aborted_after_each_step(small, engine):
+    """Five groups of at most 64 tokens take hardly more steps than the longest completion has tokens."""
+    engine.load_policy(None, views(small.policy(0)))
+    steps = list[None]()
+    check = partial(steps.append, None)
+    groups = engine.generate([replace(each, check=check) for each in MIXED], PROOF)
+    longest = max(len(each.token_ids) for each in chain(*groups))
+    assert longest <= len(steps) <= longest + len(MIXED)
+
+
+def test_a_kind_is_measured_and_a_machine_too(tmp_path, capsys):
+    """`shoal doctor --calibrate --engine vllm` is what opens a kind of vLLM's to a run."""
+    out = tmp_path / "vllm.toml"
+    asked = ["--calibrate", "--sequences", "32", "--tokens", "10", "--out", out]
+    told(capsys, 0, "doctor", "--folder", tmp_path, "--engine", "vllm", *asked)
+    assert read_profile(out).key == "vllm/cpu/float32"
+    asked = ["--bench", "--tokens", "16", "--json"]
+    measured = json.loads(told(capsys, 0, "doctor", "--folder", tmp_path, "--engine", "vllm", *asked).out)["bench"]
+    assert measured["kind"] == "vllm/cpu/float32"
+    assert min(measured[name] for name in ("generate", "worker", "prefill", "transformers")) > 0
 
 
 @contextmanager

@@ -1,16 +1,14 @@
 """The sums that the writer of an SQLite database keeps are what its rows say, during a run and after a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from kit.simulator import Scenario, Simulation, WorkerKind
 from shoal.hub.state.commands import AddPolicy, AddVerdict, Save
 from shoal.hub.state.rows import InHand, LeaseState, Progress, UnitRow
 from shoal.hub.storage import SqliteStorage, StaleRow
 from shoal.protocol import NodeState, PolicyRef
+from shoal.simulator import Scenario, Simulation, WorkerKind
 
 CREWS = (
     WorkerKind(6, group_s=12, lives_s=90, network="10.0.0.0/24"),

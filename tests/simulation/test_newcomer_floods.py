@@ -6,8 +6,6 @@ of what it gets undisturbed.
 A slow machine, whose group takes three times `lease_s`, gets in beside fast ones, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from kit.simulator import Scenario, Simulation, WorkerKind
-from kit.simulator.simulation import TOKENS, Generating, SimulatedWorker
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import LeaseRelease, ProofParameters
+from shoal.simulator import Scenario, Simulation, WorkerKind
+from shoal.simulator.simulation import TOKENS, Generating, SimulatedWorker
 
 HOME, ADDRESS, FLOOD = "192.0.2.0/24", "192.0.2.7", "198.51.100.0/24"
 THREE = (FLOOD, "203.0.113.0/24", "2001:db8:1::/48")

@@ -1,7 +1,5 @@
 """Small simulated fleets with several seeds: the invariants hold, and the same seed gives the same run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kit.simulator import Scenario, Simulation, WorkerKind, problems
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import SubmissionState
 from shoal.protocol import NodeState
+from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 RUN = RunSettings(steps=6, groups_per_step=8, group_size=2, max_staleness=1)
 MIXED = (
@@ -70,7 +68,7 @@ def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> Non
     """No set or hash of this process decides anything."""
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from pathlib import Path; from kit.simulator import *\n"
+        "from pathlib import Path; from shoal.simulator import *\n"
         "scenario = Scenario(workers=(WorkerKind(6, group_s=9, lies=0.2),), seconds=90, seed=5)\n"
         "print(Simulation(Path(sys.argv[1]), scenario).run().ledger)"
     )

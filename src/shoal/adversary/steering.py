@@ -156,7 +156,7 @@ class Steering(EngineWrapper):
 
 def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
     return cheating(
-        "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
+        "steer", "takes the next token wherever the uniform is so near an edge that both pass",
         {"sampling.seed", "sampling.drift"}, engine=lambda engine, _context: Steering(engine, tolerance),
     )  # fmt: skip
 
@@ -164,8 +164,7 @@ def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
 CHEATS = (
     steer(),
     cheating("branch",
-        f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
-        "them, and submits the branch that pays best",
+        "decodes neighbours of such tokens, and submits the branch that pays best",
         {"sampling.seed", "sampling.drift", "sampling.steered"},
         engine=lambda engine, context: Branching(engine, RewardOracle(context).of, REACH)),
 )  # fmt: skip

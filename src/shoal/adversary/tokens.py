@@ -181,7 +181,7 @@ def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -
 
 class ReplayFirst(Cheat):
     name = "replay"
-    what = "generates for its first lease and submits that for every later one"
+    what = "submits its first group for every lease"
     reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class ReplayFirst(Cheat):
 
 class Steal(Cheat):
     name = "steal"
-    what = "submits what another node made, if it can get at it"
+    what = "submits another node's work"
     reasons = base.OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
 
     library: ClassVar[list[Submission]] = []
@@ -209,7 +209,7 @@ class Steal(Cheat):
 
 class Sleeper(Cheat):
     name = "sleeper"
-    what = f"is honest for {HONEST_UNITS} groups, and from then on does what best-of does"
+    what = "works honestly for 12 groups, then as best-of"
     reasons = OTHER_TOKENS
 
     def __init__(self, honest_units: int = HONEST_UNITS) -> None:
@@ -228,59 +228,59 @@ class Sleeper(Cheat):
 
 
 CHEATS = (
-    cheating("best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
+    cheating("best-of", "draws 4 completions for every rollout by its own seeds, submits the best",
         OTHER_TOKENS, engine=choosing),
-    cheating("own-seeds", "ignores the seeds of its leases and draws by seeds of its own",
+    cheating("own-seeds", "draws by its own seeds",
         OTHER_TOKENS, draw=by_own_seeds),
-    cheating("grind", f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them",
+    cheating("grind", "draws by the given seeds, and submits the best of every 4 for all 4",
         OTHER_TOKENS | COPIES, engine=grinding),
-    cheating("greedy", "takes the likeliest token at every step instead of drawing one",
+    cheating("greedy", "takes the likeliest token",
         OTHER_TOKENS | COPIES, draw=likeliest),
-    cheating("cold", f"samples at {COLD} times the temperature of the lease", OTHER_TOKENS, draw=cooled),
+    cheating("cold", "samples at 0.7 times the temperature", OTHER_TOKENS, draw=cooled),
     cheating("loose",
-        f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature",
+        "samples as cold and claims to compute in bfloat16, where limits are wider",
         OTHER_TOKENS, draw=cooled, profile=loosest),
-    cheating("edit", "changes one token in the middle of every completion", OTHER_TOKENS, draw=each_completion(edited)),
-    cheating("answer", "writes the right answer, which everybody can look up, instead of what was drawn",
+    cheating("edit", "changes one token in the middle", OTHER_TOKENS, draw=each_completion(edited)),
+    cheating("answer", "writes the right answer",
         OTHER_TOKENS | COPIES, engine=answering),
-    cheating("early-end", "ends every completion halfway by writing the end-of-sequence token",
+    cheating("early-end", "ends halfway with the end-of-sequence token",
         OTHER_TOKENS, draw=each_completion(ended_early)),
-    cheating("cut-short", "stops halfway and says that the length limit was reached",
+    cheating("cut-short", "stops halfway and claims the length limit",
         {"termination.early"}, draw=each_completion(lambda _engine, _request, ids: ids[: max(1, len(ids) // 2)])),
-    cheating("pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
+    cheating("pad", "continues after the end-of-sequence token, to be paid more",
         {"termination.past_eos"}, draw=each_completion(padded)),
     cheating("run-on",
-        "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
+        "continues every completion to the limit, to be paid more",
         OTHER_TOKENS | {"duplicate.rollout"}, draw=each_completion(running_on)),
-    cheating("swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
+    cheating("swap-prompt", "always answers its first prompt",
         base.OTHER_WEIGHTS | COPIES, engine=swapping),
-    cheating("copy", "generates one completion of every group and submits it for all of them",
+    cheating("copy", "submits one completion for the whole group",
         OTHER_TOKENS | COPIES | {"proofs.malformed"}, draw=_copied),
     ReplayFirst,
     Steal,
-    cheating("logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
+    cheating("logprobs", "reports log-probabilities that are 0.05 too low",
         {"logprobs.mismatch"}, submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE))),
-    cheating("nan", "reports log-probabilities that are NaN, to spoil the weights for everybody",
+    cheating("nan", "reports NaN as log-probabilities",
         {"shape.logprobs"}, submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan))),
     cheating("vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
         submission=each_rollout(lambda one: changed(one, tokens=pack_tokens(np.full_like(one.token_ids, FAR_TOKEN))))),
-    cheating("claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
+    cheating("claim-prompt", "submits another prompt", {"prompt.mismatch"},
         submission=lambda given, lease: changed(given, prompt=pack_tokens((*lease.prompt_ids[::-1], 2)))),
-    cheating("claim-policy", "says openly that another version of the policy generated it",
+    cheating("claim-policy", "claims another version",
         {"submission.mismatch", "policy.mismatch"},
         submission=lambda given, _: changed(given, version=given.version + 1, policy_digest="f" * 64)),
-    cheating("claim-node", "submits its work in the name of another node", {"submission.mismatch", "lease.mismatch"},
+    cheating("claim-node", "claims another node's name", {"submission.mismatch", "lease.mismatch"},
         submission=lambda given, _: changed(given, node="0" * len(given.node))),
     cheating("claim-given",
-        "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at",
+        "draws by its own seeds, and says that a tool gave the tokens",
         OTHER_TOKENS | {"dialogue.forged"}, draw=by_own_seeds, submission=each_rollout(_given)),
-    cheating("few", "submits only half of every group", {"submission.group", "shape.rollouts"},
+    cheating("few", "submits half of every group", {"submission.group", "shape.rollouts"},
         submission=lambda given, _: changed(given, rollouts=given.rollouts[: max(1, len(given.rollouts) // 2)])),
-    cheating("show-random", "shows made-up tokens of the groups that it is generating, to keep their leases",
+    cheating("show-random", "shows made-up progress",
         LIES, shown=lambda progress, _: ShownProgress([_made_up(chunks) for chunks in progress.chunks])),
-    cheating("show-other", "shows the chunks of one rollout as those of the next, which has another seed",
+    cheating("show-other", "shows one rollout's chunks as the next one's",
         LIES, shown=shown_as_the_next),
-    cheating("show-swap", "shows the groups that it generates, and submits them with their rollouts in another order",
+    cheating("show-swap", "submits shown rollouts in another order",
         LIES | OTHER_TOKENS, submission=lambda given, _: changed(given, rollouts=given.rollouts[::-1])),
     Sleeper,
 )  # fmt: skip

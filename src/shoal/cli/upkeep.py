@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +25,7 @@ URLS = "Also check the connection to this run's hubs."
 FOLDER = "The folder to be written to. (default: with a URL ~/.shoal, as join; or this)"
 SELFTEST = "Run the validator's checks on this machine's own work."
 CALIBRATE = "Measure honest work of this machine, and write a profile."
+BENCH = "Measure tokens a second, beside transformers.generate, and what a run would get of it; about a minute."
 AGAINST = "What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"
 
 
@@ -112,6 +115,7 @@ def doctor(
     folder: Annotated[Path | None, Option(help=FOLDER)] = None,
     selftest: Annotated[bool, Option("--selftest", help=SELFTEST)] = False,
     calibrate: Annotated[bool, Option("--calibrate", help=CALIBRATE)] = False,
+    bench: Annotated[bool, Option("--bench", help=BENCH)] = False,
     model: Annotated[str, Option(help="Model folder to try, if there is no URL.")] = "tiny",
     engine: options.Engine = "torch",
     device: options.Device = "auto",
@@ -122,25 +126,41 @@ def doctor(
     tokens: Annotated[int, Option(min=1, help="Longest completion to measure.")] = 128,
     temperature: Annotated[float, Option(min=0.01, help="Sampling temperature.")] = 1.0,
     out: Annotated[Path | None, Option(help="Where the measured profile goes.")] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Check this machine, and say what to do about each problem."""
     from shoal.run.doctor import examine
 
-    if selftest and calibrate:
-        raise UserError("--selftest and --calibrate are two things: ask for one of them")
+    if selftest + calibrate + bench > 1:
+        raise UserError("--selftest, --calibrate and --bench are three things: ask for one of them")
+    if as_json and (selftest or calibrate):
+        raise UserError("--json shows what was found and measured by --bench; leave it out here")
     findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype, engine=engine)
-    for finding in findings:
-        echo(visible(finding.line))
+    found: dict[str, object] = {"findings": [asdict(finding) for finding in findings]}
     ok = all(finding.ok for finding in findings)
-    if not (selftest or calibrate):
+    if not as_json:
+        echo("\n".join(visible(finding.line) for finding in findings))
+    elif not bench:
+        echo(visible_json(json.dumps(found, indent=2)))
+    if not (selftest or calibrate or bench):
         raise Exit(0 if ok else 1)
+    from rich.console import Console
+
+    from shoal.cli.printing import counted
     from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
 
     asked = TrialOptions(
         urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), sequences, tokens,
         temperature, out, engine,
     )  # fmt: skip
-    if selftest:
+    if bench:
+        from shoal.run.bench import run_bench
+
+        with counted("benchmark", Console(stderr=True), unit="s") as report:
+            measured = run_bench(asked, stop_on_signals(), report)
+        found["bench"] = asdict(measured)
+        echo(visible_json(json.dumps(found, indent=2)) if as_json else "\n".join(map(visible, measured.lines())))
+    elif selftest:
         for finding in run_selftest(asked, stop_on_signals()):
             echo(visible(finding.line))
             ok = ok and finding.ok

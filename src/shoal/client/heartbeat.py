@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from shoal.client.hub import HubClient
 from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol import Heartbeat, HeartbeatReply
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RegularHeartbeat:
         self, client: HubClient, every_s: float, activity: Activity, on_reply: Callable[[HeartbeatReply], None]
     ) -> None:
         self._client, self._every_s, self._activity, self._on_reply = client, every_s, activity, on_reply
-        self._end = StopToken()
+        self._changed, self._due_s, self._ended = threading.Condition(), 0.0, False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.refusal: HubRefused | None = None
 
@@ -110,8 +110,16 @@ class RegularHeartbeat:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self._end.set("the role ended")
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
         self._thread.join(JOIN_S)
+
+    def soon(self, after_s: float = 0.0) -> None:
+        """Beat after so many seconds, if the next regular beat is later."""
+        with self._changed:
+            self._due_s = min(self._due_s, time.monotonic() + after_s)
+            self._changed.notify()
 
     def once(self) -> None:
         try:
@@ -123,7 +131,12 @@ class RegularHeartbeat:
             log.debug("no heartbeat: %s", error)
 
     def _run(self) -> None:
-        while True:
+        while self.refusal is None:
+            with self._changed:
+                self._due_s = time.monotonic() + self._every_s
             self.once()
-            if self.refusal is not None or self._end.wait(self._every_s):
-                return
+            with self._changed:
+                while not self._ended and (left_s := self._due_s - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                if self._ended:
+                    return

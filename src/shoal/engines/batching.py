@@ -24,7 +24,7 @@ from shoal.engines.decoding import Row
 from shoal.engines.guesses import Followers, Guessed
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.paged import WINDOW, PagedDecoder, PagePool, size_for
-from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest
+from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest, checks_of
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS
 from shoal.protocol import ProofParameters, SamplingParameters
@@ -116,14 +116,14 @@ class RowBatch:
         return left
 
     def _run(self, pool: PagePool) -> None:
-        self._free = list(range(pool.cache.pages - 1, 0, -1))
+        self._free, checks = list(range(pool.cache.pages - 1, 0, -1)), checks_of(self._requests)
         self._admit(pool)
         while self._held:
             longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
             steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
             ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
             size, guesses = size_for(max(self._held) + 1), self._guesses()
-            self._decoder.run(size, steps, self._greedy, self._proof is not None, ended, guesses)
+            self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
             self._tell()
             self._seen = self._harvest(pool)
             self._admit(pool)

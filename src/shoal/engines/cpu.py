@@ -9,7 +9,7 @@ R: live rows, T: steps of a window, H: hidden size, W: pages of a row.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from shoal.engines.paged import PagedDecoder, PagePool
 from shoal.sampling.sampler import sample
 from shoal.sampling.stream import uniforms_at
 
-WINDOW_S = 0.2  # a window lasts at most so long, or one step: who is told may end the call
+WINDOW_S = 0.5  # a window lasts at most so long, or one step: so often somebody is told how far it is
 LOGIT_ELEMENTS = 2**23
 
 
@@ -36,13 +36,14 @@ class CpuDecoder(PagedDecoder):
         self._tile = max(1, LOGIT_ELEMENTS // self.vocabulary)
 
     def run(
-        self, size: int, steps: int, greedy: bool, proves: bool, ended: int, guesses: Mapping[int, Guessed] | None
+        self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = (),
+        ended: int = 0, guesses: Mapping[int, Guessed] | None = None,
     ) -> None:  # fmt: skip
         """Draw so many tokens of every live row, or fewer: until `ended` rows have ended, or time is over."""
         assert self._pool is not None
         until_s, pool, slots = time.monotonic() + WINDOW_S, self._pool, self._pool.slots
         if guesses is not None:
-            self._run_guessing(pool, steps, greedy, proves, until_s, guesses)
+            self._run_guessing(pool, steps, greedy, proves, until_s, checks, guesses)
             return
         live_R = slots.alive[:size].nonzero()[:, 0]
         uniforms_RT = self._uniforms(pool, live_R, steps)
@@ -61,14 +62,17 @@ class CpuDecoder(PagedDecoder):
                 slots.drawn[live_R], slots.alive[live_R] = columns[2], goes_on_R
                 live_R, uniforms_RT = live_R[goes_on_R], uniforms_RT[goes_on_R]
                 columns = [column[goes_on_R] for column in columns]
+            for check in checks:
+                check()
             if len(live_R) <= left or time.monotonic() > until_s:
                 break
         for name, column in zip(names[:3], columns, strict=False):
             getattr(slots, name)[live_R] = column
 
     def _run_guessing(
-        self, pool: PagePool, steps: int, greedy: bool, proves: bool, until_s: float, rows: Mapping[int, Guessed]
-    ) -> None:
+        self, pool: PagePool, steps: int, greedy: bool, proves: bool, until_s: float,
+        checks: Sequence[Callable[[], None]], rows: Mapping[int, Guessed],
+    ) -> None:  # fmt: skip
         """The same for few rows, with the tokens that are guessed to come next in the same step: those that are drawn
         again are right, and so is the token after them. What was stored of the others is overwritten."""
         slots, first = pool.slots, dict(zip(rows, pool.slots.drawn[list(rows)].tolist(), strict=True))
@@ -101,6 +105,8 @@ class CpuDecoder(PagedDecoder):
                 slots.drawn[slot] += count
                 slots.alive[slot] = own[count - 1] != eos and slots.drawn[slot] < slots.limit[slot]
                 start += len(tokens)
+            for check in checks:
+                check()
 
     def _uniforms(self, pool: PagePool, live_R: Tensor, steps: int) -> Tensor:
         """The uniforms of the next tokens of every row."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Chunks, Completion, GenerationRequest
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest, checks_of
 from shoal.engines.rows import Rows
 from shoal.models.logprobs import Head
 from shoal.protocol import ProofParameters
@@ -28,7 +28,7 @@ from shoal.sampling.stream import uniforms_at
 from shoal.toploc import PointBatch, commit, top_points
 
 UNIFORM_BLOCK = 256
-TELL_EVERY = 4  # steps of decoding between two words about progress on a GPU: each is a wait for it
+TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
 
 # Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
 Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
@@ -279,13 +279,16 @@ class GenerationCall:
         for place, row in enumerate(decoding.rows):
             places.setdefault(row.group, []).append(place)
         told = [self.requests[group] for group in places]
-        if all(request.on_tokens is None and request.on_chunks is None for request in told):
+        checks = checks_of(told)
+        if not checks and all(request.on_tokens is None and request.on_chunks is None for request in told):
             return lambda: None
         here = set(map(id, decoding.rows))
         others = {group: [row for row in self.groups[group] if id(row) not in here] for group in places}
 
         def tell() -> None:
-            if decoding.lengths.device.type == "cpu" or decoding.step % TELL_EVERY == 0:
+            for check in checks:
+                check()
+            if decoding.step % TELL_EVERY == 0:
                 lengths_R = decoding.lengths.cpu().numpy()
                 for group, own in places.items():
                     on_tokens = self.requests[group].on_tokens

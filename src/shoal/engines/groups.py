@@ -22,7 +22,7 @@ def is_finite(group: Sequence[Completion]) -> bool:
 
 def generate(
     loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None,
-    on_chunks: Callable[[Lease], OnChunks | None] | None = None,
+    on_chunks: Callable[[Lease], OnChunks | None] | None = None, check: Callable[[], None] | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
     """The groups of leases of one policy, with proofs as the leases want them. `on_tokens` hears now and then how many
     tokens a lease has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes a sentence."""
@@ -36,7 +36,8 @@ def generate(
                 heard = partial(on_tokens, lease.lease) if on_tokens is not None else None
                 told = on_chunks(lease) if on_chunks is not None else None
                 talk = dialogue_for(lease, loaded.files)
-                requests.append(GenerationRequest(*terms, heard, told, None if talk is None else talk.respond))
+                respond = None if talk is None else talk.respond
+                requests.append(GenerationRequest(*terms, heard, told, respond, check=check))
             drawn = loaded.engine.generate(requests, proof)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]

@@ -10,7 +10,7 @@ S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
@@ -146,18 +146,24 @@ class PagedDecoder:
         return there
 
     def run(
-        self, size: int, steps: int, greedy: bool, proves: bool, _ended: int, _guesses: Mapping[int, Guessed] | None
+        self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = (),
+        _ended: int = 0, _guesses: Mapping[int, Guessed] | None = None,
     ) -> None:  # fmt: skip
-        """Queue so many steps of the first `size` slots. Nobody waits for them, or looks how many rows have ended."""
+        """Queue so many steps of the first `size` slots. Nobody waits for them, or looks how many rows have ended. On a
+        processor `checks` are made after each step, on a GPU when all are queued."""
         assert self._pool is not None
         self._pool.step_1.zero_()
         if self.device.type != "cuda":
             for _ in range(steps):
                 self._step(self._pool, size, greedy, proves)
+                for check in checks:
+                    check()
             return
         graph = self._captured(self._pool, size, greedy, proves)
         for _ in range(steps):
             graph.replay()
+        for check in checks:
+            check()
 
     def _captured(self, pool: PagePool, size: int, greedy: bool, proves: bool) -> torch.cuda.CUDAGraph:
         """A step is tried first with every row asleep: it changes nothing but what the next one overwrites."""

@@ -43,7 +43,8 @@ OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
 class GenerationRequest:
     """One group: a prompt, and one 64-bit seed per completion wanted. `on_tokens` is told every few steps, in the
     caller's thread, how many tokens of the group are drawn: a lease on which something happens is renewed. If it
-    raises, the call ends, nothing of any group is kept, and the engine is as before. `on_chunks` is told in the same
+    raises, the call ends, nothing of any group is kept, and the engine is as before. `check` may raise in the same way:
+    it is called after every token on a processor, after every window of steps on a GPU. `on_chunks` is told in the same
     way of finished chunks, if proofs are asked for; what it does not ask for within the call is not computed. `respond`
     is asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the
     model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms
@@ -56,10 +57,16 @@ class GenerationRequest:
     on_chunks: OnChunks | None = field(default=None, compare=False, repr=False)
     respond: Respond | None = field(default=None, compare=False, repr=False)
     begun: int = 0
+    check: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError("a prompt has at least one token")
+
+
+def checks_of(requests: Sequence[GenerationRequest]) -> list[Callable[[], None]]:
+    """Each once: the groups of a call often share one."""
+    return list(dict.fromkeys(request.check for request in requests if request.check is not None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,6 +60,8 @@ class ScriptedEngine:
             group, finished = list[Completion](), dict[int, Chunks]()
             for seed in request.seeds:
                 group.append(self._complete(request, seed, proof, finished))
+                if request.check is not None:
+                    request.check()
                 if request.on_tokens is not None:
                     request.on_tokens(sum(len(completion.token_ids) for completion in group))
             groups.append(group)

@@ -1,29 +1,15 @@
-"""Long polls wait for a change without asking the database again and again; `Waits`: who waits for what.
-
-    service (a thread) ─ notify(topic) ─► wakes the WOKEN polls that waited longest
-    poll (event loop)  ─ looks ─┬─ found something ─► wakes two more, answers
-                                └─ nothing ─► waits at the end of the queue, until its deadline
-
-A poll that is held back by rules about its own node (its window is full) waits behind all others.
-"""
+"""What changed, for whoever waits for it (`http/polling`, the simulator); and who waits for what (`Waits`)."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from enum import StrEnum
-from itertools import chain, islice
-from typing import TypeVar
 
 from shoal.protocol import Wait
 
-T = TypeVar("T")
-
-MAX_WAIT_S = 30.0
-GATHER_S = 0.05  # after a change, others are usually close behind: one look serves them all
-OVER_S = 1.0  # two machines with a copy of one key would end each other's polls without a pause
-WOKEN = 16  # how many a change wakes: rules of their own may hold some of them back
+MAX_WAIT_S = 30.0  # of a long poll
+FORGET_AFTER_MS = round(MAX_WAIT_S * 1000) + 15_000  # whoever has not polled again by then is gone, not waiting
 
 
 class Topic(StrEnum):
@@ -32,116 +18,28 @@ class Topic(StrEnum):
     BATCHES = "batches"  # a batch may have become complete
 
 
-class _Poll:
-    """One long poll, over once the same caller has begun another; any thread can wake it."""
-
-    def __init__(self) -> None:
-        self.is_over = self.held_back = False
-        self.woken = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def wake(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.woken.set)
-
-
 class Changes:
+    """Any thread may tell of a change. `listener` is called in that thread with its topic; with None at the end."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(Topic, 0)
-        self._waiting: dict[Topic, dict[_Poll, None]] = {topic: {} for topic in Topic}  # longest first
-        self._polls: dict[tuple[Topic, str], _Poll] = {}
-        self._closed = False
+        self.listener: Callable[[Topic | None], None] = lambda _topic: None
+        self.is_closed = False
 
     def count(self, topic: Topic) -> int:
         return self._counts[topic]
 
     def notify(self, *topics: Topic) -> None:
-        with self._lock:
-            for topic in topics:
+        for topic in topics:
+            with self._lock:
                 self._counts[topic] += 1
-                self._wake(topic, WOKEN)
+            self.listener(topic)
 
     def close(self) -> None:
-        """End every wait now and from now on: the hub is stopping."""
-        with self._lock:
-            self._closed = True
-            for topic in Topic:
-                self._wake(topic, len(self._waiting[topic]))
-
-    def _wake(self, topic: Topic, count: int) -> None:
-        waiting = self._waiting[topic]
-        free, held = (poll for poll in waiting if not poll.held_back), (poll for poll in waiting if poll.held_back)
-        for poll in list(islice(chain(free, held), count)):
-            del waiting[poll]
-            poll.wake()
-
-    async def poll(
-        self, topic: Topic, wait_s: float, attempt: Callable[[], Awaitable[tuple[T, bool]]], who: str = "",
-        is_gone: Callable[[], bool] = lambda: False, look_s: float | None = None,
-        is_held_back: Callable[[T], bool] = lambda _: False,
-    ) -> T:  # fmt: skip
-        """Repeat `attempt` (answer, whether it is worth answering) on every change until the deadline. `who` has one
-        poll for a topic: a newer one ends the older, which answers with what it found last. Where other hubs make
-        changes without notice, look every `look_s` seconds; of a crowd, as many as a change would wake."""
-        poll, loop = self._begin(topic, who), asyncio.get_running_loop()
-        end_s, has_waited = loop.time() + min(wait_s, MAX_WAIT_S), False
-        try:
-            while True:
-                seen = self.count(topic)  # before looking at the database: a change after that ends the wait at once
-                answer, is_ready = await attempt()
-                left_s = end_s - loop.time()
-                if is_ready or left_s <= 0 or self._closed:
-                    if is_ready and has_waited:
-                        self._pass_on(topic)
-                    return answer
-                has_waited, poll.held_back = True, is_held_back(answer)
-                crowd = max(1.0, len(self._waiting[topic]) / WOKEN)
-                await self._wait(topic, seen, left_s if look_s is None else min(left_s, look_s * crowd), poll)
-                await asyncio.sleep(min(GATHER_S, left_s))
-                if poll.is_over or is_gone():  # nobody reads the answer any more: do not give work away to it
-                    self._pass_on(topic)
-                    await asyncio.sleep(min(OVER_S, left_s) if poll.is_over else 0)
-                    return answer
-        finally:
-            with self._lock:
-                if self._polls.get((topic, who)) is poll:
-                    del self._polls[topic, who]
-
-    def _begin(self, topic: Topic, who: str) -> _Poll:
-        poll = _Poll()
-        if who:
-            with self._lock:
-                older, self._polls[topic, who] = self._polls.get((topic, who)), poll
-                if older is not None:
-                    older.is_over = True
-                    self._waiting[topic].pop(older, None)
-                    older.wake()
-        return poll
-
-    def _pass_on(self, topic: Topic) -> None:
-        """The poll that was woken found something, or its client is gone: there may be something for others."""
-        with self._lock:
-            self._wake(topic, 2)
-
-    async def _wait(self, topic: Topic, seen: int, timeout_s: float, poll: _Poll) -> None:
-        with self._lock:
-            if self._closed or poll.is_over:
-                return
-            poll.woken.clear()
-            self._waiting[topic][poll] = None
-            if self._counts[topic] != seen:  # what came since is for whoever has waited longest: this one, if alone
-                self._wake(topic, 1)
-        try:
-            await asyncio.wait_for(poll.woken.wait(), timeout_s)
-        except TimeoutError:
-            return
-        finally:
-            with self._lock:
-                self._waiting[topic].pop(poll, None)
-
-
-FORGET_AFTER_MS = round(MAX_WAIT_S * 1000) + 15_000  # whoever has not polled again by then is gone, not waiting
+        """Every wait ends now and from now on: the hub is stopping."""
+        self.is_closed = True
+        self.listener(None)
 
 
 class Waits:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -93,12 +94,16 @@ def verify(public_key: str, signature: str, message: bytes) -> None:
     if len(signature) != SIGNATURE_HEX or signature != signature.lower():
         raise SignatureError(f"a signature has {SIGNATURE_HEX} hex digits in lower case")
     try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(check_public_key(public_key)))
-        key.verify(bytes.fromhex(signature), message)
+        _parsed_key(public_key).verify(bytes.fromhex(signature), message)
     except ValueError as error:
         raise SignatureError(str(error)) from error
     except InvalidSignature as error:
         raise SignatureError("the signature does not match the key") from error
+
+
+@lru_cache(8192)  # a server sees the same keys again and again
+def _parsed_key(public_key: str) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(bytes.fromhex(check_public_key(public_key)))
 
 
 def load_key(path: Path) -> SigningKey:

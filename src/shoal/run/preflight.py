@@ -20,7 +20,7 @@ from shoal.environments.graders import OPENING
 from shoal.environments.mix import MixedEnvironment, part_of
 from shoal.environments.protocol import SPLITS
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
-from shoal.hub.limits import Addresses
+from shoal.hub.http.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import BUILTIN, check_targets, check_weights, read_config
 from shoal.rewards.chat import check_address

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, build, require_scoring
@@ -20,6 +19,7 @@ from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe, load_recipe
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import ensure_folder
+from shoal.runtime.text import meant
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key, parse_label
 from shoal.trainer.folder import MARK, refuse_foreign
@@ -130,12 +130,11 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
         return TaskSource(_settings(f"file = {_quoted(path)}", overrides))
     if path.is_dir() or (kind_of(path) is not None and (path.is_file() or not colon)):
         return _of_file("dataset", path, overrides)
-    close = get_close_matches(name, [*ENVIRONMENTS, *FORMATS], n=1)
     what = f"format {name!r}" if colon else f"environment {spec!r}"
     files = "a run's folder, a reward file (.py), a data file (.parquet or .jsonl: convert others first)"
     known = f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), {files}, or FORMAT:FILE with {', '.join(FORMATS)}"
-    meant = f" (did you mean {close[0]!r}?)" if close else ""
-    raise EnvironmentSetupError(f"there is no {what}{meant}; give one of {known}")
+    hint = meant(name, [*ENVIRONMENTS, *FORMATS])
+    raise EnvironmentSetupError(f"there is no {what}{hint}; give one of {known}")
 
 
 def _of_file(name: str, file: Path, overrides: Sequence[str]) -> TaskSource:

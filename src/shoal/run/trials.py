@@ -18,7 +18,7 @@ from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import ConfigError, HubUnreachable
 from shoal.models import BUILTIN, TensorView, TextTokenizer
-from shoal.protocol import ProofParameters
+from shoal.protocol import ProofParameters, RunInfo
 from shoal.run.doctor import Finding
 from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
@@ -60,9 +60,10 @@ def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
         raise ConfigError("a self-test is judged by one validator: give --against once")
     profiles, proof = load_profiles(options.profiles), ProofParameters()
     if options.url is not None:
-        files, tensors, proof, known = _policy_of_run(options.url, stop)
+        files, tensors, info = policy_of_run(options.url, stop)
+        proof = info.proof
         try:
-            worker = Machine(*choose(options.engine, options.device, options.dtype, known))
+            worker = Machine(*choose(options.engine, options.device, options.dtype, info.profiles))
         except ConfigError as error:
             yield Finding("run", False, str(error))
             return
@@ -70,13 +71,13 @@ def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
     else:
         if options.dtype == "auto":
             worker = Machine(*choose(options.engine, options.device, "auto", profiles))
-        files, tensors = _policy_of_folder(options.model, worker.dtype)
+        files, tensors = policy_of_folder(options.model, worker.dtype)
     test = SelfTest(files, tensors, worker, validators[0], profiles, proof, options.engine)
     for trial in test.run():
         yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")
 
 
-def _policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapping[str, TensorView]]:
+def policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapping[str, TensorView]]:
     from shoal.models.load import load_model
     from shoal.models.state import policy_views
 
@@ -84,9 +85,7 @@ def _policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapp
     return loaded.files, policy_views(loaded.model)
 
 
-def _policy_of_run(
-    url: str, stop: StopToken
-) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
+def policy_of_run(url: str, stop: StopToken) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], RunInfo]:
     base, pinned = split_join_url(url)
     with closing(HubClient.of_a_person(base, 10.0, pinned_root([base], pinned), stop)) as hub:
         trusted, status = hub.trusted_run(), hub.status()
@@ -99,7 +98,7 @@ def _policy_of_run(
                 view.name: TensorView(view.name, view.dtype, view.shape, memoryview(bytes(view.data)))
                 for view in payload.tensors
             }
-        return dict(payload.files), tensors, trusted.info.proof, trusted.info.profiles
+        return dict(payload.files), tensors, trusted.info
 
 
 def run_calibration(options: TrialOptions, report: Callable[[str], None]) -> tuple[Measurement, Path]:
@@ -110,7 +109,7 @@ def run_calibration(options: TrialOptions, report: Callable[[str], None]) -> tup
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
     worker, validators = options.machines
-    files, tensors = _policy_of_folder(options.model, worker.dtype)
+    files, tensors = policy_of_folder(options.model, worker.dtype)
     tokenizer, environment = TextTokenizer(files), build_environment(EnvironmentSettings(name="sort"))
     is_builtin = options.model in BUILTIN  # the built-in model knows its own task only
     plan = Plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ FREE_SHARE = 0.8  # of what is free, where nothing else was said
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 LEAST_RATE_BYTES_S = 8_000.0
 UNLIMITED_BYTES = 1 << 62
+FILES_WANTED = 65_536
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,12 @@ def _container_bytes() -> int:
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return UNLIMITED_BYTES
     return max(0, most - used + int(statistics.get("inactive_file", 0)))  # file caches can be dropped
+
+
+def allow_files() -> int:
+    """How many files may be open: more than the usual 1,024, as each of a thousand connections is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
+    if 0 <= soft < wanted:  # -1 is no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted if soft < 0 else max(wanted, soft)

@@ -286,10 +286,14 @@ END_S = 5.0
 
 
 class Prefetch:
-    """A context manager with a thread that keeps the newest version on this disk."""
+    """A context manager with a thread that keeps the newest version on this disk. `on_newer` is called in that thread
+    with each newer version, before it is fetched."""
 
-    def __init__(self, downloader: Downloader, stop: StopToken) -> None:
-        self._downloader, self._stop, self._closing = downloader, stop, threading.Event()
+    def __init__(
+        self, downloader: Downloader, stop: StopToken, on_newer: Callable[[PolicyRef], None] = lambda _ref: None
+    ) -> None:
+        self._downloader, self._stop, self._on_newer = downloader, stop, on_newer
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -307,7 +311,10 @@ class Prefetch:
         unfetched: PolicyRef | None = None  # its fetch was stopped for another one
         try:
             while not (self._closing.is_set() or self._stop.is_set()):
-                newer = poller.newer(0.0 if unfetched else WAIT_S) or unfetched
+                found = poller.newer(0.0 if unfetched else WAIT_S)
+                if found is not None:
+                    self._on_newer(found)
+                newer = found or unfetched
                 if newer is not None and not (self._closing.is_set() or self._stop.is_set()):
                     unfetched = None if self._fetch(newer) else newer
                 if newer is None or unfetched:

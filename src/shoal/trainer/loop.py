@@ -140,10 +140,9 @@ class TrainingRun:
             progress, seen = stored.progress, published.version if published else -1
             if progress.run != self._info.run or progress.version > seen + 1:
                 here = f"version {progress.version} of run {progress.run}"
-                details = (
-                    f"the hub has seen version {seen} of run {self._info.run} at most: restore the hub's folder, or"
-                )
-                raise CheckpointError(f"{self._store.folder} holds {here}, but {details} move the checkpoints away")
+                seen_there = f"the hub has seen at most version {seen} of run {self._info.run}"
+                remedy = "restore the hub's folder, or move the checkpoints away"
+                raise CheckpointError(f"{self._store.folder} holds {here}, but {seen_there}: {remedy}")
             self._actions.restore(parts.learner, stored)
             self.version = self._saved = progress.version
             incarnation = max(incarnation, progress.incarnation)

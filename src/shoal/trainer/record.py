@@ -114,9 +114,7 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # noqa: BLE001 - training must not depend on a tracker
                 del self._trackers[name]
-                message = (
-                    "%s gets no more metrics until the trainer is started again (%s: %s); metrics.jsonl has them all"
-                )
+                message = "%s gets no more metrics until the trainer restarts (%s: %s); metrics.jsonl has them all"
                 log.warning(message, name, type(error).__name__, error)
 
 

@@ -122,8 +122,7 @@ def shape(case: Case) -> Finding:
         tokens, logprobs = len(each.tokens) // 4, len(each.logprobs) // 4
         if len(each.tokens) % 4 or len(each.logprobs) != len(each.tokens) or not 0 < tokens <= limit:
             message = (
-                f"rollout {index} has {tokens} tokens and {logprobs} log-probabilities; there must be equally many, "
-                f"from 1 to {limit}"
+                f"rollout {index} has {tokens} tokens and {logprobs} log-probabilities, not equal and 1 to {limit}"
             )
             return failed("shape.tokens", message, rollout=index, tokens=tokens, logprobs=logprobs)
     at = int(np.argmax(case.tokens))
@@ -156,8 +155,7 @@ def progress(case: Case) -> Finding:
         begins = shown_digest(rollout.tokens[: 4 * shown.tokens], rollout.proofs[: shown.proof_bytes])
         if begins != shown.digest:
             message = (
-                f"rollout {shown.rollout} does not begin with the {shown.tokens} tokens, or their proofs, that this "
-                "node showed of it to keep its lease"
+                f"rollout {shown.rollout} does not begin with the {shown.tokens} tokens or proofs that its node showed"
             )
             at = {"rollout": shown.rollout, "tokens": shown.tokens}
             return failed("progress.prefix", message, Severity.CERTAIN, **at, shown=shown.digest, submitted=begins)
@@ -232,10 +230,7 @@ def duplicate(case: Case) -> Finding:
         return passed("duplicate", marks=len(case.marks))
     rollout, token = copied.place
     if copied.kind == "rollout":
-        message = (
-            f"rollout {rollout} is one that another seed has given before; its log-probability says that seeds do not "
-            "repeat it, so it was copied"
-        )
+        message = f"rollout {rollout} was given by another seed before and is too improbable to repeat: a copy"
         return failed("duplicate.rollout", message, rollout=rollout)
     message = f"the proof of rollout {rollout} from token {token} on was submitted before, for other tokens: a copy"
     return failed("duplicate.proof", message, Severity.STATISTICAL, rollout=rollout, token=token)
@@ -388,9 +383,8 @@ def reward_steering(case: Case, audit: Audit, branches: Branches) -> Finding:
     }  # fmt: skip
     if gains.suffices:
         message = (
-            "where rounding alone should decide between two tokens, the submitted ones led to better rewards: by "
-            f"{gains.gained:+.3g} in sum over {gains.differing} unequal pairs, which chance does once in "
-            f"{gains.value:.2g} nodes"
+            "where rounding alone should decide between two tokens, the submitted ones led to better rewards, by "
+            f"{gains.gained:+.3g} over {gains.differing} unequal pairs, as chance does once in {gains.value:.2g} nodes"
         )
         return failed("sampling.steered", message, Severity.STATISTICAL, **evidence)
     if audit.distrusted and case.replay is not None and by_tolerance(case).any():

@@ -57,9 +57,7 @@ class AuditJob:
         """Everything held. The message says only how many completions hit a limit, nothing that would tell an
         answer."""
         limited = sum(LIMIT_PART in reward.parts for reward in rewards)
-        message = (
-            f"{limited} of {len(rewards)} completions took more time or memory than scoring allows: they are worth 0"
-        )
+        message = f"{limited} of {len(rewards)} completions exceeded the time or memory for scoring: they are worth 0"
         reward = CheckResult(check="reward", passed=True)
         if limited:
             reward = CheckResult(check="reward", passed=True, evidence={"limited": limited}, message=message)

@@ -11,7 +11,9 @@ speed, and generates only while the outbox has room. The worker waits for a hub 
 Finished work survives on disk; unfinished leases are released when the worker stops.
 
 Weights come before leases, so that the time of a lease is for generating only. A newer policy is fetched for
-`FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one.
+`FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one. Where it makes useless
+what is being generated, that ends with the next token (on a GPU, the next window): `Prefetch` sees it at the sources,
+and the hub is asked at once.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 5.0
 RELEASE_PATIENCE_S = 5.0
 OUTBOX_LIMIT = 64  # finished groups that may wait for the hub; then work pauses
+STOP_GENERATION_S = 5.0  # how long a stopping worker still generates: a supervisor that is gone leaves it 10 s in all
 STOP_FLUSH_S = 5.0  # how long a stopping worker still sends finished groups
 CACHED_POLICIES = 2  # on disk: the one at work, and the next
 LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
@@ -60,6 +63,7 @@ BROKEN_CALLS = 3  # engine calls in a row with NaN or infinite log-probabilities
 FETCH_S = 3600.0  # what has arrived by then stays on disk, and the next attempt continues from there
 FOLLOW_S = 5.0
 PAUSE_S = 1.0  # after a policy could not be fetched, or while the run has none, before looking again
+ASK_AGAIN_S, QUESTIONS = 0.25, 20  # of a policy that sources have and the hub has not: it is announced in a moment
 SURE = 0.75  # the part of a lease's time that is planned with: the next groups may be longer than the last
 
 
@@ -89,7 +93,13 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
     log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
     outbox = Outbox(config.folder / "outbox")
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
-    with closing(weights) as downloader, Prefetch(downloader, stop):
+    working: list[Worker] = []  # the one that works, once there is one
+
+    def hear_published(policy: PolicyRef) -> None:
+        for worker in working:
+            worker.hear_published(policy)
+
+    with closing(weights) as downloader, Prefetch(downloader, stop, hear_published):
         fetch, closed, chosen = RefreshingDownloader(client, downloader), set[str](), config.settings.dtype == "auto"
         while True:
             shelf = _shelf(fit, conduct, fetch, run.environment)
@@ -97,6 +107,7 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
                 client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace,
                 folder=config.folder,
             )  # fmt: skip
+            working[:] = [worker]
             try:
                 worker.run()
                 break
@@ -108,8 +119,8 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
         weights.forget()
 
 
-class TooOld(Exception):
-    """The policy of what is being generated: nothing of it can be trained on."""
+class Interrupted(Exception):
+    """What is being generated is given back, for this reason."""
 
 
 class NotTaken(Exception):
@@ -178,6 +189,10 @@ class Worker:
         self._units = 1  # to be asked for next: one, until it is known how long that takes
         self._newest: PolicyRef | None = None
         self._loaded: PolicyRef | None = None
+        self._at_work: PolicyRef | None = None  # the policy of what is being generated
+        self._published: PolicyRef | None = None  # that sources have, and the hub has perhaps not announced yet
+        self._stop_seen_s: float | None = None
+        self._questions = 0  # that the hub may still be asked for it between regular heartbeats
         self._kind = DEFAULT_PROFILE  # of the engine that has the loaded policy
         self._outdated = True  # nothing is given out under the loaded policy
         self._is_over = self.finished = False  # as the hub says; and with nothing left to do here
@@ -215,8 +230,20 @@ class Worker:
         """In the heartbeat's thread."""
         self._earnings.hear(reply, int(self.activity.heartbeat().counters.get("tokens", 0)))
         self._hear_of_policy(reply)
+        published, newest = self._published, self._newest
+        if published is not None and (newest is None or newest.place < published.place) and self._questions > 0:
+            self._questions -= 1
+            self._heartbeat.soon(ASK_AGAIN_S)
         self._showing.hear(reply)
         self._deadlines_ms.update((lease, ms) for lease, ms in reply.deadlines.items() if lease in self._hand)
+
+    def hear_published(self, policy: PolicyRef) -> None:
+        """In the thread that follows the sources: they have a newer policy. If that makes what is generated useless,
+        the hub is asked at once, and again until it has the announcement, too."""
+        at_work = self._at_work
+        if at_work is not None and self._is_too_old(at_work, policy):
+            self._published, self._questions = policy, QUESTIONS
+            self._heartbeat.soon()
 
     def _hear_of_policy(self, reply: HeartbeatReply | LeaseReply) -> None:
         newest, found = self._newest, reply.policy
@@ -319,7 +346,7 @@ class Worker:
         return [held for held in self._hand.values() if held.lease.policy == policy]
 
     def _load(self, policy: PolicyRef, patience_s: float, loud: bool = True) -> LoadedPolicy | None:
-        """The engine with this policy; None if it cannot be had so soon, which is no news unless `loud`."""
+        """The engine with this policy; None if it does not arrive so soon, which is logged if `loud`."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
                 return self._shelf.get(policy, max(patience_s, 0.0))
@@ -336,12 +363,16 @@ class Worker:
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
+        self._at_work = loaded.ref
         try:
             with self.activity.busy(f"generating {count_of(len(leases), 'group')} by policy {loaded.ref.label}"):
-                groups = generate(loaded, leases, partial(self._note, loaded.ref), self._showing.of)
-        except TooOld:
-            self._release([lease.lease for lease in leases], f"policy {loaded.ref.label} is too old to be trained on")
+                check = partial(self._check, loaded.ref)
+                groups = generate(loaded, leases, self.activity.generated, self._showing.of, check)
+        except Interrupted as why:
+            self._release([lease.lease for lease in leases], str(why))
             return
+        finally:
+            self._at_work = None
         self._size_up(leases, self._clock.monotonic_s() - now_s, units_that_fit(loaded.engine, leases))
         broken = [lease.lease for lease, group in zip(leases, groups, strict=True) if not is_finite(group)]
         for lease, completions in zip(leases, groups, strict=True):
@@ -359,12 +390,19 @@ class Worker:
         if broken:
             self._give_back_broken(broken, len(groups), loaded)
 
-    def _note(self, policy: PolicyRef, lease: str, tokens: int) -> None:
-        """While groups are generated: how far one is. What the hub would refuse by now is not generated any further."""
-        self.activity.generated(lease, tokens)
-        newest = self._newest or policy
-        if newest.incarnation != policy.incarnation or newest.version - policy.version > self._max_staleness:
-            raise TooOld
+    def _check(self, policy: PolicyRef) -> None:
+        """While groups are generated: ends what the hub would refuse by now, and what takes long when the worker is
+        told to stop."""
+        if self._is_too_old(policy, self._newest or policy):
+            raise Interrupted(f"policy {policy.label} is too old to be trained on")
+        if self._stop.is_set():
+            now_s = self._clock.monotonic_s()
+            self._stop_seen_s = now_s if self._stop_seen_s is None else self._stop_seen_s
+            if now_s - self._stop_seen_s >= STOP_GENERATION_S:
+                raise Interrupted(self._stop.reason or "the worker is ending")
+
+    def _is_too_old(self, policy: PolicyRef, newest: PolicyRef) -> bool:
+        return newest.incarnation != policy.incarnation or newest.version - policy.version > self._max_staleness
 
     def _size_up(self, leases: Sequence[Lease], took_s: float, most: int = MAX_LEASES_PER_REQUEST) -> None:
         """How many groups can be generated in one call within the time of a lease; `most` fit into memory."""

@@ -1,7 +1,5 @@
 """`shoal admin` and `shoal why`, as a run's owner and a contributor use them, against a hub that really serves."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kit import Capture, Patch
-from kit.cli import told
+from kit.cli import NODE, status, told
 from shoal.cli.main import main
+from shoal.models.load import load_model
+from shoal.models.state import policy_views
+from shoal.protocol import ProofParameters, RunStatus, SamplingParameters
 from shoal.protocol.node import ModelSize
-from shoal.run import doctor
+from shoal.run import bench, doctor
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.validator.profiles import read_profile
 
@@ -117,3 +122,62 @@ def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(tmp_pa
     assert main([*arguments, "--against", "cpu/bfloat16", "--out", str(out)]) == 1
     assert "refused: int8 weights would be caught in" in capsys.readouterr().out
     assert not out.exists()
+
+
+def test_a_benchmark_measures_each_kind_of_work_beside_transformers(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(bench, "BUDGET_S", 1.0)
+    monkeypatch.setattr("shoal.cli.printing.EVERY_S", 0.0)
+    arguments = ["doctor", "--folder", tmp_path, "--bench", "--device", "cpu", "--tokens", "16"]
+    said = told(capsys, 0, *arguments, "--json")
+    assert re.search("benchmark: . of 1 s, .*prefill with checks", said.err)
+    found = json.loads(said.out)
+    assert {finding["name"] for finding in found["findings"]} >= {"torch", "memory", "device"}
+    measured = found["bench"]
+    assert (measured["kind"], measured["parameters"], measured["run"]) == ("torch/cpu/float32", 172_672, None)
+    assert min(measured[name] for name in ("generate", "worker", "prefill", "transformers", "rounds")) >= 1
+    assert measured["verified_tokens_per_hour"] == int(3600 * measured["worker"])
+    assert 8 <= measured["new_tokens"] <= 16
+
+
+def test_a_benchmark_for_a_run_takes_its_policy_and_says_the_share(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    model, sampling = load_model("tiny"), SamplingParameters(temperature=1.0, max_new_tokens=9, eos_token_id=1)
+    info = SimpleNamespace(profiles=("torch/cpu/float32",), proof=ProofParameters(rows=16), sampling=sampling)
+    looks = iter([(10_000, 500), (30_000, 4_500)])  # 200 tokens a second
+
+    def status_of(*_: object) -> RunStatus:
+        now_ms, credit = next(looks)
+        return status(now_ms=now_ms, nodes=(NODE.model_copy(update={"credit": credit}),))
+
+    monkeypatch.setattr(bench, "BUDGET_S", 0.1)
+    monkeypatch.setattr(bench, "status_of", status_of)
+    monkeypatch.setattr(bench, "policy_of_run", lambda *_: (model.files, policy_views(model.model), info))
+    monkeypatch.setattr(doctor, "examine", lambda *_, **_options: [])
+    shown = told(capsys, 0, "doctor", NOWHERE, "--bench", "--device", "cpu").out
+    found = re.search(r"generate with proofs +([0-9,]+) ", shown)
+    assert found is not None
+    mine = int(found[1].replace(",", ""))
+    share = round(100 * mine / (mine + 200))
+    assert f"run demo-1 verified 200 tokens/s in the last 20 s: this machine would do {share}% of its work" in shown
+    assert "+ 9 tokens" in shown or "+ 8 tokens" in shown
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--bench", "--selftest"], "three things"), (["--calibrate", "--json"], "leave it out"),
+])  # fmt: skip
+def test_choices_of_the_doctor_that_exclude_each_other_are_refused(
+    capsys: Capture, options: list[str], message: str
+) -> None:
+    assert message in told(capsys, 2, "doctor", *options).err
+
+
+def test_model_unknown_to_transformers_is_reported() -> None:
+    numbers = {"generate": 100.0, "worker": 90.0, "prefill": 300.0, "transformers": None}
+    found = bench.Benchmark("vllm/cpu/float32", 5, 4, 3, 2, 1, **numbers, verified_tokens_per_hour=9, run=None)  # type: ignore[arg-type]
+    shown = "\n".join(found.lines())
+    assert "proofs cost 10%" in shown
+    assert "cannot compute it" in shown
+    assert " x transformers" not in shown

@@ -1,7 +1,5 @@
 """`shoal plan`: memory before anything is loaded, and what a trainer says when it cannot fit or runs out of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -188,7 +188,9 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path
     assert f"there is no model folder {tmp_path / 'large'}: what needs it was not checked" in said.err
     assert "was not checked" not in said.out, "what it prints is a recipe"
     assert "1,000 read, without a tokenizer: 1,000 of sort" in said.err
-    assert said.out.startswith("# not known yet, since they follow from the size of the model, and there is none at ")
+    assert said.out.startswith(
+        "# not known yet, since they follow from the size of the model, and there is no model at "
+    )
     assert parse_config(said.out, Recipe, "shown").hub.lease_s is None, "and not that of a small model"
     recipe.write_text('[model]\npath = "large"\n[environment]\nname = "sorting"\n')
     assert main(["run", str(recipe), "--dry-run"]) == 2, "all else is checked"

@@ -1,7 +1,5 @@
 """How a run goes, in words: history, remarks, the watchdog, and the reasons when nothing happens."""
 
-from __future__ import annotations
-
 import json
 import queue
 import socket

@@ -1,7 +1,5 @@
 """What a person sees: lines, frames of every size, and the live display in a real terminal."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

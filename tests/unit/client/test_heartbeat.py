@@ -32,6 +32,20 @@ def test_it_beats_until_the_role_ends() -> None:
     assert not heartbeat._thread.is_alive()
 
 
+def test_a_beat_that_is_wanted_soon_comes_before_the_regular_one() -> None:
+    hub = ScriptedHub(script=[answer(REPLY)] * 10)
+    beats = [threading.Event() for _ in range(3)]
+    waiting = iter(beats)
+    with RegularHeartbeat(hub.client(), 60, Activity(), lambda _: next(waiting).set()) as heartbeat:
+        assert beats[0].wait(10)
+        heartbeat.soon(0.01)
+        assert beats[1].wait(10)
+        heartbeat.soon(600)
+        heartbeat.soon()
+        assert beats[2].wait(10)
+    assert not heartbeat._thread.is_alive()
+
+
 def test_a_refusal_is_kept_for_the_role_to_see() -> None:
     hub = ScriptedHub(script=[refusal(403, "node.banned", "this node is banned: sampling.seed")])
     heartbeat = RegularHeartbeat(hub.client(), 5, Activity(), lambda _: None)

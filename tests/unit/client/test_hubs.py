@@ -1,7 +1,5 @@
 """Several hubs of one run: who is asked, who rests, who is never asked again; and hubs that are there and of no use."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

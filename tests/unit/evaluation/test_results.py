@@ -2,8 +2,6 @@
 data set that a filter writes, leaks by what is asked, and what a summary says.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The hub on a machine whose wall clock jumps by an hour, in both directions, while it runs and while it is away."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +7,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kit.asgi import AsgiTransport
+from kit.asgi import AppTransport
 from kit.hub import HUB, ROOT, Actor, Bench, certificate, code_of, fresh_request, make_config, ok, worker_key
 from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import SignatureError
-from shoal.hub.http.app import create_app
+from shoal.hub.http.app import App
 from shoal.ledger import verify
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -51,11 +49,11 @@ def test_a_hub_that_restarts_after_a_jump_keeps_no_lease_for_an_hour(bench: Benc
     bench.alice.lease(fresh_request())
     bench.close()
     bench.clock.jump(jump_s)
-    app = create_app(make_config(bench.folder), bench.clock)
-    with httpx.Client(transport=AsgiTransport(app), base_url="http://hub", timeout=20) as http:
+    app = App(make_config(bench.folder), bench.clock)
+    with httpx.Client(transport=AppTransport(app), base_url="http://hub", timeout=20) as http:
         for _ in range(round(LATE_S) + SPARED_S):  # it was away: what runs out meanwhile has a little more time
             bench.clock.advance(1)
-            app.state.hub.upkeep.tick()
+            app.hub.upkeep.tick()
         status = protocol.RunStatus.model_validate_json(http.get("/status").content)
         assert status.units["open"] == 1
         carol = Actor(worker_key(3), http, ManualClock(status.now_ms))
@@ -138,3 +136,19 @@ def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench:
     bench.hub.upkeep.tick()
     bench.clock.jump(-HOUR_S)
     assert code_of(bench.http.send(recorded[0])) == (401, "auth.replay")
+
+
+def test_a_request_that_changes_something_cannot_be_replayed_after_a_restart(bench: Bench) -> None:
+    """Its nonce is written down with what it did, at the latest."""
+    recorded: list[httpx.Request] = []
+    bench.http.event_hooks["request"].append(recorded.append)
+    [lease] = bench.alice.lease(fresh_request())
+    bench.alice.call("POST", "/heartbeat", {})
+    folder = bench.folder.with_name("copied")
+    shutil.copytree(bench.folder, folder)  # as it is on disk after a kill
+    again = Bench(folder, clock=bench.clock)
+    asked, beaten = recorded
+    assert code_of(again.http.send(asked)) == (401, "auth.replay")
+    assert again.http.send(beaten).status_code == 200, "harmless, so it is remembered in memory only"
+    assert again.alice.submit(lease).status_code == 201
+    again.close()

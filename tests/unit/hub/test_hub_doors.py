@@ -1,7 +1,5 @@
 """What strangers, and keys that are trusted no more, must not get: work for the hub, a way back in, a second seat."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -12,12 +10,10 @@ import pytest
 
 from kit.asgi import in_loop
 from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, make_config, ok, policy
-from shoal.hub import changes as changes_module
 from shoal.hub.changes import Changes, Topic
-from shoal.hub.http import auth
+from shoal.hub.http import auth, polling
 from shoal.hub.http.auth import read_body
-from shoal.hub.http.middleware import Edge, Visit
-from shoal.hub.limits import Addresses
+from shoal.hub.http.limits import Addresses, Edge
 from shoal.hub.service.context import ORDERS, orders_of
 from shoal.hub.service.upkeep import READ_POSTS, Posting
 from shoal.hub.state.commands import Record, Refusal
@@ -213,7 +209,7 @@ def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch
 
 @pytest.mark.usefixtures("outside")
 def test_strangers_share_an_answer_for_a_second(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = bench.app.state.edge.clock = ManualClock()
+    clock = bench.app.edge.clock = ManualClock()
     counted = Counted(bench.hub.reporting.status)
     monkeypatch.setattr(bench.hub.reporting, "status", counted)
     for _ in range(5):
@@ -227,7 +223,7 @@ def test_strangers_share_an_answer_for_a_second(bench: Bench, monkeypatch: pytes
 @in_loop
 async def test_one_shared_answer_is_computed_at_a_time_for_all_who_asked_before_it_began(tmp_path: Path) -> None:
     clock, go, begun = ManualClock(), asyncio.Event(), list[int]()
-    edge, mine, strangers = Edge(make_config(tmp_path), clock), Visit("1"), Visit("2", client="192.0.2.1")
+    edge, mine, strangers = Edge(make_config(tmp_path), clock), "", "192.0.2.1"
 
     async def compute() -> int:
         begun.append(len(begun) + 1)
@@ -249,7 +245,7 @@ async def test_one_shared_answer_is_computed_at_a_time_for_all_who_asked_before_
 
 @in_loop
 async def test_a_failure_is_not_kept(tmp_path: Path) -> None:
-    edge, stranger = Edge(make_config(tmp_path)), Visit("1", client="192.0.2.1")
+    edge, stranger = Edge(make_config(tmp_path)), "192.0.2.1"
 
     async def fail() -> int:
         raise Refusal(503, "hub.busy", "not now")
@@ -264,7 +260,7 @@ async def test_a_failure_is_not_kept(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("outside")
 def test_a_header_that_looks_like_a_signature_exempts_nobody_from_turns(bench: Bench) -> None:
-    edge = bench.app.state.edge
+    edge = bench.app.edge
     turns = edge.reading_of = Counted(edge.reading_of)
     ok(bench.http.get("/status", headers={"shoal-signature": "00" * 64}))
     assert turns.count == 1
@@ -274,7 +270,7 @@ def test_a_header_that_looks_like_a_signature_exempts_nobody_from_turns(bench: B
 
 
 def test_a_proxy_that_nobody_named_is_warned_of_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.app.state.edge.addresses = Addresses()
+    bench.app.edge.addresses = Addresses()
     for _ in range(3):
         ok(bench.http.get("/health", headers={"x-forwarded-for": "203.0.113.9"}))
     warned = [record for record in caplog.records if "hub.trusted_proxies" in record.getMessage()]
@@ -298,8 +294,9 @@ def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(
 
 @in_loop
 async def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes_module, "OVER_S", 0.0)
+    monkeypatch.setattr(polling, "OVER_S", 0.0)
     changes = Changes()
+    polls = polling.Polls(changes)
     tries: list[str] = []
 
     def attempt(name: str) -> Callable[[], Awaitable[tuple[str, bool]]]:
@@ -310,7 +307,7 @@ async def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pyte
         return look
 
     def poll(name: str, who: str, topic: Topic = Topic.LEASES) -> asyncio.Task[str]:
-        return asyncio.create_task(changes.poll(topic, 20, attempt(name), who))
+        return asyncio.create_task(polls.poll(topic, 20, attempt(name), who))
 
     async def settled(count: int) -> None:
         while len(tries) < count:
@@ -328,4 +325,4 @@ async def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pyte
     assert tries.count("older") == 1, "it looks no more: what it would find is the newer one's"
     changes.close()
     await asyncio.wait_for(asyncio.gather(newer, other, elsewhere), 10)
-    assert changes._polls == {}
+    assert polls._latest == {}

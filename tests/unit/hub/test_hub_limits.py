@@ -1,10 +1,10 @@
 """What one caller may ask for: buckets, connections, bytes in hand; and that each refusal says how long to wait."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.asgi import AsgiTransport, in_loop
+from kit.asgi import AppTransport, in_loop
 from kit.hub import Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 from shoal.errors import ConfigError
-from shoal.hub.http.middleware import READ_AT_ONCE, Edge
-from shoal.hub.limits import Addresses, Buckets, Intake
+from shoal.hub.buckets import Buckets
+from shoal.hub.http.limits import READ_AT_ONCE, Addresses, Edge, Intake
 from shoal.hub.state.commands import Refusal
 
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,6 +71,13 @@ def test_this_machines_own_processes_count_under_no_address() -> None:
     assert [addresses.client(each) for each in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "")] == [""] * 4
     assert addresses.client("127.0.0.2") == "127.0.0.2"
     assert addresses.client("2001:db8:1:2::5") == addresses.client("2001:db8:1:2:ffff::1") == "2001:db8:1:2::/64"
+
+
+def test_a_trusted_proxy_speaks_for_the_last_address_that_is_no_proxy() -> None:
+    addresses = Addresses(["10.0.0.0/8"])
+    assert addresses.forwarded("10.0.0.1", "198.51.100.1, 203.0.113.5, 10.0.0.2") == "203.0.113.5"
+    assert addresses.forwarded("192.0.2.1", "203.0.113.5") == "192.0.2.1", "it is no proxy of ours"
+    assert [addresses.forwarded("10.0.0.1", hops) for hops in ("", " , ")] == ["10.0.0.1"] * 2
 
 
 def test_a_proxy_that_is_none() -> None:
@@ -150,13 +157,16 @@ class Elsewhere:
     """The same app, called from an address, as a server would."""
 
     def __init__(self, bench: Bench) -> None:
-        bench.app.state.edge.addresses = Addresses()
+        bench.app.edge.addresses = Addresses()
         self._bench = bench
 
-    def http(self, address: str) -> httpx.Client:
-        transport = AsgiTransport(self._bench.app)
-        transport._inner = httpx.ASGITransport(app=self._bench.app, client=(address, 40000))
-        return httpx.Client(transport=transport, base_url="http://hub")
+    @contextmanager
+    def http(self, address: str) -> Iterator[httpx.Client]:
+        transport = self._bench.http._transport
+        assert isinstance(transport, AppTransport)
+        transport.peer = address
+        yield self._bench.http
+        transport.peer = "127.0.0.1"
 
 
 @pytest.mark.hub
@@ -175,10 +185,10 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(bench: Ben
 
 
 def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.hub.http.routes.UPLOAD_WAIT_S", 0.05)
+    monkeypatch.setattr("shoal.hub.http.limits.TURN_WAIT_S", 0.05)
     ok(bench.announce(0))
     [lease] = bench.alice.lease("request-1")
-    edge = bench.app.state.edge
+    edge = bench.app.edge
     before, edge.uploads = edge.uploads, asyncio.Semaphore(0)
     answer = bench.alice.submit(lease)
     assert (code_of(answer), answer.headers["retry-after"]) == ((503, "hub.busy"), "2")

@@ -1,7 +1,5 @@
 """Long polls: answered on the change they wait for, at their deadline, and when the hub stops."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -15,7 +13,8 @@ from kit import eventually
 from kit.asgi import in_loop
 from kit.hub import Bench, certificate, fresh_request, make_config, ok, worker_key
 from shoal.errors import ResourceError
-from shoal.hub.changes import FORGET_AFTER_MS, WOKEN, Changes, Topic, Waits
+from shoal.hub.changes import FORGET_AFTER_MS, Changes, Topic, Waits
+from shoal.hub.http.polling import WOKEN, Polls
 from shoal.hub.service import Hub, context, retry, upkeep
 from shoal.hub.state.commands import Refusal
 from shoal.hub.storage import StaleRow
@@ -113,7 +112,7 @@ def test_a_client_that_left_is_given_no_work() -> None:
             granted.append("try")
             return "nothing", False
 
-        poll = asyncio.create_task(changes.poll(Topic.LEASES, 20, attempt, is_gone=lambda: True))
+        poll = asyncio.create_task(Polls(changes).poll(Topic.LEASES, 20, attempt, is_gone=lambda: True))
         while not granted:
             await asyncio.sleep(0)
         changes.notify(Topic.LEASES)
@@ -151,6 +150,7 @@ class Shop:
 
     def __init__(self) -> None:
         self.changes = Changes()
+        self.polls = Polls(self.changes)
         self.stock = 0
         self.looks = 0
         self.served: list[int] = []
@@ -171,13 +171,13 @@ class Shop:
         tasks = []
         for who in range(count):
             tasks.append(asyncio.create_task(self.poll(who)))
-            while len(self.changes._waiting[Topic.LEASES]) <= who:
+            while len(self.polls._waiting[Topic.LEASES]) <= who:
                 await asyncio.sleep(0)
         self.looks = 0
         return tasks
 
     async def poll(self, who: int, look_s: float | None = None) -> bool:
-        return await self.changes.poll(Topic.LEASES, WAIT_S, self.attempt(who), look_s=look_s)
+        return await self.polls.poll(Topic.LEASES, WAIT_S, self.attempt(who), look_s=look_s)
 
     def supply(self, count: int) -> None:
         self.stock += count
@@ -198,7 +198,7 @@ async def test_a_little_goes_to_who_waited_longest_and_wakes_few() -> None:
     shop = Shop()
     tasks = await shop.crowd(CROWD)
     shop.supply(3)
-    await shop.settle(lambda: len(shop.served) == 3 and len(shop.changes._waiting[Topic.LEASES]) == CROWD - 3)
+    await shop.settle(lambda: len(shop.served) == 3 and len(shop.polls._waiting[Topic.LEASES]) == CROWD - 3)
     assert shop.served == [0, 1, 2]
     assert shop.looks <= WOKEN + 2 * 3
     await shop.end(tasks)
@@ -219,7 +219,7 @@ async def test_who_looked_in_vain_stands_behind_the_others() -> None:
     shop = Shop()
     tasks = await shop.crowd(2 * WOKEN)
     shop.changes.notify(Topic.LEASES)  # for nothing: the first ones go to the end of the queue
-    await shop.settle(lambda: shop.looks == WOKEN and len(shop.changes._waiting[Topic.LEASES]) == 2 * WOKEN)
+    await shop.settle(lambda: shop.looks == WOKEN and len(shop.polls._waiting[Topic.LEASES]) == 2 * WOKEN)
     shop.supply(1)
     await shop.settle(lambda: len(shop.served) == 1)
     assert shop.served == [WOKEN]
@@ -234,12 +234,12 @@ async def test_a_crowd_that_may_not_take_it_keeps_nothing_from_who_may() -> None
         return False, False
 
     kept = [
-        asyncio.create_task(shop.changes.poll(Topic.LEASES, WAIT_S, in_vain, is_held_back=lambda _found: True))
+        asyncio.create_task(shop.polls.poll(Topic.LEASES, WAIT_S, in_vain, is_held_back=lambda _found: True))
         for _ in range(CROWD)
     ]
-    await shop.settle(lambda: len(shop.changes._waiting[Topic.LEASES]) == CROWD)
+    await shop.settle(lambda: len(shop.polls._waiting[Topic.LEASES]) == CROWD)
     free = asyncio.create_task(shop.poll(7))
-    await shop.settle(lambda: len(shop.changes._waiting[Topic.LEASES]) == CROWD + 1)
+    await shop.settle(lambda: len(shop.polls._waiting[Topic.LEASES]) == CROWD + 1)
     shop.supply(1)
     await shop.settle(free.done)
     assert shop.served == [7]
@@ -257,7 +257,7 @@ async def test_what_changes_while_somebody_looks_is_not_missed() -> None:
             shop.changes.notify(Topic.LEASES)
         return True, len(looks) > 1
 
-    assert await asyncio.wait_for(shop.changes.poll(Topic.LEASES, WAIT_S, look), WAIT_S / 2)
+    assert await asyncio.wait_for(shop.polls.poll(Topic.LEASES, WAIT_S, look), WAIT_S / 2)
 
 
 @in_loop

@@ -1,7 +1,5 @@
 """The hub as a process: start, stop, restart, `kill -9`, and everything that can be wrong with a port or a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket
@@ -25,7 +23,7 @@ from kit.smalldisk import in_own_namespace, small_disk
 from shoal.errors import ConfigError, DiskError, EnvironmentSetupError, ResourceError
 from shoal.hub import HubConfig
 from shoal.hub.http import server
-from shoal.hub.http.app import create_app
+from shoal.hub.http.app import App
 from shoal.hub.http.server import run_hub
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.hub.storage import SqliteStorage
@@ -62,7 +60,7 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "TAKEN_S", 0.1)
+    monkeypatch.setattr("shoal.runtime.http.TAKEN_S", 0.1)
 
 
 @pytest.fixture
@@ -114,38 +112,38 @@ class TestFolder:
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(ResourceError, match="cannot write to the folder"):
-            create_app(make_config(tmp_path / "file" / "hub"))
+            App(make_config(tmp_path / "file" / "hub"))
 
     def test_the_secret_is_private_and_kept(self, tmp_path: Path) -> None:
-        create_app(make_config(tmp_path)).state.hub.close()
+        App(make_config(tmp_path)).hub.close()
         secret = tmp_path / "secret"
         assert secret.stat().st_mode & 0o777 == 0o600
         before = secret.read_bytes()
-        create_app(make_config(tmp_path)).state.hub.close()
+        App(make_config(tmp_path)).hub.close()
         assert secret.read_bytes() == before
 
     @pytest.mark.parametrize("content", ["nonsense", "aabb", None])
     def test_a_lost_or_damaged_secret_would_change_the_seeds_and_is_refused(
         self, tmp_path: Path, content: str | None
     ) -> None:
-        create_app(make_config(tmp_path)).state.hub.close()
+        App(make_config(tmp_path)).hub.close()
         (tmp_path / "secret").unlink()
         if content is not None:
             (tmp_path / "secret").write_text(content)
         with pytest.raises(ConfigError, match="restore it from a backup"):
-            create_app(make_config(tmp_path))
+            App(make_config(tmp_path))
 
     def test_another_run_in_the_same_folder_is_refused_but_more_steps_are_fine(self, tmp_path: Path) -> None:
-        create_app(make_config(tmp_path)).state.hub.close()
+        App(make_config(tmp_path)).hub.close()
         with pytest.raises(ConfigError, match="group_size is 2, not 4"):
-            create_app(make_config(tmp_path, run={"group_size": 4}))
-        create_app(make_config(tmp_path, run={"steps": 99})).state.hub.close()
+            App(make_config(tmp_path, run={"group_size": 4}))
+        App(make_config(tmp_path, run={"steps": 99})).hub.close()
 
     def test_an_environment_without_tasks(self, tmp_path: Path) -> None:
         config = make_config(tmp_path)
         config.environment.tasks("train").clear()  # type: ignore[attr-defined]
         with pytest.raises(EnvironmentSetupError, match="no tasks"):
-            create_app(config)
+            App(config)
 
 
 class TestRestart:
@@ -264,7 +262,7 @@ def test_the_process_ends_and_says_why(tmp_path: Path, request: pytest.FixtureRe
             worker = Actor(worker_key(1), http, SystemClock())
             ok(worker.register())
             disk.fill()
-            assert worker.call("POST", "/heartbeat", {}).status_code == 503
+            assert worker.call("POST", "/leases", {"request": fresh_request()}).status_code == 503
         with pytest.raises(DiskError, match=FULL):
             ended.result(timeout=20)
 

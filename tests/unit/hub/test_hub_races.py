@@ -1,7 +1,5 @@
 """Calls at the same moment, over real storage: the constraints and the write lock let only one of them win."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ from sqlalchemy.exc import OperationalError
 
 from kit.hub import Bench, code_of, fresh_request, submission_body
 from shoal.errors import ResourceError
-from shoal.hub.http.middleware import HEADER_REQUEST
+from shoal.hub.http.app import HEADER_REQUEST
 
 pytestmark = pytest.mark.hub(run={"groups_per_step": 12})
 

@@ -1,7 +1,5 @@
 """Workers that are gone: their leases end soon, nobody else's do, and coming back costs nothing but the work."""
 
-from __future__ import annotations
-
 import pytest
 
 from kit.hub import Bench, code_of, fresh_request, ok
@@ -78,7 +76,7 @@ def test_what_had_run_out_before_is_not_spared(bench: Bench) -> None:
         bench.clock.advance(1)
         ok(bench.alice.call("POST", "/heartbeat", {}))
     again = bench.restarted()
-    again.app.state.hub.upkeep.tick()
+    again.app.hub.upkeep.tick()
     assert (again.status().units["open"], again.row(again.alice).lapsed) == (1, 1)
     again.close()
 
@@ -103,7 +101,7 @@ def test_while_its_database_is_away_the_hub_is_away(bench: Bench, monkeypatch: p
 
 
 def test_one_part_that_fails_does_not_keep_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = bench.app.state.hub
+    hub = bench.app.hub
 
     def broken(_now_ms: int) -> None:
         raise ResourceError("cannot end anything")
@@ -118,7 +116,7 @@ def test_one_part_that_fails_does_not_keep_the_others(bench: Bench, monkeypatch:
 def test_nonces_are_kept_until_no_hub_would_take_the_request_again(bench: Bench) -> None:
     """Its own clock may be behind the leader's, by as much as a request's may."""
     bench.clock.advance(60)
-    ok(bench.alice.call("POST", "/heartbeat", {}))
+    bench.alice.lease(fresh_request())
     bench.clock.advance(200)
     bench.hub.upkeep.tick()
     with bench.hub.context.storage.write() as transaction:

@@ -1,7 +1,5 @@
 """Sequences end to end: each as if alone; layers compiled one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Scoring in processes of their own: what is contained, who is to blame, and what the two ends say."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 A version is compared with what was announced and with the disk before a byte of it is fetched.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """Layout, digest and signatures of manifests and heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

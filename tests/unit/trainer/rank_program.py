@@ -3,8 +3,6 @@
 Rank 0 trains a tiny model against a hub in memory; the others follow_rank_0 it. What comes of it is in FOLDER/trainer.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

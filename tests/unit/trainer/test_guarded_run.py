@@ -1,7 +1,5 @@
 """Guards in a run with real steps: what diverges ends as a failure and leaves a good checkpoint."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Guards on rows: silent on a healthy run, loud on each shape of collapse, the same after a resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Several processes train as one does: gradients, weights, checkpoints, and how a group ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

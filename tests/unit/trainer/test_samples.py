@@ -1,8 +1,6 @@
 """From groups to samples: what is trained on, and that whatever is left out is counted. From samples to micro-batches,
 packed and padded, and shares of several processes: the same gradient, whoever computes it together."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -105,7 +105,7 @@ def test_verified_by_the_environment(tmp_path: Path) -> None:
         (held_out.prompt, held_out.answer, held_out.id): "held out: the environment holds this task out",
     }
     given = [{"prompt": prompt, "completion": said, "task": task} for prompt, said, task in rows]
-    _, outcome = chosen(tmp_path, given, environment_filters=EnvironmentFilters(sort, Failing(sort)), verify=True)
+    _, outcome = chosen(tmp_path, given, filters=EnvironmentFilters(sort, Failing(sort)), verify=True)
     assert reasons(outcome) == {number: why for number, why in enumerate(rows.values()) if why}
 
 
@@ -185,9 +185,7 @@ def test_a_held_out_question_in_any_turn_is_left_out(tmp_path: Path) -> None:
         talk(asked, "7"), talk(asked, "7", "thanks", "welcome"), talk("hi", "hello", asked.upper(), "7"),
         talk("hi", "hello", trained, "7"),
     ]  # fmt: skip
-    assert sorted(
-        chosen(tmp_path, rows, files=chat_files(), environment_filters=EnvironmentFilters(data))[1].left_out
-    ) == [0, 1, 2]
+    assert sorted(chosen(tmp_path, rows, files=chat_files(), filters=EnvironmentFilters(data))[1].left_out) == [0, 1, 2]
 
 
 def test_conversations_that_begin_with_one_question_are_on_one_side(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The warm start: its schedule, the loss it lowers, exact resume, divergence, the model that comes of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One training step: against a plain loop, its own splits, bad input; every word of the recipe; tool tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

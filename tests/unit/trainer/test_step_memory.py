@@ -1,8 +1,6 @@
 """bfloat16 with float32 masters, recomputed activations, the reference that a resume holds on to, the plan; a run that
 trains adapters: the base stays, only adapters travel, and what is exported is an ordinary model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Publishing: in a thread, in order, its failures seen by whoever trains; conflicts begin a new incarnation. Saving and
 publishing beside training, in an order that a crash anywhere can rely on; which checkpoints are kept."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Coarse arithmetic gets a token quite wrong now and then: no credit for that, no punishment, and no loophole."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which branches are looked at, what they cost, and that honest work shows no gain by them, whatever rewards follow."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

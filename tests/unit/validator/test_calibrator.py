@@ -1,7 +1,5 @@
 """Validators of several machines put limits in force together; each measures what it needs to judge by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace

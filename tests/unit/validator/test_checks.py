@@ -1,7 +1,5 @@
 """Every check against an honest group and against the cheat it exists for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Batching, broken machinery, rewards, and the shuffled control."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

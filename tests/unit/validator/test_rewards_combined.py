@@ -1,7 +1,5 @@
 """The reward of a group: score, length, judges, and what of it the verdict says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The second look: no statistical rejection without one in the worker's own number format."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Copies: what is one, what is not, and what is forgotten. Shown progress: honest chunks pass wherever they are cut,
 wrong ones fail for certain, what is doubtful says nothing; a submission begins with what was shown of it."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Evaluation between audits: a slice is answered greedily and scored, and what goes wrong is said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The validator's loop against a hub that is a few lists: what goes wrong around an audit never rejects it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +52,7 @@ class ListHub:
     def run_info(self) -> _Info:
         return _Info()
 
-    def patient(self, patience_s: float) -> ListHub:
+    def patient(self, patience_s: float) -> "ListHub":
         return self
 
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:

@@ -163,18 +163,7 @@ def served(tmp_path: Path) -> Iterator[ServedRun]:
 def start(served: ServedRun, tmp_path: Path) -> Iterator[Any]:
     """Two workers on this machine, by one command; whatever is left of them is killed at the end."""
     node = tmp_path / "node"
-    words = (
-        "join",
-        served.endpoints.join,
-        "--engine",
-        "scripted",
-        "--device",
-        "cpu",
-        "--workers",
-        "2",
-        "--folder",
-        str(node),
-    )
+    words = f"join {served.endpoints.join} --engine scripted --device cpu --workers 2 --folder {node}".split()
 
     def start(*options: str) -> Forked:
         return Forked(tmp_path, (*words, *options), tmp_path / "output")

@@ -23,6 +23,7 @@ from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments.tools import TOOLS
 from shoal.protocol import NodeState
 from shoal.protocol.submission import unpack_spans
+from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.toploc import split_proofs
 from shoal.worker import Outbox, Worker, WorkerSettings, loop
@@ -360,6 +361,39 @@ def test_groups_of_a_policy_that_has_become_too_old_are_not_generated_any_furthe
     bench.worker.run()
     assert bench.units == ([1, 2, 3] if goes_on else [])
     assert bench.released[:1] == ([] if goes_on else [("lease-1", "lease-2")])
+
+
+def test_a_policy_at_the_sources_is_asked_for_at_once_if_it_makes_the_work_useless(tmp_path: Path) -> None:
+    """The hub announces it three answers later. Staleness of the run: 1."""
+    bench = Bench(tmp_path)
+    worker, soon = bench.worker, list[float]()
+    worker._heartbeat.soon = lambda after_s=0.0: soon.append(after_s)  # type: ignore[method-assign]
+
+    def hear(version: int) -> None:
+        worker._hear(protocol.HeartbeatReply(node=bench.hub.view, policy=policy(version)))
+
+    worker.hear_published(policy(2))
+    hear(0)
+    assert soon == [], "nothing is being generated"
+    worker._at_work = policy(0)
+    worker.hear_published(policy(1))
+    assert soon == [], "it can still be trained on"
+    worker.hear_published(policy(2))
+    for version in (0, 1, 2, 2):
+        hear(version)
+    assert soon == [0.0, loop.ASK_AGAIN_S, loop.ASK_AGAIN_S]
+
+
+def test_a_stopping_worker_generates_for_a_few_seconds_more(tmp_path: Path) -> None:
+    bench, clock = Bench(tmp_path), ManualClock()
+    bench.worker._clock = clock
+    bench.stop.set("SIGTERM")
+    bench.worker._check(policy())
+    clock.advance(loop.STOP_GENERATION_S - 0.1)
+    bench.worker._check(policy())
+    clock.advance(0.1)
+    with pytest.raises(loop.Interrupted, match="SIGTERM"):
+        bench.worker._check(policy())
 
 
 def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.engines import memory
-from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest, Respond
+from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest, Respond, checks_of
 from shoal.engines.vllm.hook import Hook
 from shoal.engines.vllm.needs import load
 from shoal.engines.vllm.probe import check_model
@@ -186,10 +186,12 @@ class VllmEngine:
         asked = [replace(request, respond=self._known(request.respond)) for request in requests]
         groups = [[DrawnRow(request, seed, greedy) for seed in request.seeds] for request in asked]
         rows = [row for group in groups for row in group]
-        self._hook.keeps_states = proof is not None
+        self._hook.keeps_states, checks = proof is not None, checks_of(requests)
         with self._in_flight([(row, row.request.prompt_ids, row.request.sampling.max_new_tokens) for row in rows]):
             while self._vllm.has_unfinished_requests():
                 seen = self._step()
+                for check in checks:
+                    check()
                 for row in seen:
                     row.take()
                 proved = prove(seen, proof) if proof is not None else []
@@ -279,7 +281,7 @@ class VllmEngine:
 def _tell(
     request: GenerationRequest, group: Sequence[DrawnRow], proved: Sequence[DrawnRow], proof: ProofParameters | None
 ) -> None:
-    """Whoever asked for it hears after each step how far a group is, and may end the call; and of its chunks."""
+    """The caller hears after each step how far a group is, and of its chunks."""
     if request.on_tokens is not None:
         tokens = sum(len(row.line.tokens) for row in group)
         if tokens:

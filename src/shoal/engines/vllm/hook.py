@@ -25,7 +25,7 @@ from shoal.sampling.stream import uniforms_at
 
 class Hook:
     """`drawn` and `given` are ours, by vLLM's name for the request; `seen` are those that the step chose a token for:
-    whoever begins a step makes it empty. States are kept where `keeps_states`."""
+    each step begins with an empty list. States are kept where `keeps_states`."""
 
     def __init__(self, runner: Any) -> None:
         self.drawn: dict[str, DrawnRow] = {}

@@ -25,7 +25,7 @@ REMEDY = (
 UNFITTING = "pip uninstall torchvision torchaudio torchcodec"
 
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this process, where its states can be had
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this process, where its states are accessible
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # one model runner for processors and GPUs
     "VLLM_CONFIGURE_LOGGING": "0",  # what it says goes through our log
     "VLLM_NO_USAGE_STATS": "1",
@@ -38,7 +38,7 @@ def installed_device() -> str:
     this engine was written for."""
     found = {package: version for package in BUILDS if (version := _version(package)) is not None}
     if not found:
-        raise ConfigError(f"the engine vllm needs vLLM {VERSION}, and there is none here: {REMEDY}")
+        raise ConfigError(f"the engine vllm needs vLLM {VERSION}, and no vLLM is installed here: {REMEDY}")
     if len(found) > 1:
         raise ConfigError(f"{' and '.join(found)} are both installed here, and each overwrites the other: {REMEDY}")
     [(package, version)] = found.items()

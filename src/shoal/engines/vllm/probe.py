@@ -3,8 +3,8 @@
     vLLM ── one short generation ──► torch's engine, same weights, on the processor ── prefill ──► three differences
                               └────► where memory does not suffice for that: vLLM's own prefill
 
-vLLM had built the model with other weights before these were written. So a layer that went on computing with what it
-had shows here, too.
+vLLM had built the model with other weights before these were written. So a layer that still computes with its first
+weights is found here, too.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def places(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tenso
 @contextmanager
 def plain_linear() -> Iterator[None]:
     """While vLLM builds a model: on a processor it would pack weights for its own kernels and forget the plain ones, so
-    that nothing could be written in place, and a tied head would go on computing with the packed copy of the old
+    that nothing could be written in place, and a tied head would still compute with the packed copy of the old
     embeddings. Plain layers read the weights where they lie."""
     from vllm.model_executor.layers import utils
 

@@ -1,1 +1,1 @@
-"""The hub's HTTP edge: `server` (process, connections) ─► `app` ─► `middleware` ─► `routes` ─► `auth`."""
+"""The hub's HTTP edge: `server` (process) ─► `runtime.http` (connections) ─► `app` ─► `auth`, `limits`, `polling`."""

@@ -1,103 +1,195 @@
-"""The hub as an ASGI app: the calls, error answers, and the upkeep beside them.
+"""What is done with a request.
 
-request ─► middleware ─► routes ─► auth (event loop) ─► service (thread) ─► storage
-           (limits,                                        │ commit
-            metrics)                         long polls ◄──┴── changes ◄── upkeep, once a second
+    request ─► its address's bucket ─► call (`service/calls`) ─► `auth` ─► service, in a thread ─► reply, or `Problem`
+                                                                             └ again on every change: long polls
+
+Refusals by address are held: whoever asks again at once is slowed to one request a second on each connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import re
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qs
 
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
+from pydantic import ValidationError
 
-from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub.http.middleware import HEADER_REQUEST, Edge, EdgeMiddleware, StateMetrics, visit_of
-from shoal.hub.http.routes import TABLE
-from shoal.hub.service import Hub
+from shoal.errors import ResourceError, ShoalError
+from shoal.hub.buckets import Buckets
+from shoal.hub.http.auth import caller
+from shoal.hub.http.limits import Edge
+from shoal.hub.http.polling import Polls
+from shoal.hub.service import Hub, retry
+from shoal.hub.service.calls import TABLE, Ask, Call, Names, Parameters
+from shoal.hub.service.metrics import HubMetrics
 from shoal.hub.service.reporting import read_figures
+from shoal.hub.service.turns import network_of
+from shoal.hub.service.upkeep import keep_up, note_failure
 from shoal.hub.settings import HubConfig
 from shoal.hub.state.commands import Refusal
-from shoal.protocol import Problem
+from shoal.protocol import Problem, first_problem
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.http import HttpRequest, Reply
 
-TICK_S = 1.0
+HOLD_S = 1.0
+SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
+SHOWN_PATH_BYTES = 120
+LOOK_AGAIN_S = 0.5  # what another hub changes in a shared database comes without notice: long polls look so often
+HEADER_REQUEST = "shoal-request"
 
 log = logging.getLogger("shoal.hub")
+requests_log = logging.getLogger("shoal.hub.requests")
+
+_BY_PATH: dict[str, dict[str, Call]] = defaultdict(dict)
+for _call in sorted((call for rows in TABLE.values() for call in rows), key=lambda call: call.method, reverse=True):
+    _BY_PATH[re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", _call.path)][_call.method] = _call
+CALLS = [(re.compile(path), calls) for path, calls in _BY_PATH.items()]
 
 
-def create_app(config: HubConfig, clock: Clock = SystemClock()) -> Starlette:
-    """The hub over `config.folder`: opened here, closed when the app's lifespan ends, or by `app.state.hub.close()`."""
-    hub, edge = Hub(config, clock), Edge(config)
-    app = Starlette(
-        routes=[Route(call.path, call.answer, methods=[call.method]) for rows in TABLE.values() for call in rows],
-        middleware=[Middleware(EdgeMiddleware, edge=edge)], lifespan=_lifespan,
-        exception_handlers=dict.fromkeys((HTTPException, ShoalError, Exception), _on_error),
-    )  # fmt: skip
-    app.state.hub, app.state.edge = hub, edge
-    figures = StateMetrics(lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable), edge.intake)
-    edge.metrics.registry.register(figures)
-    return app
+class App:
+    """The hub over `config.folder`: opened here, closed when its `lifespan` ends, or by `hub.close()`."""
 
+    def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
+        hub = self.hub = Hub(config, clock)
+        self.edge = Edge(config)
+        intake = self.edge.intake
+        figures = lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable)  # noqa: E731
+        self.metrics = HubMetrics(figures, lambda: (intake.held_bytes, intake.received_bytes))
+        self._shown = Buckets(SHOWN_PER_S)
 
-@asynccontextmanager
-async def _lifespan(app: Starlette) -> AsyncIterator[None]:
-    hub: Hub = app.state.hub
-    upkeep = asyncio.create_task(_keep_up(hub))
-    try:
-        yield
-    finally:
-        hub.context.changes.close()
-        upkeep.cancel()
-        await asyncio.gather(upkeep, return_exceptions=True)
-        hub.close()
-
-
-async def _keep_up(hub: Hub) -> None:
-    """Tick until cancelled. A failed tick is logged and tried again, unless the disk is at an end."""
-    while True:
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        self.polls = Polls(self.hub.context.changes)
+        upkeep = asyncio.create_task(keep_up(self.hub.upkeep, self.edge.in_thread))
         try:
-            await run_in_threadpool(hub.upkeep.tick)
-        except ShoalError as error:
-            _note_failure(hub, "upkeep", error)
-        except Exception:  # a defect must be seen, and must not end the upkeep of a running run
-            log.exception("upkeep failed")
-        await asyncio.sleep(TICK_S)
+            yield
+        finally:
+            self.hub.context.changes.close()
+            upkeep.cancel()
+            await asyncio.gather(upkeep, return_exceptions=True)
+            self.edge.threads.shutdown(cancel_futures=True)
+            self.hub.close()
+
+    async def answer(self, request: HttpRequest) -> Reply:
+        edge, reply = self.edge, Reply(500)
+        request.client, began_s = edge.client_of(request), edge.clock.monotonic_s()
+        try:
+            if request.client and edge.requests.take(request.client, began_s) > 0:
+                await asyncio.sleep(HOLD_S)
+                sentence = "your address asks too often: ask again in a second, and less often"
+                raise Refusal(429, "rate.address", sentence, retry_after_s=1)
+            reply = await self._reply(request)
+        except Exception as error:  # noqa: BLE001  answered as a `Problem`, and logged if it is a defect
+            reply = self._problem(request, error)
+        finally:
+            edge.intake.release(request.sender, request.body_bytes)
+            took_s = edge.clock.monotonic_s() - began_s
+            named = request.route, request.method, reply.status, request.code
+            self.metrics.note(*named, max(0.0, took_s - request.waited_s))
+            self._log(request, reply.status, took_s)
+        reply.headers = {**reply.headers, HEADER_REQUEST: request.number}
+        return reply
+
+    async def _reply(self, request: HttpRequest) -> Reply:
+        call, named = _find(request)
+        at = Parameters()
+        if call.at is not Parameters:
+            query = parse_qs(request.query, keep_blank_values=True)
+            many = {"name": query.get("name", [])} if call.at is Names else {}
+            try:
+                at = call.at.model_validate({**{name: each[-1] for name, each in query.items()}, **named, **many})
+            except ValidationError as error:
+                raise Refusal(422, "request.parameter", first_problem(error)) from error
+        node, said = await caller(self.hub.context, self.edge, request, call)
+        ask = Ask(at, said, node, request.client, network_of(request.client), self.metrics.text)
+        answer = None if call.at_once is None else call.at_once(self.hub, ask)
+        if answer is None:
+            answer = await self._served(request, call, ask)
+        status, answer = answer if isinstance(answer, tuple) else (204 if call.reply is None else 200, answer)
+        body = answer if isinstance(answer, bytes) else b"" if answer is None else answer.model_dump_json().encode()
+        return Reply(status, body, call.reply if isinstance(call.reply, str) else "application/json")
+
+    async def _served(self, request: HttpRequest, call: Call, ask: Ask) -> Any:
+        compute: Callable[[], Awaitable[Any]] = partial(self.edge.in_thread, retry, partial(call.serve, self.hub, ask))
+        if call.is_serial and self.hub.context.storage.is_shared:
+            compute = partial(self.edge.in_turn, self.edge.deciding, compute)
+        is_open = call.roles is None and call.method == "GET" and request.client
+        async with self.edge.reading_of(request.client) if is_open else nullcontext():
+            if call.poll is not None:
+                return await self._poll(request, call, ask, compute)
+            if call.is_upload:
+                return await self.edge.in_turn(self.edge.uploads, compute)
+            return await (self.edge.shared(call.path, request.client, compute) if call.is_shared else compute())
+
+    async def _poll(self, request: HttpRequest, call: Call, ask: Ask, compute: Callable[[], Awaitable[Any]]) -> Any:
+        assert call.poll is not None
+        poll, began_s, worked_s = call.poll, time.monotonic(), 0.0
+
+        async def attempt() -> tuple[Any, bool]:
+            nonlocal worked_s
+            asked_s = time.monotonic()
+            reply = await compute()
+            worked_s += time.monotonic() - asked_s
+            return reply, poll.is_ready(reply, ask.said)
+
+        try:
+            return await self.polls.poll(
+                poll.topic, ask.said.wait_s, attempt, request.node, is_gone=lambda: request.is_gone,
+                look_s=LOOK_AGAIN_S if self.hub.context.storage.is_shared else None, is_held_back=poll.is_held_back,
+            )  # fmt: skip
+        finally:  # what was waited for is no time that the hub took
+            request.waited_s = time.monotonic() - began_s - worked_s
+
+    def _problem(self, request: HttpRequest, error: Exception) -> Reply:
+        """Any error as a `Problem`. Why the hub itself failed is for the log, not for strangers."""
+        headers, clock, status = dict[str, str](), None, 500
+        what = f"request {request.number}, {request.method} {request.path}"
+        more = f"its log says more about request {request.number}"
+        if isinstance(error, Refusal):
+            status, request.code, message, clock = error.status, error.code, error.sentence, error.clock
+            headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+        elif isinstance(error, ShoalError):
+            note_failure(self.hub.context, what, error)
+            status, request.code = 503, "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
+            message = f"the hub could not do this now, try again later; {more}"
+        else:
+            log.error("%s failed", what, exc_info=error)
+            request.code = "hub.defect"
+            message = f"the hub failed in a way it does not understand; {more}"
+        body = Problem(code=request.code, message=message, clock=clock).model_dump_json(exclude_none=True)
+        return Reply(status, body.encode(), headers=headers)
+
+    def _log(self, request: HttpRequest, status: int, took_s: float) -> None:
+        """Every request for whoever debugs; refusals for everybody, but only so many."""
+        level = logging.DEBUG
+        if status >= 400 and self._shown.take("", self.edge.clock.monotonic_s()) == 0.0:
+            level = logging.WARNING if status >= 500 else logging.INFO
+        if not requests_log.isEnabledFor(level):
+            return
+        # The path as it was sent, percent signs and all: no control character of a stranger's reaches a terminal.
+        path = request.target.partition("?")[0].encode("latin-1")[:SHOWN_PATH_BYTES].decode("ascii", "backslashreplace")
+        fields = {"request": request.number, "code": request.code, "node": request.node, "address": request.client}
+        said = " ".join(f"{name}={value}" for name, value in fields.items() if value)
+        requests_log.log(level, "%s %s %s: %s took_ms=%.0f", request.method, path, status, said, took_s * 1000)
 
 
-def _note_failure(hub: Hub, what: str, error: Exception) -> None:
-    log.error("%s failed: %s", what, error)
-    if isinstance(error, DiskError):
-        hub.context.fail(error)
-
-
-async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    """Any error as a `Problem`. Why the hub itself failed is for the log, not for strangers. A defect is answered
-    outside of the middleware."""
-    visit, headers, clock, status = visit_of(request.scope), dict[str, str](), None, 500
-    what = f"request {visit.number}, {request.method} {request.url.path}"
-    if isinstance(error, Refusal):
-        status, visit.code, message, clock = error.status, error.code, error.sentence, error.clock
-        headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    elif isinstance(error, HTTPException):
-        status, visit.code, headers = error.status_code, f"http.{error.status_code}", dict(error.headers or {})
-        message = f"{error.detail}: {request.method} {request.url.path}; docs/reference/http.md lists the calls"
-    elif isinstance(error, ShoalError):
-        _note_failure(request.app.state.hub, what, error)
-        status, visit.code = 503, "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
-        message = f"the hub could not do this now, try again later; its log says more about request {visit.number}"
-    else:
-        log.error("%s failed", what, exc_info=error)
-        visit.code, headers = "hub.defect", {HEADER_REQUEST: visit.number}
-        message = f"the hub failed in a way it does not understand; its log says more about request {visit.number}"
-    body = Problem(code=visit.code, message=message, clock=clock).model_dump(exclude_none=True)
-    return JSONResponse(body, status, headers)
+def _find(request: HttpRequest) -> tuple[Call, dict[str, str]]:
+    """The call of the table, and the parameters in its path."""
+    found = ((named, calls) for pattern, calls in CALLS if (named := pattern.fullmatch(request.path)))
+    named, calls = next(found, (None, {}))
+    call = calls.get("GET" if request.method == "HEAD" else request.method)
+    if call is None or named is None:
+        status = HTTPStatus.METHOD_NOT_ALLOWED if calls else HTTPStatus.NOT_FOUND
+        request.route = next((each.path for each in calls.values()), request.route)
+        sentence = f"{status.phrase}: {request.method} {request.path}; docs/reference/http.md lists the calls"
+        raise Refusal(status, f"http.{status}", sentence)
+    request.route = call.path
+    return call, named.groupdict()

@@ -10,59 +10,44 @@ replay costs the key nothing.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
 
 from shoal.errors import SignatureError
-from shoal.hub.http.middleware import Edge, visit_of
-from shoal.hub.limits import too_much
+from shoal.hub.http.limits import Edge, too_much
 from shoal.hub.service import Context
+from shoal.hub.service.calls import SMALL_BODY_BYTES, Call
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import MAX_SKEW_MS, HubClock, Registration, RequestSignature, Role, first_problem, node_id
+from shoal.hub.storage import Storage
+from shoal.protocol import MAX_SKEW_MS, HubClock, Registration, RequestSignature, first_problem, node_id
 from shoal.protocol.signing import check_date, sign_document, verify_body, verify_request
+from shoal.runtime.http import HttpRequest
 
 M = TypeVar("M", bound=BaseModel)
 
-BODY_DEADLINE_S = 300.0  # enough for the largest submission over a slow line (16 MiB at 60 kB/s)
-BODY_PAUSE_S = 10.0  # a sender may be behind the floor by so much
-BODY_FLOOR_BYTES_S, SMALL_BODY_BYTES, NONCE_MARGIN_MS = 4 * 1024, 64 * 1024, 1_000
+NONCE_MARGIN_MS = 1_000
 TOO_FAST = ("rate.key", "this key asks too often: wait as long as Retry-After says; one machine needs one worker")
 TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as long as Retry-After says")
 
 
-async def read_body(request: Request, max_bytes: int, who: str = "") -> bytes:
-    """The whole body, if it has at most `max_bytes`; never more than that is in memory. It counts as held until the
-    request is answered, under its address, or else under `who`."""
-    too_big = Refusal(413, "body.too_big", f"the body is larger than the {max_bytes} bytes that are allowed here")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_big
-    edge, visit = cast(Edge, request.app.state.edge), visit_of(request.scope)
-    visit.sender = visit.client or who
-    body, began_s = bytearray(), asyncio.get_running_loop().time()
+async def read_body(edge: Edge, request: HttpRequest, max_bytes: int, who: str = "") -> bytes:
+    """The whole body, if it has at most `max_bytes`. It counts as held until the request is answered, under its
+    address, or else under `who`."""
+    request.sender = request.client or who
     try:
-        async with asyncio.timeout_at(began_s + BODY_PAUSE_S) as deadline:
-            async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    raise too_big
-                visit.body_bytes = len(body)
-                edge.intake.add(visit.sender, len(part), len(body))
-                deadline.reschedule(began_s + min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S))
+        return await request.body(max_bytes, lambda part, whole: edge.intake.add(request.sender, part, whole))
+    except OverflowError as error:
+        sentence = f"the body is larger than the {max_bytes} bytes that are allowed here"
+        raise Refusal(413, "body.too_big", sentence) from error
     except TimeoutError as error:
-        sentence = f"the body came slower than {BODY_FLOOR_BYTES_S // 1024} KiB/s, or took {BODY_DEADLINE_S:.0f} s"
-        raise Refusal(503, "body.slow", f"{sentence}: try again") from error
-    except ClientDisconnect as error:
+        raise Refusal(503, "body.slow", f"{error}: try again") from error
+    except ConnectionError as error:
         raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
-    return bytes(body)
 
 
 def parse_json(body: bytes, kind: type[M]) -> M:
@@ -72,31 +57,91 @@ def parse_json(body: bytes, kind: type[M]) -> M:
         raise Refusal(422, "body.malformed", f"not a valid {kind.__name__}: {first_problem(error)}") from error
 
 
-async def authenticate(
-    context: Context, request: Request, roles: tuple[Role, ...] = (), max_bytes: int = SMALL_BODY_BYTES
+async def caller(context: Context, edge: Edge, request: HttpRequest, call: Call) -> tuple[NodeRow | None, Any]:
+    """The node that makes this call (None where anyone may make it, or who registers), and the body."""
+    max_bytes = context.config.submission_limits.compressed_bytes if call.is_upload else call.max_bytes
+    if call.takes is Registration:
+        return None, await _newcomer(context, edge, request)
+    if call.roles is not None:
+        node, body = await _node(context, edge, request, call, max_bytes)
+    else:
+        node, body = None, await read_body(edge, request, max_bytes) if call.takes is not None else b""
+    return node, body if call.takes is None else parse_json(body, call.takes)
+
+
+async def _node(
+    context: Context, edge: Edge, request: HttpRequest, call: Call, max_bytes: int
 ) -> tuple[NodeRow, bytes]:
     signature = _parse(context, request)
+    node = await _find(context, edge, signature.node)
+    if node is None:
+        unknown = f"node {signature.node[:32]} is not registered: register it with POST /nodes"
+        raise Refusal(401, "auth.unknown_node", unknown)
+    if call.roles and node.role not in call.roles:
+        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(call.roles)}; this node is a {node.role}")
+    await _admit(context, edge, request, signature, node.public_key, node, call.is_harmless)
+    request.node = node.node
+    context.storage.arrivals.heard(node.node, context.clock.now_ms())
+    if node.role != "worker":
+        require_welcome(node)  # its key was revoked, or the owner has shut it out
+    body = await read_body(edge, request, max_bytes, node.node)
     with _proven():
-        node = cast(NodeRow, await run_in_threadpool(_admit, context, request, signature, roles, None))
-        body = await read_body(request, max_bytes, node.node)
         verify_body(signature, body)
     if node.role != "worker":  # while the body came, the owner may have shut its sender out
-        found = await run_in_threadpool(_find, context, node.node)
-        require_welcome(found or node)
+        require_welcome(await _find(context, edge, node.node) or node)
     return node, body
 
 
-async def authenticate_newcomer(context: Context, request: Request) -> Registration:
+async def _newcomer(context: Context, edge: Edge, request: HttpRequest) -> Registration:
     """A registration that is signed by the very key it brings."""
     signature = _parse(context, request)
+    body = await read_body(edge, request, SMALL_BODY_BYTES, signature.node)
+    registration = parse_json(body, Registration)
     with _proven():
-        body = await read_body(request, SMALL_BODY_BYTES, signature.node)
-        registration = parse_json(body, Registration)
         if signature.node != node_id(registration.public_key):
             raise SignatureError("the registration's key is not the one that the request is signed with")
         verify_body(signature, body)
-        await run_in_threadpool(_admit, context, request, signature, (), registration.public_key)
+    known = await _find(context, edge, signature.node)
+    await _admit(context, edge, request, signature, registration.public_key, known)
     return registration
+
+
+async def _admit(
+    context: Context, edge: Edge, request: HttpRequest, signature: RequestSignature, public_key: str,
+    node: NodeRow | None, is_harmless: bool = False,
+) -> None:  # fmt: skip
+    """Verify the signature and take the nonce. Known workers are counted by key; new keys by address, as their list
+    would have no end; the owner's certified machines not at all."""
+    storage, now_ms = context.storage, context.clock.now_ms()
+    if node is None:
+        buckets, who, limit = edge.newcomers, request.client, TOO_NEW
+    else:
+        buckets, who, limit = edge.keys, node.node if node.role == "worker" else "", TOO_FAST
+
+    def count(only_look: bool) -> None:
+        wait_s = buckets.take(who, edge.clock.monotonic_s(), only_look) if who else 0.0
+        if wait_s > 0:
+            raise too_much(*limit, wait_s)
+
+    with _proven():  # the signature covers the path with its query as the client sent it
+        verify_request(public_key, context.config.run_id, request.method, request.target, signature, now_ms)
+    count(only_look=True)
+    nonce = signature.node, signature.nonce, signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
+    is_new = storage.arrivals.take_nonce(*nonce, lasting=not is_harmless and not storage.is_shared)
+    if is_new and storage.is_shared and not is_harmless:  # other hubs may have been sent the same request
+        is_new = await edge.in_thread(_keep_nonce, storage, nonce)
+    if not is_new:
+        raise Refusal(401, "auth.replay", "this very request was made before: sign it again with a new nonce")
+    count(only_look=False)
+
+
+def _keep_nonce(storage: Storage, nonce: tuple[str, str, int]) -> bool:
+    with storage.write(durable=False) as transaction:
+        return transaction.take_nonce(*nonce)
+
+
+async def _find(context: Context, edge: Edge, node: str) -> NodeRow | None:
+    return context.storage.known(node) or await edge.in_thread(context.storage.find, node)
 
 
 @contextmanager
@@ -107,7 +152,7 @@ def _proven() -> Iterator[None]:
         raise Refusal(401, "auth.signature", f"{error}; was it signed for this run, path and body?") from error
 
 
-def _parse(context: Context, request: Request) -> RequestSignature:
+def _parse(context: Context, request: HttpRequest) -> RequestSignature:
     """The signature, if it is dated now; whoever is off the hub's clock is told what it shows."""
     try:
         signature = RequestSignature.from_headers(request.headers)
@@ -120,50 +165,3 @@ def _parse(context: Context, request: Request) -> RequestSignature:
         clock = HubClock(run=context.config.run_id, node=signature.node, nonce=signature.nonce, now_ms=now_ms)
         raise Refusal(401, "auth.skew", str(error), clock=sign_document(clock, context.config.key)) from error
     return signature
-
-
-def _find(context: Context, node: str) -> NodeRow | None:
-    with context.storage.read() as reader:
-        return reader.node(node)
-
-
-def _admit(
-    context: Context, request: Request, signature: RequestSignature, roles: tuple[Role, ...], new_key: str | None
-) -> NodeRow | None:
-    """The node that signed, if it may make this call; `new_key` is that of a registration. Workers are counted by key;
-    new keys by address, as their list would have no end; the owner's certified machines not at all."""
-    edge: Edge = request.app.state.edge
-    visit, node = visit_of(request.scope), _find(context, signature.node)
-    public_key = new_key or (node.public_key if node is not None else None)
-    if public_key is None:
-        unknown = f"node {signature.node[:32]} is not registered: register it with POST /nodes"
-        raise Refusal(401, "auth.unknown_node", unknown)
-    if node is None:
-        buckets, who, limit = edge.newcomers, visit.client, TOO_NEW
-    elif roles and node.role not in roles:
-        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(roles)}; this node is a {node.role}")
-    else:
-        buckets, who, limit = edge.keys, node.node if node.role == "worker" else "", TOO_FAST
-
-    def count(only_look: bool) -> None:
-        wait_s = buckets.take(who, edge.clock.monotonic_s(), only_look) if who else 0.0
-        if wait_s > 0:
-            raise too_much(*limit, wait_s)
-
-    # The signature covers the path with its query as the client sent it.
-    path: bytes = (request.scope.get("raw_path") or request.scope["path"].encode()).split(b"?")[0]
-    query: bytes = request.scope.get("query_string", b"")
-    target = (path + b"?" + query if query else path).decode("latin-1")
-    verify_request(public_key, context.config.run_id, request.method, target, signature, context.clock.now_ms())
-    if new_key is None and node is not None:
-        visit.node = node.node
-        if node.role != "worker":
-            require_welcome(node)  # its key was revoked, or the owner has shut it out
-    count(only_look=True)
-    with context.storage.write(durable=False) as transaction:
-        if not transaction.take_nonce(signature.node, signature.nonce, signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS):
-            raise Refusal(401, "auth.replay", "this very request was made before: sign it again with a new nonce")
-        if new_key is None:  # only of a known node is it noted that it was here
-            transaction.touch_presence(signature.node, context.clock.now_ms())
-    count(only_look=False)
-    return node

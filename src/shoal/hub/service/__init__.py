@@ -43,6 +43,7 @@ class Hub:
             return
         self._closed = True
         try:
+            self.context.storage.flush()
             self.posting.post()
             self.context.resign()
         except ShoalError as error:  # what is recorded is in the outbox, on disk: the next to lead posts it

@@ -89,6 +89,7 @@ class Context:
         self.leads = False
         self._begin_run()
         self._require_blobs()
+        self.look()
         self.lead()
 
     def lead(self) -> bool:
@@ -98,6 +99,11 @@ class Context:
         if self.storage.is_shared and self.leads != led:
             log.info("this hub %s the background work of the run", "does" if self.leads else "no longer does")
         return self.leads
+
+    def look(self) -> None:
+        """At the newest policy, which heartbeats are told without asking the database."""
+        with self.storage.read() as reader:
+            self.policy = reader.progress(counted=False).policy
 
     def resign(self) -> None:
         if self.leads:

@@ -11,11 +11,11 @@ from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import ORDERS, Context, node_view, orders_of, require_trusted
 from shoal.hub.service.reporting import validator_alarms
-from shoal.hub.state import leases, nodes, orders, pacing
+from shoal.hub.state import leases, nodes, orders
 from shoal.hub.state.commands import Command, Record, Refusal
 from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.storage import Presence, Writer
-from shoal.protocol import AdminAction, AdminReply, AdminRequest, AdminVerb, NodeState, node_id, open_admin
+from shoal.protocol import AdminAction, AdminReply, AdminRequest, AdminVerb, NodeState, PolicyRef, node_id, open_admin
 from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration, RoleCertificate, Vouch, check_spoken
 from shoal.protocol.signing import open_document
 from shoal.runtime.crash import point
@@ -45,13 +45,20 @@ class Membership:
         point("hub.node.after_commit")
         return view
 
+    def heartbeat_at_once(self, node: NodeRow, heartbeat: Heartbeat) -> HeartbeatReply | None:
+        """From memory; None if it says what the database must hear: progress, or a validator's counts."""
+        if heartbeat.progress or node.role == "validator":
+            return None
+        presence = _presence(node, heartbeat, self._context.clock.now_ms())
+        self._context.storage.arrivals.said(presence)
+        return self._reply(node, presence, self._context.policy, {})
+
     def heartbeat(self, node: NodeRow, heartbeat: Heartbeat) -> HeartbeatReply:
         """On probation progress has to be shown (`showing`), not said: fresh keys cost nothing."""
+        if (reply := self.heartbeat_at_once(node, heartbeat)) is not None:
+            return reply
         now_ms, said, deadlines = self._context.clock.now_ms(), heartbeat.progress, dict[str, int]()
-        presence = Presence(
-            node=node.node, last_seen_ms=now_ms, doing=heartbeat.doing, waiting_for=heartbeat.waiting_for,
-            waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000), counters=heartbeat.counters,
-        )  # fmt: skip
+        presence = _presence(node, heartbeat, now_ms)
         with self._context.storage.write(durable=False) as transaction:
             fresh = transaction.node(node.node) or node
             moment = Moment(self._context.rules, transaction.progress(counted=False), now_ms)
@@ -65,10 +72,15 @@ class Membership:
                 transaction.apply(renewed)
                 deadlines = {lease.lease: lease.deadline_ms for lease in held}
                 deadlines |= {each.row.lease: each.row.deadline_ms for each in renewed}
-        return HeartbeatReply(
-            node=node_view(fresh, presence, moment.rules, now_ms), policy=moment.progress.policy,
-            finished=pacing.is_finished(moment.rules, moment.progress), deadlines=deadlines,
-        )  # fmt: skip
+        return self._reply(fresh, presence, moment.progress.policy, deadlines)
+
+    def _reply(
+        self, node: NodeRow, presence: Presence, policy: PolicyRef | None, deadlines: dict[str, int]
+    ) -> HeartbeatReply:
+        rules = self._context.rules
+        finished = policy is not None and policy.version >= rules.steps
+        view = node_view(node, presence, rules, presence.last_seen_ms)
+        return HeartbeatReply(node=view, policy=policy, finished=finished, deadlines=deadlines)
 
     def _check_role(self, registration: Registration) -> None:
         if registration.role == "worker":
@@ -85,6 +97,12 @@ class Membership:
         expected = (config.run_id, registration.role, registration.public_key)
         if (certificate.run, certificate.role, certificate.public_key) != expected:
             raise Refusal(403, "auth.certificate", "the certificate is for another run, role or key")
+
+
+def _presence(node: NodeRow, heartbeat: Heartbeat, now_ms: int) -> Presence:
+    waiting_since_ms = now_ms - round(heartbeat.waiting_s * 1000)
+    said = heartbeat.doing, heartbeat.waiting_for, waiting_since_ms, heartbeat.counters
+    return Presence(node.node, now_ms, *said)
 
 
 def _check_vouch(registration: Registration) -> None:

@@ -68,6 +68,7 @@ class Reporting:
     def status(self) -> RunStatus:
         config, rules, now_ms = self._context.config, self._context.rules, self._context.clock.now_ms()
         self._posting.post_for_reader()
+        self._context.storage.flush()
         with self._context.storage.read() as reader:  # where hubs share a database, only its leader sweeps
             overdue = not self._context.storage.is_shared and bool(reader.overdue_holdings(now_ms))
         if overdue:
@@ -166,6 +167,7 @@ class Figure:
 
 def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Figure]:
     now_ms = context.clock.now_ms()
+    context.storage.flush()
     with context.storage.read() as reader:
         fleet, progress, last = reader.fleet(now_ms - SILENT_AFTER_MS), reader.progress(), reader.ledger_last()
         units, submissions, outgoing = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()

@@ -35,6 +35,7 @@ class Training:
                 transaction.apply(evaluations.offer(moment, policy, tasks, transaction.evaluations_under_way()))
             point("hub.policy.before_commit")
         point("hub.policy.after_commit")
+        context.look()
         context.changes.notify(*Topic)
 
     def batch(self, node: NodeRow, step: int) -> BatchReply:

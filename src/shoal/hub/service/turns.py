@@ -8,14 +8,30 @@ process and in memory only: addresses are written nowhere.
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 WAITS_MS = 10_000  # of whom nothing has been heard for so long does not wait any more: workers ask every 5 s
 FORGOTTEN_MS = 600_000
 REMEMBERED = (4096, 256, 256)  # networks; addresses of one; keys of an address
+
+
+@lru_cache(4096)
+def network_of(client: str) -> str:
+    """The network of a client: /24 of IPv4, /48 of IPv6.
+
+    >>> network_of("192.0.2.7"), network_of("2001:db8:1:2::/64"), network_of("")
+    ('192.0.2.0/24', '2001:db8:1::/48', '')
+    """
+    try:
+        found = ipaddress.ip_network(client, strict=False)
+    except ValueError:
+        return client
+    return str(found.supernet(new_prefix=24 if found.version == 4 else 48))
 
 
 @dataclass

@@ -6,12 +6,15 @@ row, and nothing is lost or posted twice, whoever is killed when.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+from collections.abc import Awaitable, Callable
 
 from shoal import ledger
+from shoal.errors import DiskError, ShoalError
+from shoal.hub.buckets import Buckets
 from shoal.hub.changes import Topic
-from shoal.hub.limits import Buckets
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.measuring import Evaluating
 from shoal.hub.state import audits, credits, leases, nodes
@@ -23,6 +26,7 @@ from shoal.runtime.crash import point
 
 POSTED_AT_A_TIME = 500  # others wait while a page is posted, so a long outbox is posted in pages
 READ_POSTS_PER_S, READ_POSTS = 4.0, 40  # for readers, who may be anyone: posting makes all others wait for a moment
+TICK_S = 1.0
 PATIENCE_S, FORGET_EVERY_MS, NONCES_PER_PAGE = 1.0, 60_000, 5_000
 MATURED_PER_TICK = 500  # after a long pause of the hub much is due; others get their turn in between
 ALARMS_LOGGED = 20
@@ -72,9 +76,16 @@ class Posting:
                 point("hub.ledger.after_commit")
 
 
+def note_failure(context: Context, what: str, error: Exception) -> None:
+    log.error("%s failed: %s", what, error)
+    if isinstance(error, DiskError):
+        context.fail(error)
+
+
 class Upkeep:
     def __init__(self, context: Context, posting: Posting, evaluating: Evaluating) -> None:
-        self._context, self._posting, self._evaluating = context, posting, evaluating
+        self.context = self._context = context
+        self._posting, self._evaluating = posting, evaluating
         self._forgot_at_ms, self._ticked_ms = 0, context.clock.now_ms()
         self._alarms: list[str] = []
 
@@ -85,6 +96,9 @@ class Upkeep:
         if now_ms - self._ticked_ms > ASLEEP_MS:
             self._context.was_away(self._ticked_ms, now_ms)
         self._ticked_ms = now_ms
+        self._context.storage.flush()
+        self._context.storage.arrivals.forget_nonces(now_ms - MAX_SKEW_MS)
+        self._context.look()
         if not leads:
             return
         failures: list[Exception] = []
@@ -160,3 +174,15 @@ class Upkeep:
 
 def _due_until_ms(reader: Reader, moment: Moment) -> int:
     return credits.due_until_ms(moment, is_all_judged=not reader.submissions_in(UNDECIDED_SUBMISSIONS, 1))
+
+
+async def keep_up(upkeep: Upkeep, in_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+    """Tick until cancelled. A failed tick is logged and tried again, unless the disk is at an end."""
+    while True:
+        try:
+            await in_thread(lambda: upkeep.tick())  # looked up each time
+        except ShoalError as error:
+            note_failure(upkeep.context, "upkeep", error)
+        except Exception:  # a defect must be seen, and must not end the upkeep of a running run
+            log.exception("upkeep failed")
+        await asyncio.sleep(TICK_S)

@@ -14,6 +14,7 @@ frontier. A deadlock all the same is a `StaleRow`: tried again. Every wait ends:
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -24,8 +25,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.rows import Progress
+from shoal.hub.state.rows import NodeRow, Progress
 from shoal.hub.storage import tables
+from shoal.hub.storage.arrivals import Arrived, Noted
 from shoal.hub.storage.reader import Reader, among
 from shoal.hub.storage.writer import StaleRow, Storage, Writer, is_overtaken
 
@@ -35,6 +37,8 @@ CONNECTIONS = 24  # of one hub; a server lets a hundred in unless told otherwise
 DURABLE = {"synchronous_commit": "on"}  # whatever the server, the database or the role say: a receipt is a promise
 LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
 NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
+NODES_KEPT = 20_000
+KNOWN_S = 20.0  # what other hubs did to a node is seen with its second request at the latest, and by each decision
 RUN, FRONTIER = 1, 2
 _SPACE = 0x73686F61  # "shoa": advisory locks are numbers that a whole database shares
 _AGAIN = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock timeout
@@ -56,6 +60,7 @@ class PostgresStorage(Storage):
         place = parsed(url)
         self._where = f"the database {place.set(query={}).render_as_string(hide_password=True).replace('+psycopg', '')}"
         self._engine = _engine(place)
+        self.arrivals, self._known = Arrived(), dict[str, tuple[NodeRow, float]]()
         self._readers = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         try:
             with self.write(exclusive=True) as transaction:
@@ -69,6 +74,30 @@ class PostgresStorage(Storage):
     @property
     def is_shared(self) -> bool:
         return True
+
+    def known(self, node: str) -> NodeRow | None:
+        row, until_s = self._known.get(node, (None, 0.0))
+        return row if until_s > time.monotonic() else None
+
+    def find(self, node: str) -> NodeRow | None:
+        with self.read() as reader:
+            row = reader.node(node)
+        self._keep([row] if row else [])
+        return row
+
+    def _keep(self, found: Iterable[NodeRow]) -> None:
+        """Of trusted nodes nothing: whether they were shut out is looked up each time."""
+        if len(self._known) >= NODES_KEPT:
+            self._known.clear()
+        self._known |= {row.node: (row, time.monotonic() + KNOWN_S) for row in found if row.role == "worker"}
+
+    def flush(self) -> None:
+        """And look at the nodes that were heard of, so that their next requests need not wait for it."""
+        heard = list(self.arrivals.waiting())
+        super().flush()
+        if heard:
+            with self.read() as reader:
+                self._keep(reader.nodes_named(heard).values())
 
     @contextmanager
     def read(self) -> Iterator[Reader]:
@@ -150,6 +179,10 @@ class PostgresWriter(Writer):
     def touch_presence(self, node: str, now_ms: int) -> None:
         with self._unlocked():
             super().touch_presence(node, now_ms)
+
+    def note(self, noted: Noted) -> None:
+        with self._unlocked():
+            super().note(noted)
 
     def forget_nonces(self, before_ms: int, limit: int) -> int:
         with self._unlocked():

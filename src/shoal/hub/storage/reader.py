@@ -202,6 +202,9 @@ class Reader:
         by_network = ({row[0]: int(row[place]) for row in found} for place in (1, 2, 3))
         return rows.InHand(sum(int(row[4]) for row in found), *by_network)
 
+    def nonces(self) -> list[tuple[str, str, int]]:
+        return [(node, nonce, int(until_ms)) for node, nonce, until_ms in self._rows("SELECT * FROM nonces")]
+
     def presence(self, node: str) -> Presence | None:
         return self._one(table.PRESENCE, "WHERE node = :node", node=node)
 

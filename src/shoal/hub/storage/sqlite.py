@@ -13,6 +13,7 @@ Counting all rows takes milliseconds with ten thousand workers, so the one proce
     how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
     what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
     nodes                                 rows as they were read or written last: every request asks for one
+    nonces, signs of life                 `arrivals`: each transaction writes down what came before it
 
 What a failed transaction has changed is read again.
 """
@@ -37,6 +38,7 @@ from shoal.hub.state import rows
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Save
 from shoal.hub.state.rows import NodeRow, Progress, UnitRow, UnitState
 from shoal.hub.storage import tables
+from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.grouping import Busy, GroupCommit
 from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED, Reader, driver_of
 from shoal.hub.storage.writer import Storage, Writer
@@ -115,10 +117,13 @@ class CountingWriter(Writer):
     def node(self, node: str) -> NodeRow | None:
         known = self._counts.nodes.get(node)
         if known is None and (known := super().node(node)) is not None:
-            if len(self._counts.nodes) >= NODES_KEPT:
-                self._counts.nodes.clear()
-            self._counts.nodes[node] = known
+            self._keep(known)
         return known
+
+    def _keep(self, row: NodeRow) -> None:
+        if len(self._counts.nodes) >= NODES_KEPT:
+            self._counts.nodes.clear()
+        self._counts.nodes[row.node] = row
 
     def progress(self, counted: bool = True) -> Progress:  # noqa: ARG002  it is kept
         if self._counts.progress is None:
@@ -152,7 +157,8 @@ class CountingWriter(Writer):
             self._unit_moved(command.row, command.was)
         elif isinstance(command, Save) and _moves_units(command):
             self._changed.add(command.row.node)
-            self._counts.nodes.pop(command.row.node, None)
+            if isinstance(command.row, NodeRow):
+                self._keep(command.row)
             if self._counts.hands is not None:
                 self._counts.hands.changed.add(command.row.node)
 
@@ -198,16 +204,36 @@ class SqliteStorage(Storage):
                     make_private(beside)
             self._durable = _engine(f"/{path}", NullPool, "journal_mode=WAL", "synchronous=FULL")
             self._relaxed = _engine(f"/{path}", NullPool, "journal_mode=WAL", "synchronous=NORMAL")
-        self._counts = Counts()
+        self._counts, self.arrivals = Counts(), Arrived()
         self._idle: list[Connection] = []  # of readers
         # SQLite's own lock makes waiting writers poll; this one wakes the next at once
-        self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000, self._counts.forget)
+        self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000, self._lost)
         try:
             with self.write() as transaction:
                 tables.prepare(transaction._connection, str(self._path))
+                self.arrivals.remember(transaction.nonces())
         except ShoalError:
             self.close()
             raise
+
+    def _lost(self) -> None:
+        self._counts.forget()
+        self.arrivals.write_again()
+
+    def known(self, node: str) -> NodeRow | None:
+        return self._counts.nodes.get(node)
+
+    def find(self, node: str) -> NodeRow | None:
+        with self.read() as reader:
+            if reader.node(node) is None:  # strangers make no writer wait
+                return None
+        with self.write(durable=False) as transaction:
+            return transaction.node(node)
+
+    def flush(self) -> None:
+        if self.arrivals.has_noted():
+            with self.write(durable=False):
+                pass  # each transaction does it
 
     @contextmanager
     def read(self) -> Iterator[Reader]:
@@ -234,11 +260,13 @@ class SqliteStorage(Storage):
     def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[CountingWriter]:  # noqa: ARG002  always
         try:
             with self._writers.write(durable and not self._in_memory) as connection:
-                writer = CountingWriter(connection, self._counts)
+                writer, noted = CountingWriter(connection, self._counts), self.arrivals.take()
                 try:
+                    writer.note(noted)
                     yield writer
                 except BaseException:
                     writer.undone()
+                    self.arrivals.back(noted)
                     raise
         except (DatabaseError, sqlite3.Error) as error:
             raise self._explained(error) from error

@@ -15,6 +15,7 @@ from shoal.errors import ShoalError
 from shoal.hub.state import commands, rows
 from shoal.hub.state.commands import Command
 from shoal.hub.storage import tables
+from shoal.hub.storage.arrivals import Arrived, Noted
 from shoal.hub.storage.reader import UNJUDGED, Reader
 from shoal.hub.storage.tables import PRESENCE, TASKS, Mapped, Presence, insert
 from shoal.protocol import LedgerEntry, StepReport
@@ -104,6 +105,15 @@ class Writer(Reader):
         """That time never goes back, though two hubs' clocks may be a little apart."""
         self._execute(_HEARD, PRESENCE.write(Presence(node, last_seen_ms=now_ms)))
 
+    def note(self, noted: Noted) -> None:
+        """In order of nodes: two hubs that write of the same ones never wait for each other in a circle."""
+        for nonce in noted.nonces:
+            self.take_nonce(*nonce)
+        for _, presence in sorted(noted.said.items()):
+            self.put_presence(presence)
+        for node, now_ms in sorted(noted.heard.items()):
+            self.touch_presence(node, now_ms)
+
     def put_report(self, report: StepReport, at_ms: int) -> None:
         self._execute(_PUT_REPORT, {"step": report.step, "metrics": json.dumps(report.metrics), "at_ms": at_ms})
 
@@ -136,6 +146,24 @@ class Storage(Protocol):
     def is_shared(self) -> bool:
         """Whether other hubs may work on it: then changes come without notice."""
         return False
+
+    arrivals: Arrived
+
+    def known(self, node: str) -> rows.NodeRow | None:
+        """From memory: what it is now; where hubs share the database, what a worker was a moment ago."""
+
+    def find(self, node: str) -> rows.NodeRow | None:
+        """From the database; `known` from then on."""
+
+    def flush(self) -> None:
+        """Write down what has arrived, for whoever is about to read it."""
+        if noted := self.arrivals.take():
+            try:
+                with self.write(durable=False) as transaction:
+                    transaction.note(noted)
+            except BaseException:
+                self.arrivals.back(noted)
+                raise
 
     def read(self) -> AbstractContextManager[Reader]: ...
 

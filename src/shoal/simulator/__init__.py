@@ -8,8 +8,8 @@ Everything follows from the scenario's seed: the same scenario gives the same le
 the network between actors and hub: requests are not signed, and none is lost.
 """
 
-from kit.simulator.invariants import problems
-from kit.simulator.simulation import Simulation
-from kit.simulator.world import Scenario, SimulationResult, WorkerKind, World
+from shoal.simulator.invariants import problems
+from shoal.simulator.simulation import Simulation
+from shoal.simulator.world import Scenario, SimulationResult, WorkerKind, World
 
 __all__ = ["Scenario", "Simulation", "SimulationResult", "WorkerKind", "World", "problems"]

@@ -4,8 +4,6 @@ A simulated worker asks for leases, takes its time (with heartbeats), submits, a
 Some lie, some sit on leases, all may die; who is suspended waits, who is banned goes, or is back with a fresh key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.simulator.world import RETRY_S, RUN, HubDown, Scenario, SimulationResult, WorkerKind, World
 from shoal import protocol
 from shoal.hub.changes import Topic
 from shoal.hub.service import retry
@@ -22,6 +19,7 @@ from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, AuditRequest, Heartbeat, LeaseRequest, Outcome, SignedDocument, pack, sign_document
 from shoal.protocol.submission import Receipt, Rollout, ShownChunks, ShownProgress, pack_tokens, submission_digest
+from shoal.simulator.world import RETRY_S, RUN, HubDown, Scenario, SimulationResult, WorkerKind, World
 
 TOKENS = 16
 _TOKENS, _PROOFS = pack_tokens(range(TOKENS)), bytes(4)

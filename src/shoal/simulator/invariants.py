@@ -4,12 +4,9 @@ receipts ─► in the database, with the same bytes        credit ─► the su
 units ─► in one active lease, in one batch              batches ─► within staleness, written once, without lies
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 
-from kit.simulator.world import RUN, World
 from shoal import ledger
 from shoal.hub.state import pacing
 from shoal.hub.state.rows import SubmissionState, UnitState
@@ -17,6 +14,7 @@ from shoal.hub.state.units import VOID_STALE
 from shoal.hub.storage import Reader
 from shoal.ledger import credit_for
 from shoal.protocol import LedgerEntry, NodeState
+from shoal.simulator.world import RUN, World
 
 PAGE = 1000
 

@@ -6,8 +6,6 @@ waiting (like long polls) ◄── nothing to do ◄─────────
     └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import math

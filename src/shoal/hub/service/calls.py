@@ -1,38 +1,24 @@
-"""The table of calls: who may make each, what it takes and gives, and which service answers.
-
-request ─► parameters ─► signature, body (`auth`) ─► service, in a thread ─► reply
-                                                       └─ again on every change, if the call is a long poll
-"""
+"""The table of the hub's calls: who may make each, what it takes and gives, and which service answers. The HTTP edge
+(`hub/http`) reads it; so do the reference and the tests that send every call what it does not expect."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, create_model
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import Response
+from pydantic import BaseModel, Field, create_model
 
 from shoal import protocol as wire
 from shoal.hub.changes import Topic
-from shoal.hub.http.auth import SMALL_BODY_BYTES, authenticate, authenticate_newcomer, parse_json, read_body
-from shoal.hub.http.middleware import CONNECTION, CONTENT_TYPE, Edge, Visit, visit_of
-from shoal.hub.limits import network_of
-from shoal.hub.service import Hub, retry
+from shoal.hub.service import Hub
 from shoal.hub.settings import MIB
-from shoal.hub.state.commands import Refusal
-from shoal.protocol import MAX_BODIES_PER_REQUEST, SHOWN_BYTES, ProgressReply, Role, SignedDocument, first_problem
+from shoal.protocol import MAX_BODIES_PER_REQUEST, SHOWN_BYTES, ProgressReply, Role, SignedDocument
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE, MAX_NODES_PER_PAGE
 
-BULK = "application/msgpack+zstd"
-LOOK_AGAIN_S = 0.5  # what another hub changes in a shared database comes without notice: long polls look so often
-UPLOAD_WAIT_S = 15.0  # well within what a client waits for an answer
+BULK, TEXT = "application/msgpack+zstd", "text/plain; version=0.0.4; charset=utf-8"
+SMALL_BODY_BYTES = 64 * 1024
 
 
 class Parameters(BaseModel):
@@ -65,13 +51,15 @@ class Nodes(Parameters):
 
 @dataclass(frozen=True)
 class Ask:
-    """What a service answers: `at` are the call's parameters, `said` its body, `node` who signed it."""
+    """What a service answers: `at` are the call's parameters, `said` its body, `node` who signed it. The caller's
+    `address` and `network` are empty on the hub's own machine."""
 
     at: Any
     said: Any
     node: Any
-    client: str
-    edge: Edge
+    address: str
+    network: str
+    metrics: Callable[[], bytes]
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,9 @@ class Poll:
 @dataclass(frozen=True)
 class Call:
     """A row of the table. Unsigned if `roles` is None; else these may call it (none: any). A body is JSON (`takes`) or
-    bulk; a `reply` of None is an empty answer, a text its media type."""
+    bulk; a `reply` of None is an empty answer, a text its media type. `at_once` answers from memory, or with None if
+    `serve` must. `is_harmless`: repeating the very request changes nothing, so its nonce is kept in memory only.
+    `is_serial`: over a shared database one at a time, since all want the same lock there and would hold up others."""
 
     method: str
     path: str
@@ -96,81 +86,11 @@ class Call:
     roles: tuple[Role, ...] | None = ()
     max_bytes: int = SMALL_BODY_BYTES
     poll: Poll | None = None
+    at_once: Callable[[Hub, Ask], Any] | None = None
+    is_harmless: bool = False
+    is_serial: bool = False
     is_shared: bool = False
     is_upload: bool = False
-
-    async def answer(self, request: Request) -> Response:
-        hub, edge, visit = request.app.state.hub, request.app.state.edge, visit_of(request.scope)
-        query = request.query_params
-        many = {"name": query.getlist("name")} if self.at is Names else {}
-        try:
-            at = self.at.model_validate({**query, **request.path_params, **many})
-        except ValidationError as error:
-            raise Refusal(422, "request.parameter", first_problem(error)) from error
-        node, said = await self._caller(hub, request)
-        serve = partial(self.serve, hub, Ask(at, said, node, visit.client, edge))
-        is_open = self.roles is None and self.method == "GET" and visit.client
-
-        def compute() -> Awaitable[Any]:
-            return run_in_threadpool(retry, serve)
-
-        async with edge.reading_of(visit.client) if is_open else nullcontext():
-            if self.poll is not None:
-                reply = await self._poll(hub, request, visit, said, compute)
-            elif self.is_upload:
-                reply = await _upload(edge, compute)
-            else:
-                reply = await (edge.shared(self.path, visit, compute) if self.is_shared else compute())
-        status, reply = reply if isinstance(reply, tuple) else (204 if self.reply is None else 200, reply)
-        media = self.reply if isinstance(self.reply, str) else None if reply is None else "application/json"
-        return Response(reply if isinstance(reply, bytes | None) else reply.model_dump_json(), status, media_type=media)
-
-    async def _caller(self, hub: Hub, request: Request) -> tuple[Any, Any]:
-        if self.path == "/nodes" and self.method == "POST":
-            return None, await authenticate_newcomer(hub.context, request)
-        max_bytes = hub.context.config.submission_limits.compressed_bytes if self.is_upload else self.max_bytes
-        if self.roles is not None:
-            node, body = await authenticate(hub.context, request, self.roles, max_bytes)
-        else:
-            node, body = None, await read_body(request, max_bytes) if self.takes is not None else b""
-        return node, body if self.takes is None else parse_json(body, self.takes)
-
-    async def _poll(
-        self, hub: Hub, request: Request, visit: Visit, said: Any, compute: Callable[[], Awaitable[Any]]
-    ) -> Any:
-        assert self.poll is not None
-        poll, began_s, worked_s = self.poll, time.monotonic(), 0.0
-        connection = request.scope.get("state", {}).get(CONNECTION)
-
-        async def attempt() -> tuple[Any, bool]:
-            nonlocal worked_s
-            asked_s = time.monotonic()
-            reply = await compute()
-            worked_s += time.monotonic() - asked_s
-            return reply, poll.is_ready(reply, said)
-
-        try:
-            return await hub.context.changes.poll(
-                poll.topic, said.wait_s, attempt, visit.node,
-                is_gone=lambda: connection is not None and connection.is_gone,
-                look_s=LOOK_AGAIN_S if hub.context.storage.is_shared else None, is_held_back=poll.is_held_back,
-            )  # fmt: skip
-        finally:  # what was waited for is no time that the hub took
-            visit.waited_s = time.monotonic() - began_s - worked_s
-
-
-async def _upload(edge: Edge, compute: Callable[[], Awaitable[Any]]) -> Any:
-    """Hold one of the places around the work, never around a wait for somebody's bytes."""
-    try:
-        async with asyncio.timeout(UPLOAD_WAIT_S):
-            await edge.uploads.acquire()
-    except TimeoutError as error:
-        sentence = "many submissions are being stored just now; submit it again in a moment"
-        raise Refusal(503, "hub.busy", sentence, retry_after_s=2) from error
-    try:
-        return await compute()
-    finally:
-        edge.uploads.release()
 
 
 FOR_LEASES = Poll(
@@ -192,7 +112,7 @@ TABLE: dict[str, tuple[Call, ...]] = {
              "Progress, nodes, who waits for whom, the last verdicts, step reports and alarms; at most a second old.",
              is_shared=True),
         OPEN("GET", "/health", lambda _hub, _ask: b'{"ok":true}', "application/json", "Whether the hub answers."),
-        OPEN("GET", "/metrics", lambda _, ask: ask.edge.metrics.text(), CONTENT_TYPE,
+        OPEN("GET", "/metrics", lambda _, ask: ask.metrics(), TEXT,
              "Text for Prometheus: requests, latencies, refusals; units, submissions, nodes; the process.",
              is_shared=True),
         OPEN("GET", "/evaluations", lambda hub, ask: hub.evaluating.page(ask.at.since), wire.EvaluationPage,
@@ -223,14 +143,16 @@ TABLE: dict[str, tuple[Call, ...]] = {
              takes=wire.Registration),
         Call("POST", "/heartbeat", lambda hub, ask: hub.membership.heartbeat(ask.node, ask.said), wire.HeartbeatReply,
              "Answers with the node as the hub sees it, the newest policy, and whether the run is finished.",
-             takes=wire.Heartbeat),
+             takes=wire.Heartbeat, at_once=lambda hub, ask: hub.membership.heartbeat_at_once(ask.node, ask.said),
+             is_harmless=True),
     ),
     "worker": (
         WORKER("POST", "/leases",
-               lambda hub, ask: hub.work.lease(ask.node, ask.said, network_of(ask.client), ask.client), wire.LeaseReply,
+               lambda hub, ask: hub.work.lease(ask.node, ask.said, ask.network, ask.address), wire.LeaseReply,
                "Up to `max_units` signed leases, waiting up to `wait_s` (at most 30) for one; or none, and why. The "
                "same `request` id gets the same leases again, so a lost answer costs nothing. Who asks with an older "
-               "`policy` than the newest is told so at once.", takes=wire.LeaseRequest, poll=FOR_LEASES),
+               "`policy` than the newest is told so at once.",
+               takes=wire.LeaseRequest, poll=FOR_LEASES, is_serial=True),
         WORKER("POST", "/leases/release", lambda hub, ask: hub.work.release(ask.node, ask.said), None,
                "Their units go to somebody else at once. Leases that have ended are ignored.", takes=wire.LeaseRelease),
         WORKER("POST", "/leases/{lease}/progress", lambda hub, ask: hub.showing.show(ask.node, ask.at.lease, ask.said),
