@@ -353,7 +353,7 @@ def test_the_blocker_of_torch_blocks() -> None:
 # These only go down. A commit that raises one says why.
 RATCHETS = {
     "lines": 57_600,
-    "statements": 38_800,
+    "statements": 39_100,
     "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 19,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engines.dense import DenseModel
+from shoal.engines.cpu.dense import DenseModel
 from shoal.engines.guesses import Guessed
 from shoal.engines.paged import PagedDecoder, PagePool
 from shoal.sampling.sampler import sample
