@@ -149,7 +149,7 @@ def test_zero_character_is_refused(storage: Storage) -> None:
         apply(storage, Save(replace(node(3), name="a\x00b"), None))
 
 
-def test_lost_connection_is_an_error_and_made_anew(storage: Storage) -> None:
+def test_lost_connection_is_an_error_and_opened_again(storage: Storage) -> None:
     def cut() -> None:
         with storage.write() as transaction:
             others = "pg_stat_activity WHERE datname = current_database()"

@@ -20,7 +20,7 @@ from shoal.run.recipe import Recipe
     [
         (4, {"step": 4}, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is", "eval {} --env SPEC"),
         (4, {"step": 3, "groups": 8}, 0, "is finished: 4 steps", "eval {} --env SPEC"),  # no version is evaluated
-        (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run --dir {}"),
+        (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run {}"),
     ],
 )
 def test_a_stopped_run_says_where_it_stands(tmp_path, steps, last, code, said, remedy, monkeypatch, capsys):
@@ -37,7 +37,7 @@ def test_a_stopped_run_says_where_it_stands(tmp_path, steps, last, code, said, r
     assert remedy.format(folder.path) in words
     words = " ".join(told(capsys, 4, "why", 0, folder.path, "--wait", 0).err.split())
     assert f"the run in {folder.path} {said}" in words
-    assert f"start it alone with shoal hub --dir {folder.path}, then ask again" in words
+    assert f"start it alone with shoal hub {folder.path}, then ask again" in words
 
 
 NODE = "ab" * 16
@@ -103,7 +103,7 @@ def story(**changes: Any) -> protocol.NodeStory:
     return protocol.NodeStory(**{**values, **changes})
 
 
-def test_what_happened_to_a_node_is_told_in_order_and_each_thing_once() -> None:
+def test_events_of_a_node_are_shown_in_order_and_once() -> None:
     """The clock of the ledger: came, lost a lease (5 s), was refused and banned (6 s), then pardoned by order (9 s)."""
     node, rejected, banned = entries()
     pardoned = append(banned, "sanction", {"node": NODE, "state": "active", "reason": "a mistake"}, 9_000)
@@ -125,7 +125,7 @@ def test_what_happened_to_a_node_is_told_in_order_and_each_thing_once() -> None:
     ]
 
 
-def test_what_others_wrote_cannot_move_the_cursor() -> None:
+def test_foreign_text_cannot_move_the_cursor() -> None:
     check = {"check": "x", "passed": False, "evidence": {f"n{i}": i for i in range(9)}, "message": "a\x1b[2Jb"}
     assert check_line(check) == "x failed: n0=0 n1=1 n2=2 n3=3 n4=4 n5=5 n6=6 n7=7 and 1 more numbers: a�[2Jb"
     entry = append(None, "node", {"node": NODE, "name": "x\x1b[2J"}, 0)

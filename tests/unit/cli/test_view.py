@@ -40,7 +40,7 @@ def test_a_line_is_said_again_only_to_break_a_long_silence() -> None:
     assert [len(heard) for heard in changed] == [1, 1]
 
 
-def test_what_the_hub_said_last_is_not_said_again_while_it_is_silent() -> None:
+def test_last_status_is_not_repeated_while_the_hub_is_silent() -> None:
     history = History()
     history.add(status(waits=(wait("trainer", "a batch", 30),)), 5.0)
     moments = [RunView(status(), (), history, elapsed_s) for elapsed_s in (5.0, 14.0, 16.0, 22.0, 26.0)]
@@ -149,7 +149,7 @@ def test_every_row_of_a_frame_is_one_line(width: int, workers: int) -> None:
     assert all(len(row) <= width for row in drawn(busy(workers), width).split("\n"))
 
 
-def test_of_many_workers_those_in_trouble_are_shown_and_the_others_counted() -> None:
+def test_workers_in_trouble_are_shown_and_others_counted() -> None:
     shown = drawn(busy(50))
     table = shown.split("doing")[1].split("\n")
     assert table[1].startswith("worker-2 ")
@@ -184,7 +184,7 @@ UNHEARD = scene(None, process("hub", pid=None, since_s=2.0), process("worker-0",
     ],
     ids=["finished", "unheard", "starting", "busy", "many-alarms"],
 )
-def test_what_a_frame_shows_and_what_it_does_not(moment: RunView, shown: tuple[str, ...], absent: str) -> None:
+def test_frame_shows_and_hides(moment: RunView, shown: tuple[str, ...], absent: str) -> None:
     found = drawn(moment)
     assert [words for words in shown if words not in found] == []
     assert absent not in found
@@ -204,7 +204,7 @@ def test_a_worker_that_does_nothing_says_what_it_waits_for() -> None:
     assert "waits for policy 0.7" in rows["alice"]
 
 
-def test_what_others_wrote_is_neither_markup_nor_control_code() -> None:
+def test_foreign_text_is_neither_markup_nor_control_code() -> None:
     evil = worker(0, name="[/bold]", doing="[red]x\x1b[2J")
     waits = (wait("[/zz]", "[bold]y", 30),)
     seen = status(

@@ -102,7 +102,7 @@ def test_a_gpu_without_bfloat16_is_refused_in_words_where_the_run_takes_nothing_
         kind_of("torch", "cuda", "bfloat16")
 
 
-def test_what_was_asked_for_is_never_replaced(monkeypatch: Patch) -> None:
+def test_requested_device_and_format_are_kept(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes"):
         choose("torch", "cpu", "float32", BFLOAT16)

@@ -56,7 +56,7 @@ def test_the_beginning_of_what_is_drawn_reads_as_the_beginning(talk: Dialogue, d
 
 
 @given(talks, dice)
-def test_what_is_drawn_reads_the_same(talk: Dialogue, dice: list[int]) -> None:
+def test_drawn_dialogue_is_read_the_same(talk: Dialogue, dice: list[int]) -> None:
     line = drawn(talk, dice)
     reading = talk.read(line.tokens)
     assert (reading.given, reading.finish, reading.problem) == (tuple(line.given), line.finish, "")
@@ -149,7 +149,7 @@ def test_a_lease_brings_its_tool_and_its_policy_the_tokenizer() -> None:
 @pytest.mark.parametrize(
     "spans", [[(0, 1)], [(2, 0)], [(2, 3), (4, 1)], [(5, 2), (2, 1)], [(2, 3), (5, 1)], [(2, 8)], [(2**32 - 1, 9)]]
 )
-def test_spans_that_no_dialogue_has_and_bytes_that_are_none(spans: list[tuple[int, int]]) -> None:
+def test_malformed_spans_are_refused(spans: list[tuple[int, int]]) -> None:
     """At the very beginning, empty, overlapping, in disorder, touching, to the very end, out of range."""
     with pytest.raises(ProtocolError, match="cannot be tool tokens"):
         unpack_spans(pack_spans(spans), 10)
@@ -204,7 +204,7 @@ def test_a_task_has_the_dialogue_that_its_lease_would_have(tiny: LoadedModel) ->
     assert Talks(sort, tiny.files, COLD).of("sort/held_out/0") is None
 
 
-def test_of_a_mixture_only_the_parts_that_answer_do(tiny: LoadedModel) -> None:
+def test_only_dialogue_parts_of_a_mixture_answer(tiny: LoadedModel) -> None:
     mixed = build_environment(EnvironmentSettings(mix=({"name": "sort"}, {"name": "calculator"})))
     talks = Talks(mixed, tiny.files, COLD)
     held_out = mixed.tasks("held_out")

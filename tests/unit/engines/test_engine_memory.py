@@ -88,7 +88,7 @@ def test_a_device_that_is_too_small_draws_the_same_completions_with_proofs_that_
             assert check_proofs(compare(prefill.points, chunks)).passed
 
 
-def test_what_was_shown_before_memory_ran_out_stays_true(model, caplog) -> None:
+def test_shown_chunks_hold_after_memory_ran_out(model, caplog) -> None:
     shown: dict[int, list[Chunks]] = {}
     counts: dict[int, list[int]] = {}
 
@@ -210,7 +210,7 @@ def test_how_much_is_drawn_at_once_follows_from_free_memory(model, monkeypatch) 
     assert not refused, "what does not fit is not tried"
 
 
-def test_what_did_not_fit_is_forgotten_slowly() -> None:
+def test_size_that_did_not_fit_is_forgotten_slowly() -> None:
     room = Room(1000)
     room.failed(600)
     assert room.tokens == 300

@@ -27,7 +27,7 @@ def units(outbox: Outbox, run: str = "run-1") -> list[int]:
     return [parcel.unit for parcel in outbox.waiting(run)]
 
 
-def test_what_is_put_is_found_by_the_next_process_with_the_same_bytes(tmp_path: Path) -> None:
+def test_next_process_finds_the_same_bytes(tmp_path: Path) -> None:
     body = Outbox(tmp_path).put(submission(4)).path.read_bytes()
     [parcel] = Outbox(tmp_path).waiting("run-1")
     assert (parcel.unit, parcel.lease, parcel.path.read_bytes()) == (4, "lease-4", body)
@@ -112,7 +112,7 @@ def test_a_crash_at_any_system_call_loses_nothing_that_was_put(tmp_path_factory,
         assert parcel.path.read_bytes() == pack(submission(parcel.unit))
 
 
-def test_what_one_sender_has_taken_no_other_gets_until_it_is_put_back(tmp_path: Path) -> None:
+def test_taken_parcel_is_given_to_one_sender(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     first, second = outbox.put(submission(1)), outbox.put(submission(2))
     assert outbox.take("run-1", 0) == first

@@ -210,7 +210,7 @@ def test_a_group_that_begins_otherwise_than_was_shown_is_not_to_be_submitted(sho
     assert shows.keeps_word("u7a0", other), "of a lease of which nothing was shown anything goes"
 
 
-def test_what_is_generated_again_with_the_same_tokens_is_continued_and_with_others_is_not(shows, clock, hub):
+def test_regenerated_group_continues_only_with_the_same_tokens(shows, clock, hub):
     see(shows, clock, SHOTS[2])
     hub.until(lambda: hub.calls >= 1)
     see(shows, clock, SHOTS[0], SHOTS[3])

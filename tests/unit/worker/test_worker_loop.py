@@ -250,7 +250,7 @@ def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_pa
     assert bench.units == [1]  # what was done before is submitted
 
 
-def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_path: Path) -> None:
+def test_leases_of_a_missing_policy_are_released(tmp_path: Path) -> None:
     bench = Bench.worked(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=errors.VersionNotFound("nobody"))
     assert bench.units == [2, 3]
     assert bench.shelf.engine.calls == [[2], [3]]  # the oldest policy first
@@ -456,7 +456,7 @@ def test_a_suspended_worker_waits_and_resumes(tmp_path: Path, caplog: Logs) -> N
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_given_back_and_not_handed_in(tmp_path: Path, caplog: Logs, value: float) -> None:
+def test_group_with_nan_or_infinity_is_released(tmp_path: Path, caplog: Logs, value: float) -> None:
     bench = Bench(tmp_path, [lease(1), lease(3)], [lease(4)])
     bench.shelf.engine.broken = {1: value}
     bench.worker.run()
