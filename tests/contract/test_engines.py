@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from kit.engines import ENGINE_NAMES
 from shoal.engines import ENGINES, build, kind_of
-from shoal.engines.cpu import CpuDecoder
+from shoal.engines.cpu.decoder import CpuDecoder
 from shoal.engines.guesses import Guessed
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shoal.engines import memory
 from shoal.engines.batching import RowBatch, paged_decoder
-from shoal.engines.cpu import CpuDecoder
+from shoal.engines.cpu.decoder import CpuDecoder
 from shoal.engines.decoding import Decoding, GenerationCall, Row, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, L
 from kit.tiny import build_tiny
 from shoal.engines import GenerationRequest, PrefillRequest, paged
 from shoal.engines.batching import paged_decoder
-from shoal.engines.cpu import CpuDecoder
-from shoal.engines.dense import DenseModel
+from shoal.engines.cpu.decoder import CpuDecoder
+from shoal.engines.cpu.dense import DenseModel
 from shoal.engines.paged import PagedDecoder
 from shoal.engines.pages import PAGE, attend
 from shoal.engines.torch import TorchEngine

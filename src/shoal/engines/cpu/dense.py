@@ -84,7 +84,7 @@ class DenseModel:
         is_alike = model.dtype == torch.float32 and _parts(base) == BASE and all(map(_is_dense, base.layers))
         if not is_alike or getattr(base.rotary_emb, "rope_type", "default") in BY_LENGTH:
             raise NotImplementedError("it is not one of the dense decoders that are computed here")
-        import shoal.engines.cpu_kernels as kernels  # numba takes a second to import
+        import shoal.engines.cpu.kernels as kernels  # numba takes a second to import
 
         self._kernels, self._base, self._head = kernels, base, Head.of(model)
         self._layers, self._norm = [_layer(each) for each in base.layers], _norm(base.norm)
