@@ -87,7 +87,7 @@ def test_rollouts_are_parquet_without_cheaters_and_units_are_rechecked(demo: Dem
     right = [row for row in table.select(["prompt", "completion", "reward"]).slice(0, 200).to_pylist() if row["reward"]]
     assert right
     assert all("".join(sorted(row["prompt"].rstrip("="))) == row["completion"] for row in right)
-    said = told(capsys, 0, "ledger", "recheck", demo.folder, "--sample", "16", "--seed", "1").out
+    said = told(capsys, 0, "ledger", "verify", demo.folder, "--recheck", "16", "--seed", "1").out
     assert ": same: accepted" in said
     assert "is no longer kept" in said, "the origin keeps the newest versions only"
     assert " 0 different" in said

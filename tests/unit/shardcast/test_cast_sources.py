@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 
 import pytest
+from blake3 import blake3
 
 from kit.cast import Lab, ScriptedSource, reply, says
 from kit.forged import hanging_up
@@ -99,15 +100,16 @@ def connect(source: ScriptedSource, stop: StopToken | None = None, stall_s: floa
     return Connection(source.url, stop or StopToken(), Timeouts(connect_s=2, stall_s=stall_s))
 
 
-def test_body_is_received_in_place_over_a_reopened_connection_and_without_bytes_beyond_its_size(lab: Lab) -> None:
+def test_body_is_received_in_place_and_hashed_over_a_reopened_connection_without_bytes_beyond_it(lab: Lab) -> None:
     body = bytes(range(256)) * 20_000
     connection = connect(lab.source(says(body)))
-    buffer = bytearray(len(body))
+    hasher, buffer = blake3(), bytearray(len(body))
     for _ in range(2):  # the second over the same connection
         answer = connection.get("/x", Deadline(5))
         assert (answer.status, answer.size_bytes) == (200, len(body))
-        connection.read_into(memoryview(buffer), Deadline(5))
+        connection.read_into(memoryview(buffer), Deadline(5), hasher)
         assert buffer == body
+    assert hasher.digest() == blake3(body + body).digest()
     connection = connect(lab.source(hanging_up(b"ok", 2)))
     assert [read_all(connection, Deadline(5)) for _ in range(3)] == [b"ok"] * 3
     evil = b"HTTP/1.1 200 X\r\nContent-Length: 4\r\n\r\nevil"
