@@ -232,11 +232,9 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    [None, LlamaConfig(**SHAPE), Qwen2Config(**SHAPE), MistralConfig(**SHAPE, sliding_window=9)],
-    ids=["tiny", "llama", "qwen2", "mistral"],
-)
+@pytest.mark.parametrize("config", [
+    None, LlamaConfig(**SHAPE), Qwen2Config(**SHAPE), MistralConfig(**SHAPE, sliding_window=9),
+], ids=["tiny", "llama", "qwen2", "mistral"])  # fmt: skip
 def test_tokens_that_are_guessed_are_those_that_are_drawn_and_so_are_their_proofs(tiny, config, monkeypatch):
     """On text that repeats itself: a prompt that does, at a temperature at which rollouts do."""
     torch.manual_seed(0)

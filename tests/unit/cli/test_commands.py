@@ -259,17 +259,13 @@ sys.exit(begin())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(
-    ("words", "module", "supervised", "code"),
-    [
-        (["join", NOWHERE], "shoal.cli.main", False, 0),
-        (["join", NOWHERE], "shoal.run.join", False, 0),
-        (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
-        (["join", "nowhere"], "shoal.run.roles", True, STOPPED_CODE),
-        (["status", NOWHERE], "shoal.cli.main", False, STOPPED_CODE),
-        (["status", NOWHERE], "shoal.cli.view", False, STOPPED_CODE),
-    ],
-)
+@pytest.mark.parametrize(("words", "module", "supervised", "code"), [
+    (["join", NOWHERE], "shoal.cli.main", False, 0), (["join", NOWHERE], "shoal.run.join", False, 0),
+    (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
+    (["join", "nowhere"], "shoal.run.roles", True, STOPPED_CODE),
+    (["status", NOWHERE], "shoal.cli.main", False, STOPPED_CODE),
+    (["status", NOWHERE], "shoal.cli.view", False, STOPPED_CODE),
+])  # fmt: skip
 def test_a_signal_while_a_process_starts_ends_it_as_later_and_without_a_traceback(
     words: list[str], module: str, supervised: bool, code: int, number: signal.Signals
 ) -> None:

@@ -36,19 +36,16 @@ SORT, ADDITION, MINE = {"options": {"max_digits": 9}}, {"name": "addition"}, {"f
 DATA = {"name": "dataset", "data": "{tmp}/data.jsonl"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "overrides", "settings", "whole"),
-    [
-        ("sort", ["environment.options.max_digits=9"], SORT, False),
-        ("{tmp}/run/recipe.toml", [], ADDITION, False),
-        ("{tmp}/my.py", [], MINE, False),
-        ("{tmp}/run", [], ADDITION, False),
-        ("{tmp}/data.jsonl", [], DATA, True),
-        ("dataset:{tmp}/data.jsonl", [], DATA, True),
-        *((f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True) for name in ("aime",
-            "columns")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "overrides", "settings", "whole"), [
+    ("sort", ["environment.options.max_digits=9"], SORT, False),
+    ("{tmp}/run/recipe.toml", [], ADDITION, False),
+    ("{tmp}/my.py", [], MINE, False),
+    ("{tmp}/run", [], ADDITION, False),
+    ("{tmp}/data.jsonl", [], DATA, True),
+    ("dataset:{tmp}/data.jsonl", [], DATA, True),
+    *((f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True) for name in ("aime",
+        "columns")),
+])  # fmt: skip
 def test_tasks_are_named_in_many_ways(tmp_path, data, spec, overrides, settings, whole):
     (tmp_path / "my.py").write_text("")
     (tmp_path / "run").mkdir()
@@ -84,13 +81,10 @@ def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: P
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("command", "out", "said"),
-    [
-        ("eval tiny --env", "taken", "holds thesis.tex"), ("filter tiny", "free.parquet", "holds thesis.tex"),
-        ("eval tiny --env", "taken/thesis.tex", "is a file"), ("filter tiny", "taken/thesis.tex/x.parquet", "a file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "out", "said"), [
+    ("eval tiny --env", "taken", "holds thesis.tex"), ("filter tiny", "free.parquet", "holds thesis.tex"),
+    ("eval tiny --env", "taken/thesis.tex", "is a file"), ("filter tiny", "taken/thesis.tex/x.parquet", "a file"),
+])  # fmt: skip
 def test_a_place_that_cannot_take_results_is_refused_before_tasks_or_models_are_loaded(
     command: str, out: str, said: str, tmp_path: Path, capsys: Capture
 ) -> None:

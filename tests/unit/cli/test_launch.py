@@ -141,19 +141,16 @@ def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: Run
     assert display.said[-1].startswith("stopping (SIGINT)")
 
 
-@pytest.mark.parametrize(
-    ("code", "rows", "last"),
-    [
-        (0, [], "the trained model is in {run}/trainer/export"),
-        (1, [], "0 steps in 1 s"),
-        (130, [], "to resume: {shoal} run {run}"),
-        (0, [{"step": 0, "groups": 0, "dropped_groups": 4}], "the unchanged model is in {run}/trainer/export"),
-        (0, [{"step": 0, "held_out": 0.5}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
-        (0, [{"step": 0, "held_out": 0.75}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
-        (0, [{"step": 0, "held_out": 0.9}, {"step": 2, "held_out": 0.9}, {"step": 5, "held_out": 0.75}],
-         "version 2 has the best held-out score, 0.900 (last 0.750); to take it: {shoal} export {run} OUT --best"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("code", "rows", "last"), [
+    (0, [], "the trained model is in {run}/trainer/export"),
+    (1, [], "0 steps in 1 s"),
+    (130, [], "to resume: {shoal} run {run}"),
+    (0, [{"step": 0, "groups": 0, "dropped_groups": 4}], "the unchanged model is in {run}/trainer/export"),
+    (0, [{"step": 0, "held_out": 0.5}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
+    (0, [{"step": 0, "held_out": 0.75}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
+    (0, [{"step": 0, "held_out": 0.9}, {"step": 2, "held_out": 0.9}, {"step": 5, "held_out": 0.75}],
+     "version 2 has the best held-out score, 0.900 (last 0.750); to take it: {shoal} export {run} OUT --best"),
+])  # fmt: skip
 def test_how_a_run_ended_decides_what_to_do_next(folder, code, rows, last):
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -187,14 +184,10 @@ def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: Patch, 
     assert start(folder).ending.exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("cook", "there is no role 'cook'"),
-        ("validator-7", "this run has 2 validators; there is no --index 7"),
-        ("relay-7", "this run has 1 relays; there is no --index 7"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("cook", "there is no role 'cook'"), ("validator-7", "this run has 2 validators; there is no --index 7"),
+    ("relay-7", "this run has 1 relays; there is no --index 7"),
+])  # fmt: skip
 def test_a_role_that_the_run_does_not_have(folder: RunFolder, name: str, message: str) -> None:
     folder.assign_endpoints()
     with pytest.raises(ConfigError, match=message):
