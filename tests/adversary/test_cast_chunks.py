@@ -43,20 +43,16 @@ def head_of(size: int) -> bytes:
 Lie = Callable[[socket.socket, bytes, Path], object]  # given the true bytes, and the tree
 ATTACKS: dict[str, tuple[Lie, type[BroadcastError], str]] = {
     "corrupt": (lambda to, data, _: cast.reply(to, 200, flipped(data)), ChunkCorrupt, "sent bytes that are not chunk"),
-    "mislabelled": (
-        lambda to, data, folder: cast.reply(to, 200, mislabelled(data, folder)), ChunkCorrupt,
-        "sent bytes that are not chunk",
-    ),
+    "mislabelled": (lambda to, data, folder: cast.reply(to, 200, mislabelled(data, folder)), ChunkCorrupt,
+        "sent bytes that are not chunk"),
     "shorter": (lambda to, data, _: cast.reply(to, 200, data[:-1]), ChunkCorrupt, "bytes as chunk"),
     "huge": (lambda to, *_: ENDLESS["huge body"]("", to), ChunkCorrupt, "offers 1125899906842624 bytes"),
-    "truncated": (
-        lambda to, data, _: hanging_up(data[:-1], len(data))("", to), BroadcastError, "closed the connection after"
-    ),
+    "truncated": (lambda to, data, _: hanging_up(data[:-1], len(data))("", to), BroadcastError,
+        "closed the connection after"),
     "endless": (lambda to, *_: ENDLESS["endless body"]("", to), BroadcastError, "Content-Length"),
     "dripping": (lambda to, data, _: drip(to, head_of(len(data)) + b"\r\n" + data), BroadcastError, "too slow"),
-    "dripping headers": (
-        lambda to, data, _: drip(to, head_of(len(data)) + b"X-Padding: " + b"x" * 4000), BroadcastError, "too slow"
-    ),
+    "dripping headers": (lambda to, data, _: drip(to, head_of(len(data)) + b"X-Padding: " + b"x" * 4000),
+        BroadcastError, "too slow"),
     "endless headers": (lambda to, *_: ENDLESS["endless headers"]("", to), BroadcastError, "endless answer head"),
     "silent": (lambda to, *_: to.recv(1), BroadcastError, "has sent nothing for"),
     "absent": (lambda to, *_: cast.reply(to, 404), BroadcastError, "does not have chunk"),
@@ -78,14 +74,14 @@ def liar_of(lab: cast.Lab, name: str) -> tuple[PolicyManifest, cast.ScriptedSour
     return lab.publish(1), lab.liar({"/chunks/": attack(lab, name)})
 
 
-def fetch_from_a_liar(lab: cast.Lab, name: str) -> None:
-    manifest, liar = liar_of(lab, name)
-    lab.client(liar.url, **IMPATIENT).fetch(manifest.policy, ALONE_S)
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
     """How a fetch ends that has nobody but a liar."""
+
+    def fetch_from_a_liar(lab: cast.Lab, name: str) -> None:
+        manifest, liar = liar_of(lab, name)
+        lab.client(liar.url, **IMPATIENT).fetch(manifest.policy, ALONE_S)
+
     return endings(tmp_path_factory.mktemp("alone"), ATTACKS, fetch_from_a_liar)
 
 

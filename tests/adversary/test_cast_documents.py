@@ -52,10 +52,8 @@ def beside(data: bytes, **fields: str) -> bytes:
 
 FORGERIES: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "another key": (resigned, "not trusted"),
-    "another key under our name": (
-        lambda path: beside(resigned(path), signed_by=cast.KEY.public_key),
-        "signature does not match",
-    ),
+    "another key under our name": (lambda path: beside(resigned(path), signed_by=cast.KEY.public_key),
+        "signature does not match"),
     "no signature": (lambda path: json.dumps(json.loads(path.read_bytes())["document"]).encode(), "not a signed docu"),
     "another kind": (lambda path: beside(path.read_bytes(), kind="policy-announcement"), "expected a signed"),
     "a later date": (changed(created_at_ms=9), "signature does not match"),
@@ -64,7 +62,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "nothing": (lambda _path: b"", "not a signed document"),
     "noise": (lambda _path: bytes(range(256)), "not a signed document"),
     "deep nesting": (lambda _path: b"[" * 60_000, "not a signed document"),
-}
+}  # fmt: skip
 INSTEAD: dict[str, Callable[[Path], cast.Handler]] = {  # of a document: what a source says
     **{name: lambda path, forge=forge: cast.says(forge(path)) for name, (forge, _) in FORGERIES.items()},  # type: ignore[misc]
     **{name: lambda _path, end=end: end for name, end in ENDLESS.items()},  # type: ignore[misc]
@@ -85,14 +83,14 @@ def ask_for(client: Downloader, case: str, manifest: PolicyManifest, deadline_s:
         client.fetch(manifest.policy, deadline_s)
 
 
-def ask_a_forger(lab: cast.Lab, case: str) -> None:
-    manifest = lab.publish(1)
-    ask_for(lab.client(forger(lab, case).url, stall_s=0.3), case, manifest, ALONE_S)
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
     """How it ends where nobody else is asked."""
+
+    def ask_a_forger(lab: cast.Lab, case: str) -> None:
+        manifest = lab.publish(1)
+        ask_for(lab.client(forger(lab, case).url, stall_s=0.3), case, manifest, ALONE_S)
+
     return endings(tmp_path_factory.mktemp("forged"), CASES, ask_a_forger)
 
 

@@ -52,40 +52,31 @@ def worth(code: str, answer: str = ANSWER) -> tuple[float, str]:
 
 BOMBS = {
     "fork bomb": ("import os\nwhile True: os.fork()", "error (PermissionError)"),
-    "fork bomb that does not give up": (
-        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-        "took longer",
-    ),
+    "fork bomb that does not give up": ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+        "took longer"),
     "processes": ("import subprocess\nsubprocess.run(['/bin/sh'])", "error"),
     "exec": ("import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", "error (PermissionError)"),
     "multiprocessing": ("import multiprocessing as m\nm.Process(target=print).start()", "error (PermissionError)"),
     "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**7))", "error (MemoryError)"),
     "memory at once": ("x = b'x' * 10**11", "error (MemoryError)"),
-    "memory in a file": (
-        "import os\nfd = os.memfd_create('x')\nwhile True: os.write(fd, b'x' * 10**6)",
-        "error (OSError)",
-    ),
+    "memory in a file": ("import os\nfd = os.memfd_create('x')\nwhile True: os.write(fd, b'x' * 10**6)",
+        "error (OSError)"),
     "endless output": ("while True: print('x' * 10**4)", "printed more than"),
     "endless errors": ("import sys\nwhile True: print('x' * 10**4, file=sys.stderr)", "printed more than"),
-    "threads": (
-        "import threading, time\nthreading.stack_size(32768)\nn = 0\ntry:\n  while True:\n"
+    "threads": ("import threading, time\nthreading.stack_size(32768)\nn = 0\ntry:\n  while True:\n"
         "    threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n    n += 1\n"
-        "except RuntimeError:\n  assert n <= 66, n\n  raise",
-        "error (RuntimeError)",
-    ),
+        "except RuntimeError:\n  assert n <= 66, n\n  raise", "error (RuntimeError)"),
     "open files": ("x = [open('/dev/null') for _ in range(10**6)]", "error (OSError)"),
     "pipes": ("import os\nx = [os.pipe() for _ in range(10**6)]", "error (OSError)"),
     "loop in C": ("sum(range(10**13))", "took longer"),
     "powers": ("x = 7 ** 10**9", "took longer"),
     "regular expression": ("import re\nre.match('(a|a)*$', 'a' * 60 + 'b')", "took longer"),
-    "deaf to signals": (
-        "import signal\nfor s in set(signal.valid_signals()) - {9, 19}:\n"
+    "deaf to signals": ("import signal\nfor s in set(signal.valid_signals()) - {9, 19}:\n"
         "  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError): pass\nwhile True: pass",
-        "took longer",
-    ),
+        "took longer"),
     "hard to compile": ("(" * 50_000, "error"),
     "recursion": ("def f(): f()\nimport sys\nsys.setrecursionlimit(10**9)\nf()", ""),
-}
+}  # fmt: skip
 
 
 # Each of these takes a second of processor time, and one like it is always tried.

@@ -17,7 +17,7 @@ from kit.hub import make_config
 from kit.served_hub import Hub, ok, refusal, running_hub
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
-from shoal.hub.state.rows import NodeRow, Rules
+from shoal.hub.state.rows import NodeRow
 from shoal.ledger import fold
 from shoal.protocol import LedgerEntry, LedgerPage, NodeState, NodeView, Severity
 
@@ -110,13 +110,11 @@ def test_most_trusted_sleeper_lasts_20_groups_on_average() -> None:
     rules = make_config(Path(), settings={"audit": "reputation"}).rules
     node = NodeRow("n" * 32, "k" * 64, "worker", "sleeper", 0, streak=10_000, passed=10_000)
     assert full_audit_probability(rules, node) == 0.05
-    lasted = [_lasts(rules, node, f"secret-{number}".encode()) for number in range(2_000)]
+
+    def is_full(secret: bytes, group: int) -> bool:
+        return depth_for(rules, node, audit_fraction(secret, f"{group:064x}")) == "full"
+
+    secrets = [f"secret-{number}".encode() for number in range(2_000)]
+    lasted = [next(group for group in range(1, 10_000) if is_full(secret, group)) for secret in secrets]
     assert 18 < statistics.mean(lasted) < 22
     assert statistics.quantiles(lasted, n=100)[98] < 100
-
-
-def _lasts(rules: Rules, node: NodeRow, secret: bytes) -> int:
-    for number in range(1, 10_000):
-        if depth_for(rules, node, audit_fraction(secret, f"{number:064x}")) == "full":
-            return number
-    raise AssertionError("never looked at")

@@ -52,16 +52,12 @@ POINTS_OVERRIDES = (
     f"worker.count={WORKERS}", "worker.units_per_lease=4", "trainer.evaluate_every=4", "trainer.evaluate_tasks=16",
 )  # fmt: skip
 POINTS_OF = {
-    "first": (
-        "trainer.step.recorded:2", "trainer.checkpoint.before_rename:2", "trainer.publish.before_manifest:2",
+    "first": ("trainer.step.recorded:2", "trainer.checkpoint.before_rename:2", "trainer.publish.before_manifest:2",
         "trainer.publish.before_announce:2", "worker.lease.received:2", "worker.outbox.written:3",
-        "validator.verdict.before_report:2", "hub.submit.after_blob:5", "hub.batch.before_commit:2",
-    ),
-    "second": (
-        "trainer.checkpoint.after_rename:2", "trainer.publish.before_head:2", "trainer.publish.after_announce:2",
+        "validator.verdict.before_report:2", "hub.submit.after_blob:5", "hub.batch.before_commit:2"),
+    "second": ("trainer.checkpoint.after_rename:2", "trainer.publish.before_head:2", "trainer.publish.after_announce:2",
         "worker.outbox.before_send:3", "worker.outbox.after_receipt:3", "validator.verdict.after_report:2",
-        "hub.verdict.after_commit:3", "hub.ledger.after_commit:3",
-    ),
+        "hub.verdict.after_commit:3", "hub.ledger.after_commit:3"),
 }  # fmt: skip
 LOG_RECEIPTS = {"SHOAL_DEBUG": "1"}
 FINAL = {"accepted", "rejected", "unsure"}
@@ -83,10 +79,6 @@ class Outcome:
     killed: Counter[str] = field(default_factory=Counter)
     asked: set[str] = field(default_factory=set)
     struck: set[str] = field(default_factory=set)
-
-
-def holds_audits(path: Path) -> bool:
-    return bool(runs.glimpse(path, "SELECT 1 FROM submissions WHERE state = 'auditing' LIMIT 1"))
 
 
 def is_within_step(path: Path) -> bool:
@@ -160,7 +152,8 @@ def kill_everyone(run: runs.Run, killed: Counter[str]) -> None:
     run.wait_until("the first batch", lambda: is_within_step(path))
     kill("trainer", "a step that is not saved", lambda: is_within_step(path))
     kill("worker-0", "finished groups in its outbox", lambda: bool(runs.parcels(path, "worker-0")))
-    kill("validator-0", "audits not judged", lambda: holds_audits(path))
+    auditing = "SELECT 1 FROM submissions WHERE state = 'auditing' LIMIT 1"
+    kill("validator-0", "audits not judged", lambda: bool(runs.glimpse(path, auditing)))
     kill("relay-0", "a version that it lacks", lambda: lacks_version(path, "relay-0"))
     kill("origin", "a version that the relay lacks", lambda: lacks_version(path, "relay-0"))
     kill("hub", "bytes without a row", lambda: is_between_blob_and_row(path))

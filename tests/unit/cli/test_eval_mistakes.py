@@ -57,13 +57,10 @@ def test_tasks_are_named_in_many_ways(tmp_path, data, spec, overrides, settings,
     assert (None if source.recipe is None else source.recipe.run.max_new_tokens) == (9 if "run" in spec else None)
 
 
-def test_the_environment_of_a_run_is_not_changed(tmp_path: Path) -> None:
+def test_environment_of_a_run_is_not_changed_and_its_model_has_the_name_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     with pytest.raises(ConfigError, match="give its recipe instead"):
         task_source(str(tmp_path), ["environment.name=sort"])
-
-
-def test_a_runs_model_is_called_as_its_folder_is(tmp_path: Path) -> None:
     export = tmp_path / "three" / "trainer" / "export"
     export.mkdir(parents=True)
     (tmp_path / "three" / "recipe.toml").write_text('[run]\nname = "tiny"\n')

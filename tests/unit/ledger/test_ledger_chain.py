@@ -123,10 +123,8 @@ def test_two_signed_statements_that_differ_prove_a_fork() -> None:
     (proof(head(ONE, 15), head(OTHER, 15, run="other-123456789012")), "about another run"),
     (proof(head(ONE, 15), head(OTHER, 15), root_key=STRANGER.public_key), "another root key"),
     (proof(head(ONE, 15), head(OTHER, 15), certificates=()), "not trusted for it"),
-    (
-        proof(head(ONE, 15), head(OTHER, 15, by=STRANGER), certificates=(certificate(STRANGER, "hub", by=HUB),)),
-        "not trusted for it",
-    ),
+    (proof(head(ONE, 15), head(OTHER, 15, by=STRANGER), certificates=(certificate(STRANGER, "hub", by=HUB),)),
+        "not trusted for it"),
 ])  # fmt: skip
 def test_invalid_fork_proofs_are_refused(made: ForkProof, why: str) -> None:
     with pytest.raises(LedgerError, match=f"proves no fork: .*{why}"):

@@ -361,16 +361,12 @@ def test_unknown_adapter_target_is_refused_with_the_known_ones(target: str):
 EXAMPLE = Path(__file__).parents[3] / "examples" / "one_file_rl.py"
 
 
-def held_out_scores(*arguments: str) -> list[float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLE), "--evaluate-every", "8", "--steps", "8", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return [float(score) for score in re.findall(r"held-out ([\d.]+)", done.stdout)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--staleness", "0"], ["--staleness", "2"], ["--shuffle-rewards"]])
 def test_eight_steps_lift_the_greedy_held_out_score_by_fifteen_points_unless_rewards_are_shuffled(how):
-    before, after = held_out_scores(*how)
+    command = [sys.executable, str(EXAMPLE), "--evaluate-every", "8", "--steps", "8", *how]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    before, after = (float(score) for score in re.findall(r"held-out ([\d.]+)", done.stdout))
     assert before == pytest.approx(0.309, abs=0.02)
     assert after < before + 0.05 if how == ["--shuffle-rewards"] else after > before + 0.15

@@ -140,10 +140,8 @@ def test_prefetch_ends_with_a_log_line_and_for_a_bug_with_a_traceback(error, tra
 
 @pytest.mark.parametrize(("settings", "free", "error", "sentence"), [
     ({"max_payload_bytes": 4000}, None, ManifestRefused, r"announces \d+ bytes, and .* at most 4000"),
-    (
-        {"limits": MachineLimits(disk_bytes=1000)}, None, ResourceError,
-        r"policy 0\.0 needs .* of disk .* and 1 kB are allowed .*--max-disk",
-    ),
+    ({"limits": MachineLimits(disk_bytes=1000)}, None, ResourceError,
+        r"policy 0\.0 needs .* of disk .* and 1 kB are allowed .*--max-disk"),
     ({"limits": MachineLimits()}, 100, ResourceError, r"cannot write .*\.part: the disk is full: free some space"),
 ])  # fmt: skip
 def test_a_version_that_is_too_large_is_refused_before_it_is_fetched(lab, monkeypatch, settings, free, error, sentence):

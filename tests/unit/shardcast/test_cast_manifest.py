@@ -105,9 +105,7 @@ UNSOUND: dict[str, Callable[[PolicyManifest], PolicyManifest]] = {
     "file with shape": moved(-1, shape=(80,)),
     "same name twice": moved(1, name="layer.0.weight"),
     "chunk missing": lambda m: redigested(m, chunks=m.chunks[:-1]),
-    "chunk resized": lambda m: redigested(
-        m, chunks=(m.chunks[0].model_copy(update={"size_bytes": 1}), *m.chunks[1:])
-    ),
+    "chunk resized": lambda m: redigested(m, chunks=(m.chunks[0].model_copy(update={"size_bytes": 1}), *m.chunks[1:])),
     "more bytes than entries": lambda m: redigested(m, size_bytes=m.size_bytes - 1),
     "giant chunks": lambda m: redigested(m, chunk_size_bytes=1 << 40),
     "giant payload": lambda m: redigested(m, size_bytes=1 << 60),

@@ -217,10 +217,6 @@ def damaged(proof: bytes) -> st.SearchStrategy[bytes]:
     return st.one_of(replaced, cut, longer)
 
 
-def of_length(size: int) -> st.SearchStrategy[bytes]:
-    return st.binary(min_size=size, max_size=size)
-
-
 def wellformed(k: int) -> st.SearchStrategy[bytes]:
     """Canonical proofs with any coefficients."""
     coefficients = st.lists(st.integers(0, PRIME - 1), min_size=k, max_size=k)
@@ -232,7 +228,8 @@ def wellformed(k: int) -> st.SearchStrategy[bytes]:
 def test_no_bytes_pass_but_the_proof(data: st.DataObject, chunk: int) -> None:
     honest = HONEST[chunk]
     k = int(POINTS.counts[chunk])
-    strategy = st.one_of(st.binary(max_size=300), of_length(len(honest)), damaged(honest), wellformed(k))
+    same_length = st.binary(min_size=len(honest), max_size=len(honest))
+    strategy = st.one_of(st.binary(max_size=300), same_length, damaged(honest), wellformed(k))
     proof = data.draw(strategy)
     proofs = [*HONEST[:chunk], proof, *HONEST[chunk + 1 :]]
     result = toploc.check_proofs(toploc.compare(POINTS, proofs))
