@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kit.tiny import byte_tokenizer
 from shoal.errors import ModelError
 from shoal.models import PromptEncoder, TextTokenizer, model_folder, read_files
 from shoal.models.prompts import special_token_texts, template_source
@@ -22,18 +22,7 @@ CHAT = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer that knows every byte, and a few control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
-    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    return tokenizer
-
-
-TOKENIZER = byte_tokenizer()
+TOKENIZER = byte_tokenizer(*SPECIAL)
 IDS = {word: TOKENIZER.token_to_id(word) for word in (*SPECIAL, "<think>")}
 
 
