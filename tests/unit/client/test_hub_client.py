@@ -1,7 +1,5 @@
 """The client against a scripted hub: signatures, retries, refusals, and answers that must not be believed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -170,12 +168,9 @@ def wrong_clock(hub_ms: int, by: SigningKey = HUB, **changes: Any) -> Callable[[
 
     def refused(request: httpx.Request) -> httpx.Response:
         fields = {
-            "run": RUN,
-            "node": fake_run.NODE.node,
-            "nonce": request.headers["shoal-nonce"],
-            "now_ms": hub_ms,
+            "run": RUN, "node": fake_run.NODE.node, "nonce": request.headers["shoal-nonce"], "now_ms": hub_ms,
             **changes,
-        }
+        }  # fmt: skip
         clock = signed(HubClock(**fields), by)
         return answer(Problem(code="auth.skew", message="the clock is off", clock=clock), 401)
 
@@ -212,16 +207,13 @@ NOW_MS, LATER_MS = ScriptedHub().clock.now_ms(), ScriptedHub().clock.now_ms() + 
 @pytest.mark.parametrize(
     "refused",
     [
-        refusal(401, "auth.skew", "the clock is off", shoal_time=str(LATER_MS)),
-        wrong_clock(NOW_MS),
-        wrong_clock(LATER_MS, by=STRANGER),
-        wrong_clock(LATER_MS, by=fake_run.TRAINER),
-        wrong_clock(LATER_MS, nonce="n" * 24),
-        wrong_clock(LATER_MS, node=STRANGER.node),
+        refusal(401, "auth.skew", "the clock is off", shoal_time=str(LATER_MS)), wrong_clock(NOW_MS),
+        wrong_clock(LATER_MS, by=STRANGER), wrong_clock(LATER_MS, by=fake_run.TRAINER),
+        wrong_clock(LATER_MS, nonce="n" * 24), wrong_clock(LATER_MS, node=STRANGER.node),
         wrong_clock(LATER_MS, run="other-run"),
     ],
     ids=["unsigned", "the same time", "a stranger", "another role", "another request", "another node", "another run"],
-)
+)  # fmt: skip
 def test_time_that_no_hub_signed_for_this_request_corrects_no_clock(refused: Any) -> None:
     hub = ScriptedHub(script=[refused] * 3)
     with pytest.raises(HubRefused, match="the clock is off"):
@@ -241,9 +233,6 @@ def test_a_silence_is_mentioned_once_and_so_is_its_end(caplog: pytest.LogCapture
     hub.script += [*[no_answer] * 4, answer(VIEW)]  # a hiccup is not mentioned
     hub.client().register("n", "worker", None)
     assert not caplog.records
-
-
-# ── hubs of other versions: unknown fields are ignored, another protocol is refused ─────────────────────────────────
 
 
 def test_a_hub_of_this_version_gets_all_of_it_and_is_told_the_version() -> None:

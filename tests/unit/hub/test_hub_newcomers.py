@@ -41,21 +41,18 @@ def submit(play: Play, *numbers: int) -> None:
 def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks_and_delivers(play: Play) -> None:
     units(play, 0, 1)
     submit(play, 0)
-    assert units(play, 0, 1) == [1]
-    assert units(play, 1, 1) == [2]
+    assert (units(play, 0, 1), units(play, 1, 1)) == ([1], [2])
     play.release(play.leases[-1])
     assert units(play, 2, 1) == [3], "not the one that bob had"
     assert units(play, 0, 1) == [2]
 
 
 def test_an_established_node_at_its_limit_is_not_asking(play: Play) -> None:
-    with_all = {"leases_per_node": 1}
-    small = Play(play.config.folder / "small", {"groups_per_step": 8}, with_all)
+    small = Play(play.config.folder / "small", {"groups_per_step": 8}, {"leases_per_node": 1})
     small.join(streak=PROVEN)
     small.join()
     small.announce(0)
-    assert units(small, 0, 1) == [0]
-    assert units(small, 1, 1) == [1]
+    assert (units(small, 0, 1), units(small, 1, 1)) == ([0], [1])
     small.release(small.leases[-1])
     small.restart()  # forgets that alice asked
     assert units(small, 0, 1) == []

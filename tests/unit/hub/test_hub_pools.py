@@ -166,10 +166,9 @@ class TestUnusable:
         assert any("no task that was drawn for unit 0 can be used" in wait.what for wait in status.waits)
 
     def test_a_prompt_that_is_too_long_is_passed_over(self, tmp_path: Path) -> None:
-        def encode(task: Task) -> list[int]:
-            return [5] * (200_000 if task.id != "row-7" else 3)
-
-        play = begun(tmp_path, {**RUN, "groups_per_step": 1}, environment=RowEnvironment(count=8), encode=encode)
+        made, size = RowEnvironment(count=8), {"row-7": 3}
+        encode = lambda task: [5] * size.get(task.id, 200_000)  # noqa: E731
+        play = begun(tmp_path, {**RUN, "groups_per_step": 1}, environment=made, encode=encode)
         (lease,) = play.lease(play.workers[0], 1)
         assert (lease.task, lease.prompt_ids) == ("row-7", (5, 5, 5))
 
@@ -182,9 +181,6 @@ def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
         Hub(replace(config, pools=kept), ManualClock(), storage)
         with pytest.raises(ConfigError, match="whose pools is"):
             Hub(replace(config, pools=other), ManualClock(), storage)
-
-
-# Difficulty: what groups say about their tasks, and which of the tasks that are drawn is taken
 
 
 RULES = PoolRules(retire_after=2, easy=0.9, hard=0.05, easy_share=0.25, hard_share=0.5)

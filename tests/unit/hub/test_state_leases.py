@@ -27,8 +27,7 @@ class TestGrant:
         assert {row.state for row in after.values()} == {UnitState.LEASED}
         assert (after[5].attempt, after[5].task) == (3, "task-5")
         assert after[6].task == "drawn-6"
-        assert found.leases[0].document == "signed u3a0"
-        assert found.leases[0].deadline_ms == NOW_MS + 60_000
+        assert (found.leases[0].document, found.leases[0].deadline_ms) == ("signed u3a0", NOW_MS + 60_000)
         assert {row.hard_deadline_ms for row in found.leases} == {NOW_MS + 600_000}
         assert {row.granted for row in found.leases} == {4}
 
@@ -127,8 +126,7 @@ class TestReceive:
             leases.release(moment(), node(1), [overtaken]),
             nodes.ban(node(1), "x", [overtaken], NOW_MS),
         ):
-            assert len(leases_in(commands)) == 1
-            assert units_in(commands) == {}
+            assert (len(leases_in(commands)), units_in(commands)) == (1, {})
 
     def test_late_and_too_stale(self) -> None:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))

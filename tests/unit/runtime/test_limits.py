@@ -28,13 +28,10 @@ def test_bad_size_is_refused_with_an_example(text):
         parse_size(text, "--max-disk")
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("20Mbit/s", 2.5e6), ("20 mbit", 2.5e6), ("2.5MB/s", 2.5e6), ("64kbit/s", 8000.0), ("1Gbps", None),
-        ("1Gbitps", 1.25e8),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "rate"), [
+    ("20Mbit/s", 2.5e6), ("20 mbit", 2.5e6), ("2.5MB/s", 2.5e6), ("64kbit/s", 8000.0), ("1Gbps", None),
+    ("1Gbitps", 1.25e8),
+])  # fmt: skip
 def test_rate_is_bytes_per_second(text, rate):
     assert parse_rate(text, "--max-bandwidth") == (1e9 if rate is None else rate)
 
@@ -78,15 +75,11 @@ def test_sparse_file_counts_for_what_is_written(tmp_path):
 LARGE = RunSize(32 * 10**9, 64 * 10**9, group_size=16, max_new_tokens=32_768, max_staleness=2)
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        RunSize(),
-        RunSize(172_672, 18_000_000, group_size=16, max_new_tokens=10),
-        RunSize(135 * 10**6, 594 * 10**6, group_size=16, max_new_tokens=8000),
-        RunSize(600 * 10**6, 1_320 * 10**6, group_size=16, max_new_tokens=4096, max_staleness=4),
-    ],
-)
+@pytest.mark.parametrize("size", [
+    RunSize(), RunSize(172_672, 18_000_000, group_size=16, max_new_tokens=10),
+    RunSize(135 * 10**6, 594 * 10**6, group_size=16, max_new_tokens=8000),
+    RunSize(600 * 10**6, 1_320 * 10**6, group_size=16, max_new_tokens=4096, max_staleness=4),
+])  # fmt: skip
 def test_small_models_keep_the_built_in_values(size: RunSize) -> None:
     assert derive(size) == Derived()
 
