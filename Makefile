@@ -5,12 +5,14 @@
 #                                 is then installed from there first. macOS wheels are CPU ones anyway.
 #   make test PYTHON=python3.12   another interpreter, 3.11 or newer
 #   make demo ARGS="--seed 1"     options for the demo (shoal demo --help)
+#   make test CONSTRAINTS=/dev/null   the newest versions that pyproject.toml allows, instead of the tested ones
 #
 # vLLM pins torch and much else, so that it has an environment of its own: make test-vllm makes .venv-vllm, with the CPU
 # build of vLLM and of torch. Where pip does not find torch 2.13.0+cpu, give TORCH_INDEX.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+CONSTRAINTS ?= constraints.txt
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,15 +48,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once; the first step takes minutes, for torch is large"
 ifneq ($(TORCH_INDEX),)
 	@echo "  torch, from $(TORCH_INDEX)"
-	@$(PIP) install --quiet --index-url $(TORCH_INDEX) --constraint constraints.txt torch
+	@$(PIP) install --quiet --index-url $(TORCH_INDEX) --constraint $(CONSTRAINTS) torch
 endif
 	@echo "  shoal, what it needs and its development tools"
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@echo "  reasoning-gym, with a part that may have to be compiled"
-	@$(PIP) install --quiet --constraint constraints.txt reasoning-gym >$(VENV)/gym.log 2>&1 || { \
+	@$(PIP) install --quiet --constraint $(CONSTRAINTS) reasoning-gym >$(VENV)/gym.log 2>&1 || { \
 		echo "reasoning-gym could not be installed whole (a part of it takes a C compiler; $(VENV)/gym.log): zebra_puzzles is left out"; \
-		$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym && \
-		$(PIP) install --quiet --constraint constraints.txt $(GYM_PARTS); } || \
+		$(PIP) install --quiet --constraint $(CONSTRAINTS) --no-deps reasoning-gym && \
+		$(PIP) install --quiet --constraint $(CONSTRAINTS) $(GYM_PARTS); } || \
 		echo "reasoning-gym is not installed: the environment of that name says so when it is asked for"
 	@echo "installed: $(BIN)/shoal"
 	@touch $@

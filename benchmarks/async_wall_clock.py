@@ -77,7 +77,7 @@ def measured(options: argparse.Namespace, staleness: int, seed: int) -> Curve:
     folder = options.runs / f"{options.recipe.stem}-s{staleness}-seed{seed}-{options.steps}"
     if not (folder / "trainer" / "export").is_dir():
         settings = [f"run.max_staleness={staleness}", f"run.seed={seed}", f"run.steps={options.steps}", *options.set]
-        command = [sys.executable, "-m", "shoal.cli", "run", str(options.recipe), "--dir", str(folder)]
+        command = [sys.executable, "-m", "shoal.cli", "run", str(options.recipe), str(folder)]
         options.runs.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".output").open("wb") as output:
             subprocess.run(

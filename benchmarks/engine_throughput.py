@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/engine_throughput.py [--model tiny] [--prompts 64] [--group 16] [--tokens 16]
 
 Every completion is made to run to the full length (the end token is one that is never drawn), so that both sides do
-the same work. Runs alternate and the best of several counts. Time is the processor time of this process, so that
+the same work. Runs alternate and the median of several counts. Time is the processor time of this process, so that
 other load on the machine tells less; with `--threads` above 1 it adds up over threads.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from statistics import median
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
     loaded = load_model(options.model)
-    engine = TorchEngine.wrap(loaded.model)
+    engine = TorchEngine.wrap(loaded.model, pages=True)
     requests = make_requests(loaded, options)
     completions = [c for group in engine.generate(requests) for c in group]
     tokens = sum(len(completion.token_ids) for completion in completions)
@@ -37,7 +38,7 @@ def main() -> None:
         for request, group in zip(requests, engine.generate(requests), strict=True)
         for completion in group
     ]
-    ours, theirs, prefilled = best_of(
+    ours, theirs, prefilled = medians_of(
         options.repeat,
         lambda: engine.generate(requests),
         lambda: transformers_generate(loaded, requests, options),
@@ -52,10 +53,10 @@ def main() -> None:
 
 
 def make_requests(loaded: LoadedModel, options: argparse.Namespace) -> list[GenerationRequest]:
-    never_drawn = loaded.config.vocab_size
+    never_drawn = loaded.model.config.vocab_size
     sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_id=never_drawn)
     rng = np.random.default_rng(0)
-    low, high = 5, min(loaded.config.vocab_size, 15)
+    low, high = 5, min(loaded.model.config.vocab_size, 15)
     return [
         GenerationRequest(
             tuple(int(token) for token in rng.integers(low, high, PROMPT_TOKENS)),
@@ -77,15 +78,15 @@ def transformers_generate(
     return output
 
 
-def best_of(repeat: int, *calls: Callable[[], object]) -> list[float]:
-    """Processor seconds of each call, the best of `repeat` alternating runs."""
-    seconds = [float("inf")] * len(calls)
+def medians_of(repeat: int, *calls: Callable[[], object]) -> list[float]:
+    """Processor seconds of each call, the median of `repeat` alternating runs."""
+    seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeat):
-        for index, call in enumerate(calls):
+        for call, own in zip(calls, seconds, strict=True):
             started = time.process_time()
             call()
-            seconds[index] = min(seconds[index], time.process_time() - started)
-    return seconds
+            own.append(time.process_time() - started)
+    return list(map(median, seconds))
 
 
 def parse_options() -> argparse.Namespace:

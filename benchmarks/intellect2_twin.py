@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     chosen += options.set
     recipe = load_recipe(RECIPE, chosen)
     run, log = folder / "run", folder / "run.log"
-    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPE), "--dir", str(run)]
+    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPE), str(run)]
     command += [word for setting in chosen for word in ("--set", setting)]
     began_ms, began_s = time.time_ns() // 10**6, time.monotonic()
     code = ended(command, log, options.limit_s)

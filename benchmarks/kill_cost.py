@@ -167,7 +167,7 @@ def running(path: Path) -> Iterator[Watched]:
     """A run in `path`, stopped afterwards."""
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     recipe = ROOT / "recipes" / "tiny.toml"
-    command = [sys.executable, "-m", "shoal.cli", "run", str(recipe), "--dir", str(path), *settings]
+    command = [sys.executable, "-m", "shoal.cli", "run", str(recipe), str(path), *settings]
     with path.with_suffix(".output").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:

@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.dtype:
         chosen += [f"worker.dtype={options.dtype}", f"validator.dtype={options.validator_dtype or options.dtype}"]
     run, log = folder / "run", folder / "run.log"
-    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPE), "--dir", str(run)]
+    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPE), str(run)]
     command += [word for setting in [*chosen, *options.set] for word in ("--set", setting)]
     began_ms, began_s = time.time_ns() // 10**6, time.monotonic()
     code = ended(command, log, options.limit_s)

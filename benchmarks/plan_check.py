@@ -100,7 +100,7 @@ Sizes = dict[str, float]
 
 def measure(run: Path, overrides: list[str]) -> tuple[Sizes, Sizes, Sizes]:
     """Peaks of resident memory by role, peaks of folders, and folders in the end."""
-    command = [sys.executable, "-m", "shoal.cli", "run", str(ROOT / "recipes" / "tiny.toml"), "--dir", str(run)]
+    command = [sys.executable, "-m", "shoal.cli", "run", str(ROOT / "recipes" / "tiny.toml"), str(run)]
     ran = subprocess.Popen([*command, *(part for one in overrides for part in ("--set", one))], env=os.environ)
     memory: Sizes = defaultdict(float)
     disk: Sizes = defaultdict(float)

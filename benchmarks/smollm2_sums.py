@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
     )  # fmt: skip
     before = evaluated(str(model.resolve()), recipe, folder / "before", options)
-    command = [sys.executable, "-m", "shoal.cli", "run", str(recipe), "--dir", str(run)]
+    command = [sys.executable, "-m", "shoal.cli", "run", str(recipe), str(run)]
     command += [word for setting in options.set for word in ("--set", setting)]
     began_ms, began_s = time.time_ns() // 10**6, time.monotonic()
     code = ended(command, folder / "run.log", options.limit_s)

@@ -217,14 +217,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         subprocess.run(
             shoal(
                 "doctor", "--calibrate", "--model", folder / "model", "--device", options.device, "--dtype",
-                options.dtype, "--against", kind, "--sequences", options.sequences, "--tokens", options.tokens,
+                options.dtype, "--against", kind, "--samples", options.sequences, "--max-new-tokens", options.tokens,
                 "--out", profile,
             ),
             check=True, timeout=PATIENCE_S, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         result["calibrate_s"] = round(time.monotonic() - began, 1)
     run_folder = folder / "run"
-    with started(shoal("run", recipe(folder, options, profile), "--dir", run_folder), folder / "run.log") as run:
+    with started(shoal("run", recipe(folder, options, profile), run_folder), folder / "run.log") as run:
         url = wait_for("the join URL", lambda: join_url(run_folder / "endpoints.json"), PATIENCE_S, run)
         wait_for("the first policy", lambda: status_of(url).get("policy"), PATIENCE_S, run)
         result["free device"] = joined("stranger", url, folder, options.groups, run)

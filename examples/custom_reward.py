@@ -1,6 +1,6 @@
 """A reward of your own is one Python function. Run it (no other file is needed):
 
-shoal run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py
+shoal run recipes/tiny.toml runs/mine --set environment.file=examples/custom_reward.py
 """
 
 import random

@@ -16,6 +16,7 @@ import typer.main
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from shoal.cli.help import argument_name, leaves, meaning, option_name
 from shoal.cli.main import app as cli
 from shoal.hub.service.calls import TABLE
 from shoal.run.recipe import Recipe
@@ -99,35 +100,21 @@ def default_of(info: FieldInfo) -> str:
 # ── commands.md ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+BAR = chr(92) + "|"  # in a table
+
+
 def commands_page() -> str:
     group: Any = typer.main.get_command(cli)
     parts = ["# Commands\n", NOTE]
     for name, command in leaves(group):
-        text = " ".join((command.help or "").split())
-        parts.append(f"## shoal {name}\n\n{text}\n\n| argument | meaning |\n|---|---|")
-        parts += [f"| `{label(parameter)}` | {meaning(parameter)} |" for parameter in command.params]
+        text, example = " ".join((command.help or "").split()), command.epilog.rpartition("Example: ")[2]
+        parts.append(f"## shoal {name}\n\n{text}\n\n    {example}\n\n| argument | meaning |\n|---|---|")
+        for parameter in command.params:
+            named = argument_name if parameter.param_type_name == "argument" else option_name
+            cells = (f"`{named(parameter)}`", meaning(parameter))
+            parts.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
         parts.append("")
     return "\n".join(parts)
-
-
-def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every command by its full name; those of `shoal cast` are `cast publish`, …"""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from leaves(command, f"{prefix}{name} ")
-        else:
-            yield f"{prefix}{name}", command
-
-
-def label(parameter: Any) -> str:
-    if parameter.param_type_name == "argument":
-        name = str(parameter.metavar or parameter.name.upper()).replace("|", "\\|")
-        return name if parameter.required else f"[{name}]"
-    return ", ".join(parameter.opts)
-
-
-def meaning(parameter: Any) -> str:
-    return " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
 
 
 # ── http.md ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -55,7 +55,7 @@ TESTS = {"(?:and|but|nor|of|so|such|what|who|nobody|whoever|more)": "the input a
 """How no test's name begins."""
 
 LEFT = {
-    "README.md": 6, "ARCHITECTURE.md": 26, "cli": 9, "engines": 28, "hub": 44, "worker": 4, "protocol": 1,
+    "engines": 28, "hub": 44, "worker": 4, "protocol": 1,
     "tests": 72,
 }  # fmt: skip
 """How many each part may still have: numbers only go down, and a part that has none is not listed."""

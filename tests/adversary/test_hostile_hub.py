@@ -45,7 +45,7 @@ def client_of(hub: HostileHub | str, patience_s: float = 2, stop: StopToken | No
 
 
 JOIN = ["join", "URL", "--engine", "scripted", "--no-check"]
-COMMANDS = [JOIN, ["relay", "--run-info", "URL", "--port", "0"], ["status", "URL"], ["why", "0", "URL"],
+COMMANDS = [JOIN, ["relay", "URL", "--port", "0"], ["status", "URL"], ["why", "0", "URL"],
             ["ledger", "verify", "URL"]]  # fmt: skip
 
 

@@ -371,7 +371,7 @@ def watched(tmp_path_factory: TempPaths) -> Iterator[Watched]:
     run = RunFolder.prepare(tmp_path_factory.mktemp("bombs") / "run", Recipe.model_validate(recipe))
     url = run.assign_endpoints().hub
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.cli", "hub", "--dir", str(run.path)],
+        [sys.executable, "-m", "shoal.cli", "hub", str(run.path)],
         stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:

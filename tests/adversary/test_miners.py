@@ -161,12 +161,19 @@ def fp8(values: Tensor) -> Tensor:
     return values.to(torch.float8_e4m3fn).to(values.dtype)
 
 
+def plain(engine: Engine) -> Engine:
+    """The same without pages: what is changed here is how transformers decodes."""
+    assert isinstance(engine, TorchEngine)
+    engine._may_page = False
+    return engine
+
+
 class CoarseCache(EngineWrapper):
     """Keys and values are rounded as they are kept. With `vouching` proofs and log-probabilities are of the right
     policy; without, of the states that it computed."""
 
     def __init__(self, engine: Engine, how: Callable[[Tensor], Tensor], vouching: bool = False) -> None:
-        super().__init__(engine)
+        super().__init__(plain(engine))
         self._how, self._vouching = how, vouching
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
@@ -200,7 +207,7 @@ class EarlyExit(EngineWrapper):
     """Decodes without the last layers, and has the whole policy vouch for it in one prefill."""
 
     def __init__(self, engine: Engine, layers: int = 1) -> None:
-        super().__init__(engine)
+        super().__init__(plain(engine))
         self._layers = layers
 
     def drafted(self, requests: Sequence[GenerationRequest]) -> Groups:

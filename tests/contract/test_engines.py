@@ -8,9 +8,12 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from kit.engines import ENGINE_NAMES
 from shoal.engines import ENGINES, build, kind_of
+from shoal.engines.cpu.decoder import CpuDecoder
+from shoal.engines.guesses import Guessed
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
@@ -49,10 +52,12 @@ def other_weights(tiny) -> Mapping[str, TensorView]:
     return policy_views(clone)
 
 
-@pytest.fixture(scope="module", params=[*ENGINE_NAMES, "paged"])
+@pytest.fixture(scope="module", params=[*ENGINE_NAMES, "paged", "plain"])
 def made(request, tiny) -> Engine:
-    """Every engine, and the torch engine's path for GPUs, computed on a CPU."""
-    return TorchEngine(tiny.files, pages=True) if request.param == "paged" else build(request.param, tiny.files)
+    """Every engine, and two more paths of the torch engine: that for GPUs, computed on a CPU, and the plain one."""
+    if request.param in ("paged", "plain"):
+        return TorchEngine(tiny.files, pages=request.param == "paged")
+    return build(request.param, tiny.files)
 
 
 @pytest.fixture
@@ -219,6 +224,46 @@ def test_proofs_hold_against_a_prefill(engine, tiny, proof):
         assert [size // engine.hidden_size for size in prefill.points.sizes] == chunk_rows(length, proof.rows)
         sizes.add(length % proof.rows)
     assert len(sizes) > 1 or proof.rows == 1  # tails of several lengths were seen
+
+
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, LlamaConfig(**SHAPE), Qwen2Config(**SHAPE), MistralConfig(**SHAPE, sliding_window=9)],
+    ids=["tiny", "llama", "qwen2", "mistral"],
+)
+def test_tokens_that_are_guessed_are_those_that_are_drawn_and_so_are_their_proofs(tiny, config, monkeypatch):
+    """On text that repeats itself: a prompt that does, at a temperature at which rollouts do."""
+    torch.manual_seed(0)
+    model = tiny.model if config is None else AutoModelForCausalLM.from_config(config).eval()
+    prompt, right, heat = tiny.tokenizer.encode("0123456789" * 4), [], 1.0 if config is None else 0.01
+    sampling = SamplingParameters(temperature=heat, max_new_tokens=75, eos_token_id=96)
+    requests = [
+        GenerationRequest(prompt, (3, 4), sampling),
+        GenerationRequest(prompt[::-1], (5,), sampling.model_copy(update={"max_new_tokens": 40, "eos_token_id": 40})),
+    ]
+    take = Guessed.take
+    monkeypatch.setattr(
+        Guessed, "take", lambda row, tokens, count: (right.append(len(tokens) - 1), take(row, tokens, count))
+    )
+    engine, proof = TorchEngine.wrap(model, pages=True), ProofParameters(topk=16, rows=16)
+    guessed = drawn_and_prefilled(engine, requests, proof)
+    assert sum(right) > 10
+    right.clear()
+    monkeypatch.setattr(CpuDecoder, "guessing_rows", 0)
+    plain = drawn_and_prefilled(engine, requests, proof)
+    assert not right
+    for (one, prefill), (two, _) in zip(guessed, plain, strict=True):
+        np.testing.assert_array_equal(one.token_ids, two.token_ids)
+        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+        assert one.finish == two.finish
+        chunks = split_proofs(one.proofs, len(one.token_ids), engine.hidden_size, proof.topk, proof.rows)
+        assert check_proofs(compare(prefill.points, chunks)).passed
 
 
 def test_proofs_change_nothing_else(engine, tiny):

@@ -25,7 +25,7 @@ from kit.smalldisk import in_own_namespace, small_disk
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "broadcast-files.md"
 DEADLINE_S = 60.0
 SIZE = 6_000_000
-FETCH = re.compile(r"fetch it:  shoal (cast fetch \S+ -o .+)")
+FETCH = re.compile(r"fetch it:  shoal (cast fetch \S+ --out .+)")
 RELAY = re.compile(r"relay it:  shoal (cast relay --upstream \S+)")
 
 
@@ -105,18 +105,18 @@ def test_second_fetch_costs_nothing_and_a_new_version_its_delta(tmp_path: Path) 
     out.mkdir()
     with publisher(tmp_path, "a.bin") as origin:
         url = url_of(origin)
-        line = fetch(out, url, "-o", "a.bin")
+        line = fetch(out, url, "--out", "a.bin")
         assert re.fullmatch(
             r"a\.bin version 1: 6\.00 MB in [\d.]+ s, [\d.]+ MB/s; from http://127\.0\.0\.1:\d+ 100 %", line
         ), line
         assert disk_bytes(out) < 1.1 * SIZE
-        assert megabytes_fetched(fetch(out, url, "-o", "a.bin")) == 0.0
+        assert megabytes_fetched(fetch(out, url, "--out", "a.bin")) == 0.0
         new = changed(data, 1)
         (tmp_path / "a.bin").write_bytes(new)
         ran = fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve")
         assert ran.returncode == 0, ran.stderr
         assert "version 2" in ran.stdout
-        line = fetch(out, url, "-o", "a.bin")  # the running server has picked it up
+        line = fetch(out, url, "--out", "a.bin")  # the running server has picked it up
         assert (out / "a.bin").read_bytes() == new
         assert megabytes_fetched(line) < 0.1, line
         assert disk_bytes(out) < 1.1 * SIZE
@@ -126,7 +126,7 @@ def test_same_content_makes_no_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
     assert run_shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     with publisher(tmp_path, "a.bin") as origin:
-        ran = run_shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
+        ran = run_shoal(tmp_path, "cast", "fetch", url_of(origin), "--out", "out.bin")
         assert ran.stdout.splitlines()[-1].startswith("out.bin version 1"), ran.stderr
     assert (tmp_path / "out.bin").read_bytes() == data
 
@@ -138,13 +138,13 @@ def test_removed_files_go_and_foreign_files_stay(tmp_path: Path) -> None:
         random_file(tmp_path / "model" / name, 1, 500)
     with publisher(tmp_path, "model", "--port", "0") as origin:
         url = url_of(origin)
-        fetch(tmp_path, url, "-o", "copy")
+        fetch(tmp_path, url, "--out", "copy")
         (tmp_path / "copy" / "mine").write_text("mine")
         (tmp_path / "copy" / "edited").write_text("edited")
         for name in ("gone", "edited"):
             (tmp_path / "model" / name).unlink()
         assert fork.run(tmp_path, "cast", "publish", "model", "--no-serve").returncode == 0
-        fetch(tmp_path, url, "-o", "copy")
+        fetch(tmp_path, url, "--out", "copy")
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["edited", "keep", "mine"]
 
 
@@ -159,11 +159,11 @@ def test_relay_serves_without_its_upstream_and_waits_for_a_late_one(tmp_path: Pa
         relay.until("looking for the broadcast")
         with publisher(tmp_path, "a.bin", port=port) as origin:
             url = url_of(relay)
-            fetch(tmp_path, url, "-o", "first.bin")
+            fetch(tmp_path, url, "--out", "first.bin")
             assert origin.end() == 0
         assert relay.end() == 0
     with start(tmp_path, *relay_arguments) as relay:  # its upstream is gone
-        fetch(tmp_path, url_of(relay), "-o", "second.bin")
+        fetch(tmp_path, url_of(relay), "--out", "second.bin")
     assert (tmp_path / "first.bin").read_bytes() == (tmp_path / "second.bin").read_bytes() == data
 
 
@@ -191,14 +191,14 @@ def test_stopped_fetch_resumes(lab: Lab, tmp_path: Path, number: signal.Signals)
     with publisher(tmp_path, "a.bin") as origin:
         url, _, key = url_of(origin).partition("/#")
         slow, passed = slow_copy(lab, url)
-        with start(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin") as stopped:
+        with start(tmp_path, "cast", "fetch", f"{slow}/#{key}", "--out", "out.bin") as stopped:
             eventually(lambda: len(passed) >= 3, DEADLINE_S)
             cache = tmp_path / ".out.bin.cast"
             eventually(lambda: any(part.stat().st_blocks for part in cache.glob("*.part")), DEADLINE_S)
             assert stopped.end(number) == (130 if number != signal.SIGKILL else -signal.SIGKILL), stopped.said()
             assert "Traceback" not in stopped.said()
         assert not (tmp_path / "out.bin").exists()
-        line = fetch(tmp_path, f"{url}/#{key}", "-o", "out.bin")
+        line = fetch(tmp_path, f"{url}/#{key}", "--out", "out.bin")
         assert (tmp_path / "out.bin").read_bytes() == data
         assert megabytes_fetched(line) < 24.0, line
 
@@ -209,7 +209,7 @@ def test_fetch_without_progress_gives_up(lab: Lab, tmp_path: Path) -> None:
     with publisher(tmp_path, "a.bin") as origin:
         url, _, key = url_of(origin).partition("/#")
         slow, _ = slow_copy(lab, url)
-        ran = fork.run(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin", "--patience", "2")
+        ran = fork.run(tmp_path, "cast", "fetch", f"{slow}/#{key}", "--out", "out.bin", "--patience", "2")
     assert ran.returncode == 1
     assert "nothing has arrived for 2 s" in ran.stderr.splitlines()[-1]
 
@@ -222,11 +222,11 @@ def test_old_tree_is_refused_by_a_new_fetch(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "www.key", tmp_path / "past.key")
     data = random_file(tmp_path / "a.bin", 2, 50_000)
     with publisher(tmp_path, "a.bin") as origin:
-        fetch(tmp_path, url_of(origin), "-o", "out.bin")
+        fetch(tmp_path, url_of(origin), "--out", "out.bin")
     random_file(tmp_path / "b.bin", 1, 50_000)
     (tmp_path / "b.bin").rename(tmp_path / "a.bin")
-    with publisher(tmp_path, "a.bin", "--dir", "past") as origin:
-        ran = fork.run(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
+    with publisher(tmp_path, "a.bin", "--folder", "past") as origin:
+        ran = fork.run(tmp_path, "cast", "fetch", url_of(origin), "--out", "out.bin")
     assert ran.returncode == 1
     assert "goes back to policy 0.1 although 0.2 is known" in ran.stderr
     assert (tmp_path / "out.bin").read_bytes() == data
@@ -243,10 +243,10 @@ def test_changed_copy_is_replaced_by_the_next_fetch(tmp_path: Path) -> None:
                 data = changed(data, 2)
                 (tmp_path / "a.bin").write_bytes(data)
                 assert fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-            fetch(tmp_path, url, "-o", "out.bin")
+            fetch(tmp_path, url, "--out", "out.bin")
             with (tmp_path / "out.bin").open("r+b") as file:
                 file.write(b"scribbled over")
-            fetch(tmp_path, url, "-o", "out.bin", "--patience", "20")
+            fetch(tmp_path, url, "--out", "out.bin", "--patience", "20")
             assert (tmp_path / "out.bin").read_bytes() == data
 
 
@@ -268,14 +268,14 @@ def test_full_disk_is_named_and_the_fetch_resumes(request: Request, tmp_path: Pa
     with publisher(tmp_path, "a.bin") as origin, small_disk(tmp_path / "disk", "16m") as disk:
         url = url_of(origin)
         disk.fill()
-        ran = fork.run(disk.path, "cast", "fetch", url, "-o", "out.bin")
+        ran = fork.run(disk.path, "cast", "fetch", url, "--out", "out.bin")
         assert ran.returncode == 3, ran.stderr
         assert "the disk is full" in ran.stderr.splitlines()[-1]
         ran = fork.run(disk.path, "cast", "publish", str(tmp_path / "a.bin"), "--no-serve")
         assert ran.returncode in (2, 3), ran.stderr
         assert "Traceback" not in ran.stderr
         disk.free()
-        fetch(disk.path, url, "-o", "out.bin")
+        fetch(disk.path, url, "--out", "out.bin")
         assert (disk.path / "out.bin").read_bytes() == data
 
 

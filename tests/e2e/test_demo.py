@@ -90,7 +90,7 @@ def test_rollouts_are_parquet_without_the_cheaters(demo: Demo) -> None:
 
 
 def test_units_are_rechecked_from_the_folder(demo: Demo, capsys: Capture) -> None:
-    said = told(capsys, 0, "ledger", "recheck", demo.folder, "--sample", "16", "--seed", "1").out
+    said = told(capsys, 0, "ledger", "verify", demo.folder, "--recheck", "16", "--seed", "1").out
     assert ": same: accepted" in said
     assert "is no longer kept" in said, "the origin keeps the newest versions only"
     assert " 0 different" in said

@@ -68,7 +68,7 @@ def test_too_many_unscored_samples_are_an_error(tmp_path: Path, capsys: Capture)
     out = tmp_path / "out"
     said = told(capsys, 1, *EVAL, "--env", tmp_path / "flaky.py", "--out", out)
     assert "14.3% of the samples have no score, more than 5%" in said.err
-    assert f"mend what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
+    assert f"fix what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
     assert "1 sample unscored, counted in no figure: scoring failed (flaky/5)" in said.out
     assert summary_of(out)["unscored"] == {"samples": 1, "share": pytest.approx(1 / 7), "tasks": ["flaky/5"]}
     assert (summary_of(out)["scored_tasks"], "server" in (out / TASKS).read_bytes().decode("latin-1")) == (6, False)
@@ -172,7 +172,7 @@ def test_filter_without_measurable_tasks_is_refused(tmp_path: Path, capsys: Capt
     assert main(["filter", "tiny", str(data), "--out", str(out), *SAMPLING]) == 2
     said = capsys.readouterr()
     assert "5 tasks left out: the prompt has characters that" in said.out
-    assert said.err.strip().endswith("no task could be measured: nothing was written; mend what the lines above name")
+    assert said.err.strip().endswith("no task could be measured: nothing was written; fix what the lines above name")
 
 
 def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> None:
@@ -180,11 +180,11 @@ def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> Non
     lines = [json.dumps(row) for row in rows(40)]
     data.write_text("\n".join([*lines[:20], "{nonsense", *lines[20:]]) + "\n")
     command = ["filter", "tiny", str(data), "--out", str(out), *EXACT, *SAMPLING]
-    said = told(capsys, 2, *command, "--keep", "0.99:0.999")
-    assert "no task is within --keep 0.99:0.999: nothing was written" in said.err
+    said = told(capsys, 2, *command, "--pass-rate", "0.99:0.999")
+    assert "no task is within --pass-rate 0.99:0.999: nothing was written" in said.err
     assert "pass rates of 40 tasks, 8 samples each" in said.out
     assert not out.exists()
-    assert main([*command, "--keep", "0.125:0.875"]) == 0  # another band of what was measured
+    assert main([*command, "--pass-rate", "0.125:0.875"]) == 0  # another band of what was measured
     said = capsys.readouterr()
     assert "filtering: continues: 40 of 40 tasks are done" in said.err
     kept = pq.read_table(out)
@@ -204,8 +204,8 @@ def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> Non
         EnvironmentSettings(name="dataset", data=out, options={"grader": "exact", "keep_solve_rate": list(band)})
     )
     assert sum(len(trained.tasks(split)) for split in ("train", "held_out")) == kept.num_rows
-    assert "this is done already" in told(capsys, 0, *command, "--keep", "0.125:0.875").err
-    assert "band is 0.125:0.875, here it would be 0:1" in told(capsys, 2, *command, "--keep", "0:1").err
+    assert "this is done already" in told(capsys, 0, *command, "--pass-rate", "0.125:0.875").err
+    assert "band is 0.125:0.875, here it would be 0:1" in told(capsys, 2, *command, "--pass-rate", "0:1").err
 
 
 def test_parquet_shards_and_environments_are_rated(tmp_path: Path, capsys: Capture) -> None:
@@ -222,7 +222,7 @@ def test_parquet_shards_and_environments_are_rated(tmp_path: Path, capsys: Captu
     again = ["filter", "tiny", str(out), "--out", str(tmp_path / "x.parquet"), *EXACT, *SAMPLING]
     assert "has a column samples_small-one already" in told(capsys, 2, *again, "--name", "small-one").err
     made = tmp_path / "made.parquet"
-    some = ["--tasks", "6", "--samples", "2", "--keep", "0:1"]
+    some = ["--tasks", "6", "--samples", "2", "--pass-rate", "0:1"]
     assert main(["filter", "tiny", "sort", "--out", str(made), *some, *SAMPLING]) == 0
     assert pq.read_table(made).column_names == ["problem_id", "prompt", "answer", "solve_rate_tiny", "samples_tiny"]
     assert all(name.startswith("sort/train/") for name in pq.read_table(made).column("problem_id").to_pylist())

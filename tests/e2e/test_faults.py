@@ -300,7 +300,7 @@ def test_silent_hub_is_waited_for_and_logged(tmp_path: Path, overrides: list[str
 @pytest.mark.parametrize("name", ["validator-0", "hub"])
 def test_run_without_progress_ends_and_names_the_process(tmp_path: Path, overrides: list[str], name: str) -> None:
     folder = tmp_path / "run"
-    with start_run(folder, [*overrides, "run.steps=2000"], ["--patience-min", "0.5"]) as run:
+    with start_run(folder, [*overrides, "run.steps=2000"], ["--patience", "30"]) as run:
         run.wait_until("the first batch", batch_written(folder, 0))
         with stopped(run, name):
             assert run.wait(120) == 1, run.said()

@@ -8,7 +8,7 @@ process is stopped, the moment is looked at once more, and only then is it kille
     relay       the origin has a version that it lacks       hub       a submission is on disk, its row is not
     origin      while a relay lacks its newest version       hub       a batch was written, its step is not saved
 
-Slower runs: one in which the supervisor is killed, too (its children end by themselves, and `shoal run --dir` resumes),
+Slower runs: one in which the supervisor is killed, too (its children end by themselves, and `shoal run RUN` resumes),
 one that kills anyone at any time, and two in which trainer, workers and validator die at every named point of theirs,
 each once (`SHOAL_CRASH_FOLDER`). The hub's points, one by one, are in tests/integration/test_crash_hub.py. The same
 must hold. Nobody dies more than four times in one run: five short lives in a row would be a crash loop and end it.

@@ -129,10 +129,10 @@ def start_run(
     folder: Path, overrides: Sequence[str] = (), arguments: Sequence[str] = (), env: Mapping[str, str] | None = None,
     recipe: Path | None = RECIPE, verb: str = "run", prefix: Sequence[str] = (),
 ) -> Iterator[Run]:  # fmt: skip
-    """`shoal run RECIPE --dir folder --set …`; without a recipe the folder is resumed. It leaves no process."""
+    """`shoal run RECIPE folder --set …`; without a recipe the folder is resumed. It leaves no process."""
     settings = [part for override in overrides for part in ("--set", override)]
     given = [] if recipe is None else [str(recipe)]
-    command = [*prefix, sys.executable, "-m", "shoal.cli", verb, *given, "--dir", str(folder), *settings, *arguments]
+    command = [*prefix, sys.executable, "-m", "shoal.cli", verb, *given, str(folder), *settings, *arguments]
     path = folder.with_name(f"{folder.name}.output")
     with path.open("ab") as output:
         process = subprocess.Popen(

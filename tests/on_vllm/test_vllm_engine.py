@@ -220,7 +220,7 @@ def test_groups_are_in_flight_together_and_may_be_aborted_after_each_step(small,
 def test_a_kind_is_measured_and_a_machine_too(tmp_path, capsys):
     """`shoal doctor --calibrate --engine vllm` is what opens a kind of vLLM's to a run."""
     out = tmp_path / "vllm.toml"
-    asked = ["--calibrate", "--sequences", "32", "--tokens", "10", "--out", out]
+    asked = ["--calibrate", "--samples", "32", "--max-new-tokens", "10", "--out", out]
     told(capsys, 0, "doctor", "--folder", tmp_path, "--engine", "vllm", *asked)
     assert read_profile(out).key == "vllm/cpu/float32"
     asked = ["--bench", "--tokens", "16", "--json"]

@@ -53,7 +53,7 @@ def test_a_vllm_worker_that_ignores_its_seeds_is_banned_beside_an_honest_one(tmp
 
     with start_run(tmp_path / "run", ("run.steps=10000", *SMALL)) as run:
         run.wait_until("honest work", lambda: nodes().get("worker-0", ("", 0, 0))[1] > 0, DEADLINE_S)
-        command = [sys.executable, "-m", "shoal.cli", "join", "--dir", str(run.path), "--index", "1"]
+        command = [sys.executable, "-m", "shoal.cli", "join", str(run.path), "--index", "1"]
         with (tmp_path / "cheat.output").open("wb") as output:
             cheat = subprocess.Popen(
                 [*command, "--cheat", "own-seeds"], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

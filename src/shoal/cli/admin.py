@@ -6,47 +6,55 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, Typer, echo
+from typer import Argument, Typer, echo
 
 from shoal.cli import options
+from shoal.cli.help import CONTEXT, Command, Group
 from shoal.errors import UserError
-from shoal.runtime.text import visible
+from shoal.runtime.text import meant, visible
 
 ORDERS = {
-    "pause": ("", "give out no work and write down no batch until resume; what is out may still come in"),
+    "pause": ("", "give out no work and write no batch until resume; work that is out may still be submitted"),
     "resume": ("", "end a pause or a drain"),
-    "drain": ("", "give out no new work; what is out comes in, and every step that it fills is trained"),
+    "drain": ("", "give out no new work; submit what is out, and train every step that it fills"),
     "suspend": ("NODE", "give a worker nothing to do for a while (--for)"),
-    "ban": ("NODE", "shut a worker out; its leases go to others"),
-    "pardon": ("NODE", "take a ban or a suspension back: the node begins again on probation"),
-    "add-relay": ("URL", "have weights fetched from this relay, too"),
-    "remove-relay": ("URL", "have no weights fetched from this relay any more"),
-    "add-validator": ("[KEY]", "certify one validator more, here or the one with this public key (--out)"),
-    "calibrate": ("FILE", "take work of a kind by limits that `shoal doctor --calibrate` measured"),
-    "revoke": ("KEY", "trust a key, or validator-N, for nothing any more"),
-    "rotate": ("NAME", "give hub, admin or validator-N another key; the old one is trusted until revoked"),
+    "ban": ("NODE", "exclude a worker; its leases go to others"),
+    "pardon": ("NODE", "end a ban or a suspension: the node begins again on probation"),
+    "add-relay": ("URL", "let nodes fetch weights from this relay, too"),
+    "remove-relay": ("URL", "let nodes fetch no weights from this relay any more"),
+    "add-validator": ("[KEY]", "certify one more validator, here or the one with this public key (--out)"),
+    "calibrate": ("FILE", "accept work of a kind of worker by limits that `shoal doctor --calibrate` measured"),
+    "revoke": ("KEY", "stop trusting a key, or validator-N, for anything"),
+    "rotate": ("NAME", "give hub, admin or validator-N a new key; the old one is trusted until revoked"),
 }
-EPILOG = "\n\n".join(f"{verb} RUN {what}: {does}." for verb, (what, does) in ORDERS.items())
-TARGET = "A node's id, the start of it, or its name; or what the order names."
-KEYS = "A folder with admin.key and admin.json, or root.key."
-PASSPHRASE = "Where the passphrase is. (default: SHOAL_PASSPHRASE, or asked for)"
+EPILOG = "\n".join(
+    ["Orders:", *(f"  {f'{verb} RUN {what}'.strip()}: {does}." for verb, (what, does) in ORDERS.items())]
+)
+ORDER = f"The order: {', '.join(ORDERS)}. They are explained below."
+TARGET = "What the order is about: a node's id, the start of it, or its name; a URL, key, file or role."
+KEYS = "A folder with admin.key and admin.json, or root.key. (default: keys/ of the run's folder)"
+PASSPHRASE = "A file that holds the passphrase. (default: SHOAL_PASSPHRASE, or you are asked)"
+FOR = "With suspend: for how long; 0 follows the rules of the hub."
+CERTIFICATE = "With add-validator and a public key: where to write the certificate."
+SEALED = "Do not make a new key, but open this exported one; - reads standard input."
 
 
 def admin(
-    order: Annotated[str, Argument(metavar="ORDER", help=f"One of {', '.join(ORDERS)}; see below.")],
-    run: Annotated[str, Argument(metavar="RUN|URL", help="The run's folder; or its join URL, with --keys.")],
+    order: Annotated[str, Argument(metavar="ORDER", help=ORDER)],
+    run: options.Place,
     target: Annotated[str | None, Argument(metavar="TARGET", help=TARGET)] = None,
-    reason: Annotated[str, Option(help="Why; everybody concerned is told.")] = "",
-    for_s: Annotated[float, Option("--for", min=0, metavar="SECONDS", help="Of suspend; 0: as the rules say.")] = 0,
-    out: Annotated[Path | None, Option(metavar="FILE", help="Of add-validator: where the certificate goes.")] = None,
-    keys: Annotated[Path | None, Option(metavar="FOLDER", help=KEYS)] = None,
+    reason: Annotated[str, options.value("--reason", "TEXT", "The reason, which everybody can read.")] = "",
+    for_s: Annotated[float, options.number("--for", "SECONDS", FOR, 0)] = 0,
+    out: Annotated[Path | None, options.value("--out", "FILE", CERTIFICATE)] = None,
+    keys: Annotated[Path | None, options.value("--keys", "FOLDER", KEYS)] = None,
 ) -> None:
-    """Act as the owner of a run: every order is signed, and is written into the ledger."""
+    """Give a run an order as its owner. Every order is signed and is written to the ledger."""
     if order not in ORDERS:
-        raise UserError(f"there is no order {order!r}; there are {', '.join(ORDERS)}")
+        raise UserError(f"there is no order {order!r}{meant(order, ORDERS)}: shoal admin --help lists them")
     wanted = ORDERS[order][0]
     if (target is None) != (not wanted) and wanted != "[KEY]":
-        raise UserError(f"expected: shoal admin {order} RUN {wanted}".rstrip())
+        usage = f"shoal admin {order} RUN {wanted}".rstrip()
+        raise UserError(f"this order is given so: {usage} (see: shoal admin --help)")
     from shoal.run import owner as orders
 
     given = orders.Order(run, order, target or "", reason, for_s, keys=keys)
@@ -61,52 +69,44 @@ def admin(
 
 
 key = Typer(
-    name="key", help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.",
-    no_args_is_help=True, context_settings=options.HELP,
+    name="key", help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.", cls=Group,
+    context_settings=CONTEXT,
 )  # fmt: skip
-Where = Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder.")]
-PassphraseFile = Annotated[Path | None, Option("--passphrase-file", help=PASSPHRASE)]
+Where = Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder, which holds node.key.")]
+PassphraseFile = Annotated[Path | None, options.value("--passphrase-file", "FILE", PASSPHRASE)]
 
 
-@key.command()
-def new(where: Where) -> None:
-    """Make a key where there is none yet, of an owner or of a machine that is to work, and say whose it is: its node id
-    and its public key are no secret."""
-    from shoal.run.owner import new_key
-
-    echo("\n".join(new_key(where)))
-
-
-@key.command(name="export")
-def export_(
+@key.command(cls=Command, epilog="Example: shoal key new ~/owner.key")
+def new(
     where: Where,
-    out: Annotated[Path | None, Option(help="The file to write. (default: standard output)")] = None,
+    sealed: Annotated[str | None, options.value("--from", "SEALED", SEALED)] = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
-    """Write a key, sealed with a passphrase, as one line of text: to keep it, or to move to another machine."""
+    """Make a key for an owner or a machine, or open an exported one, and print its node id and its public key, which
+    are no secrets. A key that is there is never overwritten."""
+    from shoal.run.owner import import_key, new_key
+
+    echo("\n".join(new_key(where) if sealed is None else import_key(sealed, where, passphrase_file)))
+
+
+@key.command(name="export", cls=Command, epilog="Example: shoal key export ~/owner.key --out sealed.txt")
+def export_(
+    where: Where,
+    out: Annotated[Path | None, options.value("--out", "FILE", "The file to write. (default: standard output)")] = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Write a key, sealed with a passphrase, as one line of text, to keep it or to move it to another machine."""
     from shoal.run.owner import export_key
 
     echo(export_key(where, out, passphrase_file))
 
 
-@key.command(name="import")
-def import_(
-    sealed: Annotated[str, Argument(metavar="SEALED", help="An exported key; - for standard input.")],
-    to: Annotated[Path, Argument(metavar="FILE", help="The key file to write, or a worker's folder.")],
-    passphrase_file: PassphraseFile = None,
-) -> None:
-    """Open an exported key and write it as a key file. None is ever overwritten."""
-    from shoal.run.owner import import_key
-
-    echo("\n".join(import_key(sealed, to, passphrase_file)))
-
-
-@key.command()
+@key.command(cls=Command, epilog="Example: shoal key vouch ~/.shoal/RUN/worker --owner ~/owner.key > vouch.json")
 def vouch(
-    node: Annotated[str, Argument(metavar="NODE", help="A node id, a public key, a key file or a folder.")],
-    owner: Annotated[Path, Option(metavar="FILE", help="The owner's key.")],
+    node: Annotated[str, Argument(metavar="NODE", help="A node id, a public key, a key file, or a worker's folder.")],
+    owner: Annotated[Path, options.value("--owner", "FILE", "The file with the owner's key.")],
 ) -> None:
-    """Say that a machine is yours, as a line of text for `shoal join --vouch`: your key need not go there."""
+    """State that a machine is yours, as a line of text for `shoal join --vouch`. Your key stays where it is."""
     from shoal.protocol import load_key
     from shoal.run.owner import node_of, vouch_for
 

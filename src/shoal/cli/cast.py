@@ -9,70 +9,72 @@ from typing import Annotated
 from typer import Argument, Exit, Option, Typer
 
 from shoal.cli import options
+from shoal.cli.help import CONTEXT, Command, Group
 from shoal.runtime import logs
 from shoal.runtime.stop import StopToken, stop_on_signals
 
 cast = Typer(
-    help="Broadcast files and folders to many machines: signed, verified, resumable. No run or hub is needed.",
-    epilog="Start with: shoal cast publish FILE", name="cast", no_args_is_help=True, context_settings=options.HELP,
+    help="Broadcast files and folders to many machines: signed, verified, resumable. No run and no hub is needed.",
+    name="cast", cls=Group, context_settings=CONTEXT,
 )  # fmt: skip
 
-KEY = "What signs it. (default: FOLDER.key, made if new)"
-SOURCES = "Publisher or relays, one with the publisher's key."
-PATIENCE = "Give up when nothing arrives for so many seconds."
+TREE = "Where the published files are, which are served."
+KEY = "The key file that signs. (default: FOLDER.key, made if it is not there)"
+NAME = "The name of the broadcast. (default: that of PATH)"
+SOURCES = "The publisher's URL or relays' URLs; one of them ends in the publisher's key."
 
 
-@cast.command()
+@cast.command(cls=Command, epilog="Example: shoal cast publish model.safetensors")
 def publish(
-    path: Annotated[Path, Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
-    directory: Annotated[Path, Option("--dir", metavar="FOLDER", help="Where the tree is.")] = Path("www"),
-    key: Annotated[Path | None, Option(metavar="FILE", help=KEY)] = None,
-    name: Annotated[str | None, Option(help="Of the broadcast. (default: that of PATH)")] = None,
-    keep: options.Keep = 3,
-    serve: Annotated[bool, Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
+    path: Annotated[Path, Argument(metavar="PATH", help="A file, or a folder with everything in it.")],
+    folder: Annotated[Path, options.value("--folder", "FOLDER", TREE)] = Path("www"),
+    key: Annotated[Path | None, options.value("--key", "FILE", KEY)] = None,
+    name: Annotated[str | None, options.value("--name", "NAME", NAME)] = None,
+    keep: options.KeepVersions = 3,
+    serve: Annotated[bool, Option("--serve/--no-serve", help="Serve what is published until Ctrl-C.")] = True,
     host: options.Host = "0.0.0.0",
     port: options.Port = 8471,
 ) -> None:
-    """Publish a file or folder as the next version, and serve it."""
+    """Publish a file or folder as the next version, and serve it. It prints the commands that others need."""
     from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.serve import PublishRequest, run_publish
 
-    request = PublishRequest(path, directory, key, name, keep, serve, host, port)
+    request = PublishRequest(path, folder, key, name, keep, serve, host, port)
     run_publish(request, lambda: _begin("cast"), CastTerminal())
 
 
-@cast.command()
+@cast.command(cls=Command, epilog="Example: shoal cast relay --upstream http://HOST:8471/#KEY --port 8472")
 def relay(
-    upstreams: Annotated[list[str], Option("--upstream", metavar="URL#KEY", help=options.UPSTREAM)],
+    upstreams: Annotated[list[str], options.value("--upstream", "URL#KEY", options.UPSTREAM_HELP)],
     peers: options.Peers = None,
-    directory: Annotated[Path, Option("--dir", metavar="FOLDER", help="Where the mirror is.")] = Path("mirror"),
+    folder: Annotated[Path, options.value("--folder", "FOLDER", "Where to keep the mirror.")] = Path("mirror"),
     host: options.Host = "0.0.0.0",
     port: options.Port = 8472,
-    keep: options.Keep = 3,
-    disk_budget_gb: options.DiskBudget = None,
+    keep: options.KeepVersions = 3,
+    max_disk: options.MaxDisk = None,
 ) -> None:
-    """Mirror a broadcast, verify every chunk, and serve it on."""
+    """Mirror a broadcast, verify every chunk, and serve it to others."""
     from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.serve import RelayRequest, run_cast_relay
 
-    settings = {"keep_versions": keep, "disk_budget_gb": disk_budget_gb}
-    request = RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, settings)
+    settings = {"keep_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}
+    request = RelayRequest(tuple(upstreams), tuple(peers or ()), folder, host, port, settings)
     run_cast_relay(request, lambda: _begin("relay"), CastTerminal())
 
 
-@cast.command()
+@cast.command(cls=Command, epilog="Example: shoal cast fetch http://HOST:8471/#KEY --out model.safetensors")
 def fetch(
     sources: Annotated[list[str], Argument(metavar="URL#KEY", help=SOURCES)],
-    output: Annotated[str, Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
+    out: Annotated[str, options.value("--out", "PATH", "The file or folder to write.")],
     wait_s: options.Wait = 10,
-    patience_s: Annotated[float, Option("--patience", min=1, max=86_400, help=PATIENCE)] = 60,
-    force: Annotated[bool, Option("--force", help="Replace files that were not fetched from here.")] = False,
+    patience_s: options.Patience = 60,
+    force: Annotated[bool, Option("--force", help="Replace files that were not fetched by this command.")] = False,
 ) -> None:
-    """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
+    """Fetch the newest version. After Ctrl-C the same command resumes; what is here already is not fetched again."""
     from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
-    request = FetchRequest(tuple(sources), output, wait_s, patience_s, force)
+    request = FetchRequest(tuple(sources), out, wait_s, patience_s, force)
     raise Exit(run_fetch(request, lambda: _begin("fetch"), CastTerminal()))
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option, Typer, echo
+from typer import Argument, Exit, Typer, echo
 
 from shoal.cli import options
+from shoal.cli.help import CONTEXT, Command, Group
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask, UserError
 from shoal.runtime.text import count_of
 
@@ -22,22 +23,35 @@ if TYPE_CHECKING:
 PLACE, RIGHT = "{answer}", 1.0 - 1e-9
 
 data = Typer(
-    help="Check a data set, see in which order its tasks are drawn, write right answers as demonstrations.",
-    epilog="Schemas, options and a first try: docs/guides/data.md.", name="data", no_args_is_help=True,
-    context_settings=options.HELP,
+    help="Check a data set before training on it; write right answers of tasks as demonstrations.",
+    name="data", cls=Group, epilog="Schemas, options and a first try: docs/guides/data.md.",
+    context_settings=CONTEXT,
 )  # fmt: skip
-WHERE = "A data file or folder, FORMAT:FILE, a recipe (TOML), or a run's folder."
-SET = "An option of the data set, e.g. format=aime; may be repeated."
-FORM = "What is said, with {answer} in it, e.g. <answer>{answer}</answer>."
-WhereArgument = Annotated[str, Argument(metavar="DATA", help=WHERE)]
-Settings = Annotated[list[str] | None, Option("--set", metavar="OPTION=VALUE", help=SET)]
+WHERE = "A data file or folder, FORMAT:FILE, a recipe, or a run's folder."
+SET = "Change an option of the data set, for example format=aime. Repeatable."
+ORDER = "Show the tasks of this many units of a run instead: unit, row and id."
+RUN_SEED = "With --order: the run's seed. (default: the recipe's, or 0)"
+FORM = "How to write the answer, for example <answer>{answer}</answer>."
+SPEC = "The tasks: an environment's name, a recipe, or a data file."
+Settings = Annotated[list[str] | None, options.value("--set", "OPTION=VALUE", SET)]
 BAD_ROWS = ("", "skip", "refuse")
 SHOWN = 20  # reasons, and rows by their number
 
 
-@data.command()
-def check(where: WhereArgument, settings: Settings = None) -> None:
-    """Read every row and answer; lists those that cannot be used, and exits with 2 unless they are to be skipped."""
+@data.command(cls=Command, epilog="Example: shoal data check problems.jsonl --set format=aime")
+def check(
+    where: Annotated[str, Argument(metavar="DATA", help=WHERE)],
+    settings: Settings = None,
+    units: Annotated[int | None, options.whole("--order", ORDER, 1, 10_000_000)] = None,
+    seed: Annotated[int | None, options.whole("--seed", RUN_SEED)] = None,
+    start: Annotated[int, options.whole("--from", "With --order: the first unit to show.", metavar="UNIT")] = 0,
+) -> None:
+    """Read every row and answer, and list those that cannot be used; exit with 2 unless they are to be skipped. With
+    --order, anyone who has the data and the seed can check which task a run's lease is about."""
+    if units is not None:
+        return _show_order(where, settings or (), seed, range(start, start + units))
+    if seed is not None or start:
+        raise UserError("--seed and --from go with --order N, which shows the tasks of N units")
     source, opening = source_at(where, settings or ()), logging.getLogger("shoal.environments.rows")
     before = opening.level
     opening.setLevel(logging.ERROR)  # opening a data set warns of bad rows; here all are told, once, at the end
@@ -51,18 +65,10 @@ def check(where: WhereArgument, settings: Settings = None) -> None:
     raise Exit(max(_check(data, bad_rows) for data, bad_rows in found))
 
 
-@data.command()
-def order(
-    where: WhereArgument,
-    settings: Settings = None,
-    seed: Annotated[int | None, Option(help="The run's seed. (default: the recipe's, or 0)")] = None,
-    start: Annotated[int, Option("--from", min=0, metavar="UNIT", help="The first unit to show.")] = 0,
-    count: Annotated[int, Option(min=1, max=10_000_000, help="How many units to show.")] = 20,
-) -> None:
-    """Show which task each unit is: unit, row, id. Anyone with the data and the seed can check a run's leases by it."""
+def _show_order(where: str, settings: Sequence[str], seed: int | None, units: range) -> None:
     from shoal.environments import build, identity_of
 
-    source = source_at(where, settings or ())
+    source = source_at(where, settings)
     environment = build(source.settings)
     if source.settings.pools is not None:
         echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
@@ -71,19 +77,19 @@ def order(
     identity = identity_of(environment)
     data = f", data digest {identity.data_digest}" if identity.data_digest else ""
     echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}\nunit\trow\tid")
-    for unit in range(start, start + count):
+    for unit in units:
         echo(f"{unit}\t{_drawn(environment, chosen, unit, tasks)}")
 
 
-@data.command()
+@data.command(cls=Command, epilog="Example: shoal data demos sort --count 1000 --out demos.jsonl")
 def demos(
-    spec: Annotated[str, Argument(metavar="SPEC", help="An environment by name, a recipe, a data file, …")],
-    out: Annotated[Path, Option(metavar="FILE.jsonl", help="The demonstrations to write.")],
-    count: Annotated[int, Option(min=1, max=10_000_000, help="How many.")] = 1000,
-    form: Annotated[str, Option(help=FORM)] = "{answer}",
+    spec: Annotated[str, Argument(metavar="SPEC", help=SPEC)],
+    out: Annotated[Path, options.value("--out", "FILE.jsonl", "The file of demonstrations to write.")],
+    count: Annotated[int, options.whole("--count", "How many demonstrations to write.", 1, 10_000_000)] = 1000,
+    form: Annotated[str, options.value("--form", "TEXT", FORM)] = "{answer}",
     settings: options.EnvironmentSettings = None,
 ) -> None:
-    """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
+    """Write right answers of training tasks as demonstrations for `shoal sft`. Each is scored first."""
     from shoal.run.sources import scorable, task_source
     from shoal.runtime.files import ensure_folder, write_atomically
 

@@ -11,29 +11,38 @@ from shoal.cli import options
 from shoal.errors import ConfigError, UserError
 from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 
-ENV = f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"
-SET = "Rate, clip, memory, …, or environment.KEY; repeatable."
-FORM = "Last words must have: thinking, boxed, answer, or a pattern."
-TASKS = "A data file or folder, FORMAT:FILE, a recipe, or an environment."
-SPLIT = "held_out, train or all. (default: held_out; all of a data file)"
-RESCORE = "Score what is kept in DIR again; only --env and --set count."
-TRAINED_ON = "Look for leaks in this; a run's folder names its own."
-ALLOW = "Leave tasks out that are in the training set, and go on."
-DATA = "Demonstrations: JSON lines, Parquet, a folder; columns messages, prompt and completion, or text. Repeatable."
+ENV = "The environment whose held-out tasks are left out, and which verifies; as `shoal eval --env`."
+SET = "Change a setting of the trainer (rate, clip, memory, …), or environment.KEY. Repeatable."
+FORM = "Keep completions whose last message has this: thinking, boxed, answer, or a pattern. Repeatable."
+TASKS = "The tasks: a data file or folder, FORMAT:FILE, a recipe, or an environment's name."
+SPLIT = "The part of the tasks: held_out, train or all. (default: {}; all of a data file)"
+RESULTS = "The folder for results. (default: evals/MODEL-ENV-…)"
+RESCORE = "Score the completions that are kept in this folder again; only --env and --set go with it."
+TRAINED_ON = "What the model was trained on, to look for leaks: a recipe or a run. (default: of a run, its own)"
+ALLOW = "Leave out tasks that are in the training set, instead of refusing to measure."
+DATA = "Demonstrations: JSON lines, Parquet, or a folder; columns messages, prompt and completion, or text. Repeatable."
+BAND = "Keep tasks that are solved at rates from LOW to HIGH."
+COLUMN = "The new columns are solve_rate_NAME and so on. (default: the model's name)"
+A = "The results of one model, written by `shoal eval`: their folder, or tasks.parquet."
+VALIDATION = "How many demonstrations to measure on instead. (default: 5 %, at most 256)"
+CHAT = "Use the model's chat template for prompts. (default: if it has one)"
+LONGEST = "Leave out demonstrations of more tokens. (default: the model's context)"
+VERIFY = "Keep only demonstrations that the environment of --env rewards."
+BEST = "The share to keep, by rank, for example 0.5."
 
 
 def evaluate(
     model: options.OptionalModel = None,
-    env: Annotated[str | None, Option(metavar="SPEC", help=options.SPEC_HELP)] = None,
+    env: Annotated[str | None, options.value("--env", "SPEC", options.SPEC_HELP)] = None,
     samples: options.Samples = 1,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
-    split: Annotated[str | None, Option(help=SPLIT)] = None,
-    out: Annotated[Path | None, Option(metavar="DIR", help="Where results go. (default: evals/MODEL-ENV-…)")] = None,
-    rescore: Annotated[Path | None, Option(metavar="DIR", help=RESCORE)] = None,
-    trained_on: Annotated[str | None, Option(metavar="RUN|SPEC", help=TRAINED_ON)] = None,
+    split: Annotated[str | None, options.value("--split", "PART", SPLIT.format("held_out"))] = None,
+    out: Annotated[Path | None, options.value("--out", "FOLDER", RESULTS)] = None,
+    rescore: Annotated[Path | None, options.value("--rescore", "FOLDER", RESCORE)] = None,
+    trained_on: Annotated[str | None, options.value("--trained-on", "SPEC", TRAINED_ON)] = None,
     allow_leaks: Annotated[bool, Option("--allow-leaks", help=ALLOW)] = False,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",
@@ -41,7 +50,8 @@ def evaluate(
     dtype: options.Dtype = "float32",
     batch_rows: options.BatchRows = 256,
 ) -> None:
-    """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
+    """Measure a model: avg@k and pass@k with confidence intervals. A Parquet file has the results by task. The same
+    command resumes after Ctrl-C."""
     from shoal.cli.measuring import Given, run_eval, run_rescore
     from shoal.evaluation.records import refuse_unusable
     from shoal.run.sources import task_source
@@ -58,7 +68,7 @@ def evaluate(
             raise UserError(f"--rescore {rescore} scores what is kept there: leave {', '.join(wrong)} out")
         return run_rescore(rescore, env, overrides or ())
     if model is None or env is None:
-        raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
+        raise UserError("give a MODEL and --env SPEC, or --rescore FOLDER (see: shoal eval --help)")
     refuse_unusable(out or Path("evals", "results"))
     source, machine = task_source(env, overrides or ()), (engine, device, dtype)
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, machine)
@@ -66,13 +76,13 @@ def evaluate(
 
 
 def compare(
-    a: Annotated[Path, Argument(metavar="A", help="Results of `shoal eval`: their folder, or tasks.parquet.")],
-    b: Annotated[Path, Argument(metavar="B", help="Others, of another model.")],
-    force: Annotated[bool, Option("--force", help="Compare what is not about the same.")] = False,
-    seed: Annotated[int, Option(min=0, max=2**31, help="Of the resampling.")] = 0,
+    a: Annotated[Path, Argument(metavar="A", help=A)],
+    b: Annotated[Path, Argument(metavar="B", help="The results of the other model.")],
+    force: Annotated[bool, Option("--force", help="Compare results that differ in tasks or settings.")] = False,
+    seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Say whether B is better than A, task by task, with an interval and a significance test."""
+    """Compare two models task by task, with a confidence interval and a significance test."""
     import json
 
     from shoal.evaluation import job
@@ -88,23 +98,24 @@ def compare(
 def filter_tasks(
     model: options.Model,
     data: Annotated[str, Argument(metavar="DATA", help=TASKS)],
-    out: Annotated[Path, Option(metavar="FILE.parquet", help="The data set to write.")],
+    out: Annotated[Path, options.value("--out", "FILE.parquet", "The data set to write.")],
     samples: options.Samples = 8,
-    keep: Annotated[str, Option(metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
+    keep: Annotated[str, options.value("--pass-rate", "LOW:HIGH", BAND)] = "0.125:0.5",
     everything: Annotated[bool, Option("--all", help="Keep all rows, with their rates.")] = False,
-    name: Annotated[str | None, Option(help="Of the new columns: solve_rate_NAME. (default: the model's)")] = None,
+    name: Annotated[str | None, options.value("--name", "NAME", COLUMN)] = None,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
-    split: Annotated[str | None, Option(help="held_out, train or all. (default: train; all of a data file)")] = None,
+    split: Annotated[str | None, options.value("--split", "PART", SPLIT.format("train"))] = None,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "float32",
     batch_rows: options.BatchRows = 256,
 ) -> None:
-    """Measure how often a model solves each task, and write those within a band. The same command continues."""
+    """Measure how often a model solves each task, and write the tasks that are neither too easy nor too hard. The same
+    command resumes after Ctrl-C."""
     from shoal.cli.measuring import Given, run_filter, work_of
     from shoal.evaluation.filter import RateBand, written_before
     from shoal.evaluation.records import refuse_unusable
@@ -124,24 +135,25 @@ def filter_tasks(
 
 def sft(
     model: options.Model,
-    data: Annotated[list[Path], Option("--data", metavar="FILE", help=DATA)],
-    out: Annotated[Path, Option(metavar="FOLDER", help="The model to write.")],
-    env: Annotated[str | None, Option(metavar="SPEC", help=ENV)] = None,
-    settings: Annotated[list[str] | None, Option("--set", metavar="trainer.KEY=VALUE", help=SET)] = None,
-    epochs: Annotated[int, Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
-    steps: Annotated[int | None, Option(min=1, help="Steps, instead of epochs.")] = None,
-    batch: Annotated[int, Option(min=1, help="Demonstrations per step.")] = 32,
-    validation: Annotated[int | None, Option(min=0, help="Not trained on. (default: 5 %, at most 256)")] = None,
+    data: Annotated[list[Path], options.value("--data", "FILE", DATA)],
+    out: Annotated[Path, options.value("--out", "FOLDER", "The folder of the model to write.")],
+    env: Annotated[str | None, options.value("--env", "SPEC", ENV)] = None,
+    settings: Annotated[list[str] | None, options.value("--set", "trainer.KEY=VALUE", SET)] = None,
+    epochs: Annotated[int, options.whole("--epochs", "How often to train on all demonstrations.", 1, 10_000)] = 1,
+    steps: Annotated[int | None, options.whole("--steps", "Train this many steps instead of epochs.", 1)] = None,
+    batch: Annotated[int, options.whole("--batch", "Demonstrations per step.", 1)] = 32,
+    validation: Annotated[int | None, options.whole("--validation", VALIDATION)] = None,
     seed: options.Seed = 0,
-    chat: Annotated[bool | None, Option(help="Ask by its chat template. (default: if it has one)")] = None,
-    max_tokens: Annotated[int | None, Option(min=2, help="Longest. (default: the model's context)")] = None,
-    require: Annotated[list[str] | None, Option(metavar="FORM", help=FORM)] = None,
-    verify: Annotated[bool, Option("--verify", help="Only what the environment of --env rewards.")] = False,
-    min_reward: Annotated[float, Option(help="Least reward, with --verify.")] = 1.0,
-    rank: Annotated[Path | None, Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,
-    best: Annotated[float | None, Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
+    chat: Annotated[bool | None, Option("--chat/--no-chat", help=CHAT)] = None,
+    max_tokens: Annotated[int | None, options.whole("--max-tokens", LONGEST, 2)] = None,
+    require: Annotated[list[str] | None, options.value("--require", "FORM", FORM)] = None,
+    verify: Annotated[bool, Option("--verify", help=VERIFY)] = False,
+    min_reward: Annotated[float, options.value("--min-reward", "REWARD", "With --verify: the least reward.")] = 1.0,
+    rank: Annotated[Path | None, options.value("--rank", "FOLDER", "A sequence classifier that ranks them.")] = None,
+    best: Annotated[float | None, options.number("--best", "SHARE", BEST, 1e-6, 1)] = None,
 ) -> None:
-    """Train a model on demonstrations, chosen by filters, before RL. The same command resumes."""
+    """Train a model on demonstrations that filters choose, before reinforcement learning. After Ctrl-C the same command
+    resumes."""
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source

@@ -1,4 +1,4 @@
-"""`shoal ledger`: verify, export and read the ledger. What each command does is in `shoal.run.ledger`."""
+"""`shoal ledger`: verify, read and witness the ledger. What each command does is in `shoal.run.ledger`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, Typer, echo
 
 from shoal.cli import options
+from shoal.cli.help import CONTEXT, Command, Group
+from shoal.errors import UserError
 from shoal.runtime.text import count_of, visible, visible_json
 
 if TYPE_CHECKING:
@@ -18,65 +20,82 @@ if TYPE_CHECKING:
 MAX_ROWS = 50
 
 ledger = Typer(
-    name="ledger", help="Verify, export and read the ledger.", no_args_is_help=True, context_settings=options.HELP,
-    epilog="Nothing that a hub says is believed: hashes, heads and accounts are recomputed here.",
+    name="ledger", help="Verify and read the ledger: who did what work, and what it earned.",
+    cls=Group, context_settings=CONTEXT,
+    epilog="Nothing that a hub says is believed: hashes, heads and accounts are computed again on this machine.",
 )  # fmt: skip
 
-WHERE = "A hub's address, a run's folder, or an exported file."
-HEAD = "Heads that you kept: the ledger must contain them."
-WITNESS = "A witness that you trust: its heads must fit."
-WITHOUT = "Leave out receipts and verdicts: then no credit is proven."
-OUT = "A relay's folder to publish in; repeatable. (default: --folder)"
-Where = Annotated[str, Argument(metavar="URL|RUN|FILE", help=WHERE)]
-OptionalWhere = Annotated[str | None, Argument(metavar="URL|RUN|FILE", help=f"{WHERE} {options.DefaultRun}")]
+HEAD = "A file of ledger heads that you kept; the ledger must contain them."
+WITNESS = "A witness that you trust; the ledger must contain the heads that it signed. Repeatable."
+WITHOUT = "Do not check receipts and verdicts. No credit is proven then."
+EXPORT = "Write the ledger to this file first, one entry per line; beside it go receipts, verdicts and the hub's head."
+RECHECK = "Also judge N accepted units again, drawn at random, by the validator's checks. Needs the run's folder."
+DRAWN = "With --recheck: draw the same units again. (default: random)"
+WHO = "A node's id or name, or an owner's public key. (default: everybody's shares of the run)"
+STEP = "The shares as they were when the batch of this step was written. (default: now)"
+SIGNED = "A folder of a relay to publish in. Repeatable. (default: the folder of --folder)"
+EVERY = "The time between two looks."
 
 
-@ledger.command()
+@ledger.command(cls=Command, epilog="Example: shoal ledger verify http://HOST:8470/#KEY --out ledger.jsonl")
 def verify(
-    where: Where,
-    head: Annotated[Path | None, Option(metavar="FILE", help=HEAD)] = None,
-    witnesses: Annotated[list[str] | None, Option("--witness", metavar="KEY[@URL]", help=WITNESS)] = None,
+    where: options.Ledger,
+    head: Annotated[Path | None, options.value("--head", "FILE", HEAD)] = None,
+    witnesses: Annotated[list[str] | None, options.value("--witness", "KEY[@URL]", WITNESS)] = None,
     without_evidence: Annotated[bool, Option("--without-evidence", help=WITHOUT)] = False,
+    out: Annotated[Path | None, options.value("--out", "FILE", EXPORT)] = None,
+    sample: Annotated[int | None, options.whole("--recheck", RECHECK, 1)] = None,
+    seed: Annotated[int | None, options.whole("--seed", DRAWN)] = None,
     wait_s: options.Wait = 3,
 ) -> None:
-    """Check every hash, account, order, receipt and verdict, and every head; exit 5 if anything is wrong."""
-    from shoal.run.ledger.check import check_ledger
-
-    checked = check_ledger(where, head, wait_s, not without_evidence, witnesses or ())
-    echo("\n".join(map(visible, checked_lines(checked))))
-
-
-@ledger.command()
-def export(
-    where: Where,
-    out: Annotated[Path, Argument(metavar="OUT", help="The file to write: one entry per line (JSON).")],
-    wait_s: options.Wait = 3,
-) -> None:
-    """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
-    from shoal.run.ledger.check import export_ledger
+    """Check every hash, account, order, receipt, verdict and head of a ledger. The exit code is 5 if anything is
+    wrong."""
+    from shoal.run.ledger.check import check_ledger, export_ledger
     from shoal.run.ledger.sources import evidence_file, head_file
 
-    rows = export_ledger(where, out, wait_s)
-    beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]
-    echo(f"wrote {rows:,} entries to {out}" + (f", and beside it {' and '.join(beside)}" if beside else ""))
+    if sample is not None and not Path(where).is_dir():
+        raise UserError(f"--recheck needs the run's folder, with its hub's submissions and its origin, not {where}")
+    if out is not None:
+        rows = export_ledger(where, out, wait_s)
+        beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]
+        echo(f"wrote {rows:,} entries to {out}" + (f", and beside it {' and '.join(beside)}" if beside else ""))
+    checked = check_ledger(where, head, wait_s, not without_evidence, witnesses or ())
+    echo("\n".join(map(visible, checked_lines(checked))))
+    if sample is not None:
+        from shoal.run.ledger.recheck import recheck_ledger
+        from shoal.run.roles import start_role
+
+        drawn = secrets.randbelow(2**31) if seed is None else seed
+        for line in recheck_ledger(Path(where), sample, drawn, start_role("recheck", None, verbose=False)):
+            echo(visible(line))
 
 
-@ledger.command()
+@ledger.command(cls=Command, epilog="Example: shoal ledger show demo worker-1")
 def show(
-    who: Annotated[str, Argument(metavar="NODE|OWNER", help="A node's id or name, or an owner's public key.")],
-    where: OptionalWhere = None,
+    where: options.OptionalLedger = None,
+    who: Annotated[str | None, Argument(metavar="NODE|OWNER", help=WHO)] = None,
+    step: Annotated[int | None, options.whole("--step", STEP)] = None,
     as_json: options.Json = False,
     wait_s: options.Wait = 3,
 ) -> None:
-    """Show what a node, or all nodes of an owner, have earned and lost."""
+    """Show who owns which part of the run, as exact fractions of the credit; or what one node, or all
+    nodes of an owner, have earned and lost."""
+    from shoal.run.folder import find_run
+
+    place = find_run(where)
+    if who is not None and step is not None:
+        raise UserError("--step shows everybody's shares at a step: leave the node out")
+    return _show_shares(place, step, as_json, wait_s) if who is None else _show_accounts(place, who, as_json, wait_s)
+
+
+def _show_accounts(where: str, who: str, as_json: bool, wait_s: float) -> None:
     from dataclasses import asdict
 
     from shoal.cli.printing import console, sheet
     from shoal.ledger import Account
-    from shoal.run.folder import find_run
     from shoal.run.ledger.check import Book
 
-    book = Book(find_run(where), wait_s)
+    book = Book(where, wait_s)
     accounts = {node: book.accounts.by_node[node] for node in book.find(who)}
     total, sums = Account(), ("credit", "pending", "void", "accepted", "rejected")
     rows = []
@@ -94,19 +113,11 @@ def show(
     return console().print(sheet(("node", "name", *sums, "standing"), rows, ("standing", "name")))
 
 
-@ledger.command()
-def shares(
-    where: OptionalWhere = None,
-    step: Annotated[int | None, Option(min=0, help="As they were when this step's batch was written down.")] = None,
-    as_json: options.Json = False,
-    wait_s: options.Wait = 3,
-) -> None:
-    """Show which part of the run is whose: credit by owner, as exact fractions."""
+def _show_shares(where: str, step: int | None, as_json: bool, wait_s: float) -> None:
     from shoal.cli.printing import console, sheet
-    from shoal.run.folder import find_run
     from shoal.run.ledger.check import shares_at
 
-    found, names = shares_at(find_run(where), step, wait_s)
+    found, names = shares_at(where, step, wait_s)
     if as_json:
         shown = ("holder", "nodes", "credit", "fraction")
         shares = [{name: getattr(each, name) for name in shown} for each in found.shares]
@@ -125,34 +136,24 @@ def shares(
     return console().print(sheet(("share", "exactly", "credit", "whose", "machines"), rows, ("whose",), title))
 
 
-@ledger.command()
+@ledger.command(cls=Command, epilog="Example: shoal ledger witness http://HOST:8470/#KEY --folder witness")
 def witness(
-    url: Annotated[str, Argument(metavar="URL", help="The hub's address, best the whole join URL.")],
-    folder: Annotated[Path, Option(help="The witness's key, and what it has signed for.")] = Path("witness"),
-    out: Annotated[list[Path] | None, Option(metavar="DIR", help=OUT)] = None,
-    every_s: Annotated[float, Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
-    once: Annotated[bool, Option("--once", help="Look once, sign and end.")] = False,
+    url: Annotated[str, Argument(metavar="URL", help="The hub's URL, best the whole join URL.")],
+    folder: Annotated[
+        Path, options.value("--folder", "FOLDER", "Keep the witness's key and what it signed here.")
+    ] = Path("witness"),
+    out: Annotated[list[Path] | None, options.value("--out", "FOLDER", SIGNED)] = None,
+    every_s: Annotated[float, options.number("--every", "SECONDS", EVERY, 1, options.DAY_S)] = 60,
+    once: Annotated[bool, Option("--once", help="Look once, sign, and end.")] = False,
 ) -> None:
-    """Watch that a ledger only grows, and sign its head with a key of your own; exit 5 if it was rewritten."""
+    """Watch that a ledger only grows, and sign its head with a key of your own. The exit code is 5 if it was
+    rewritten."""
+    if "://" not in url:
+        raise UserError(f"a witness watches a hub: give its URL, http://HOST:8470/#KEY, not {url}")
     from shoal.run.ledger.witness import run_witness
     from shoal.run.roles import start_role
 
     run_witness(url, folder, out or (), every_s, once, start_role("witness", None, verbose=False))
-
-
-@ledger.command()
-def recheck(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run's folder, with its hub's blobs and its origin.")],
-    sample: Annotated[int, Option(min=1, help="Accepted units to judge again.")] = 8,
-    seed: Annotated[int | None, Option(help="Draws the same units again. (default: random)")] = None,
-) -> None:
-    """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
-    from shoal.run.ledger.recheck import recheck_ledger
-    from shoal.run.roles import start_role
-
-    drawn = secrets.randbelow(2**31) if seed is None else seed
-    for line in recheck_ledger(run, sample, drawn, start_role("recheck", None, verbose=False)):
-        echo(visible(line))
 
 
 def checked_lines(checked: Checked) -> list[str]:
@@ -184,7 +185,7 @@ def checked_lines(checked: Checked) -> list[str]:
     else:
         found.append(
             f"NOT PROVEN: {evidence}. Their signed receipts and verdicts were not looked at (--without-evidence): "
-            "whoever holds the hub's key may have invented them"
+            "anybody with the hub's key may have invented them"
         )
     if checked.orders:
         found.append(f"orders of the owner: {checked.orders}, each signed by the root key or an admin it certified")

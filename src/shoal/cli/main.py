@@ -17,11 +17,11 @@ from typing import Annotated
 from typer import Exit, Option, Typer, echo
 
 from shoal import __version__
-from shoal.cli import options
 from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
 from shoal.cli.eval import compare, evaluate, filter_tasks, sft
+from shoal.cli.help import CONTEXT, Command, Group
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
 from shoal.cli.run import demo, hub, join, relay, run, trainer, validator
@@ -33,16 +33,21 @@ from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import SUPERVISED, end_at_start
 from shoal.runtime.text import printable, visible
 
+EXTEND = (
+    "Begin with: shoal demo. RUN is a run's folder, its name under runs/, or its hub's URL. Your own reward is one "
+    "Python file (examples/custom_reward.py); the algorithm in one file is examples/one_file_rl.py."
+)
 app = Typer(
-    name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.",
-    epilog="Start with: shoal demo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    context_settings=options.HELP,
+    name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.", cls=Group,
+    epilog=EXTEND, add_completion=False, pretty_exceptions_enable=False,
+    context_settings=CONTEXT,
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and lets no exception out."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    given = [*given[1:], "--help"] if given[0] == "help" else given
     if arguments is None and not end_at_start(given):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)  # what a command has begun to write is removed
@@ -87,9 +92,9 @@ def explain(error: Exception) -> tuple[str, int]:
         return printable(str(error)), error.exit_code
     format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
     if format_message is not None:
-        text = printable(format_message())  # empty if the help itself was the answer
+        text = printable(format_message())
         command = getattr(getattr(error, "ctx", None), "command_path", "shoal")
-        return (f"{text} (see: {command} --help)" if text else ""), UserError.exit_code
+        return f"{text} (see: {command} --help)", UserError.exit_code
     return f"this is a bug: {type(error).__name__}: {printable(str(error))} (--debug shows where)", 1
 
 
@@ -101,9 +106,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks and more log.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks and a more detailed log.")] = False,
     _wants_version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Reinforcement learning of language models on machines nobody has to trust."""
@@ -111,25 +116,43 @@ def _options(
         os.environ["SHOAL_DEBUG"] = "1"
 
 
-EXAMPLES = (
-    "A reward of your own is one Python file: shoal run recipes/tiny.toml --set environment.file=my_reward.py "
-    "(examples/custom_reward.py shows one). What is trained, in one readable file: examples/one_file_rl.py."
-)
-READERS: dict[str, tuple[Callable[..., object] | Typer, ...]] = {
-    "Begin here": (demo,),
-    "For whoever contributes a machine": (join, doctor, key),
-    "For a run's owner": (run, plan, status, why, admin, export, backup, restore),
-    "One process of a run each": (hub, trainer, validator, relay),
-    "For whoever checks a run": (ledger,),
-    "For models and data": (evaluate, compare, data, filter_tasks, sft),
-    "For broadcasting files": (cast,),
+READERS: dict[str, dict[str, tuple[Callable[..., object], str] | Typer]] = {
+    "Try it": {"demo": (demo, "shoal demo")},
+    "Train": {
+        "run": (run, "shoal run recipes/tiny.toml runs/mine --set environment.file=examples/custom_reward.py"),
+        "plan": (plan, "shoal plan recipes/intellect2.toml --parameters 32e9 --memory 141"),
+        "data": data,
+        "filter": (filter_tasks, "shoal filter tiny sort --samples 8 --max-new-tokens 10 --out kept.parquet"),
+        "sft": (sft, "shoal sft tiny --data demos.jsonl --out models/begun"),
+        "eval": (evaluate, "shoal eval runs/demo --env sort --tasks 128 --samples 4 --out results/demo"),
+        "compare": (compare, "shoal compare results/tiny results/demo"),
+        "export": (export, "shoal export demo models/demo"),
+    },
+    "Contribute a machine": {
+        "join": (join, "shoal join http://HOST:8470/#KEY --sandbox --max-disk 40GB"),
+        "doctor": (doctor, "shoal doctor http://HOST:8470/#KEY"),
+        "key": key,
+    },
+    "Operate a run": {
+        "status": (status, "shoal status demo"),
+        "admin": (admin, "shoal admin ban demo worker-2 --reason 'wrong weights'"),
+        "backup": (backup, "shoal backup demo demo.tar"),
+        "restore": (restore, "shoal restore demo.tar runs/again"),
+        "hub": (hub, "shoal hub demo"),
+        "trainer": (trainer, "shoal trainer demo"),
+        "validator": (validator, "shoal validator demo --index 0"),
+        "relay": (relay, "shoal relay http://HOST:8470/#KEY --folder mirror --port 8480"),
+    },
+    "Verify": {"why": (why, "shoal why 17 demo"), "ledger": ledger},
+    "Extend": {"cast": cast},
 }
-NAMES = {evaluate: "eval", filter_tasks: "filter"}
-EPILOGS = {run: EXAMPLES, admin: EPILOG}
+EPILOGS = {"admin": EPILOG}
 
 for reader, commands in READERS.items():
-    for each in commands:
+    for name, each in commands.items():
         if isinstance(each, Typer):
             app.add_typer(each, rich_help_panel=reader)
         else:
-            app.command(name=NAMES.get(each), epilog=EPILOGS.get(each), rich_help_panel=reader)(each)
+            function, example = each
+            epilog = "\n\n".join(filter(None, [EPILOGS.get(name, ""), f"Example: {example}"]))
+            app.command(name=name, cls=Command, epilog=epilog, rich_help_panel=reader)(function)

@@ -183,7 +183,7 @@ def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, 
         remedy = rescore if summary["unscored"]["samples"] else again
         why = f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}"
         mislead = "these numbers are of what is left and may mislead"
-        raise ScoringFailure(f"{why}: {mislead}; mend what the lines above name, then {remedy}")
+        raise ScoringFailure(f"{why}: {mislead}; fix what the lines above name, then {remedy}")
     if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
         why = f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}"
         skip = "to leave them out: --set environment.options.bad_rows=skip"
@@ -222,10 +222,10 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     count, inside = filtering.write_rows(out, rows, about), sum(band.holds(rate.value) for rate in rates.values())
     echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
     if not rates:
-        raise ConfigError("no task could be measured: nothing was written; mend what the lines above name")
+        raise ConfigError("no task could be measured: nothing was written; fix what the lines above name")
     if count == 0:
         again = "the same command with another band needs no new samples"
-        raise ConfigError(f"no task is within --keep {band}: nothing was written; {again}")
+        raise ConfigError(f"no task is within --pass-rate {band}: nothing was written; {again}")
     again = f"remove {out} and filter again"
     if summary["unscored"]["samples"]:
         again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"

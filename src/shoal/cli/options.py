@@ -1,52 +1,117 @@
-"""Options and arguments that several commands have, so that they read the same everywhere."""
+"""Arguments and options that several commands have, so that they are named, read and explained the same everywhere.
+
+A run is `RUN`, positional: a folder, a name under runs/, or a URL where the command takes one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
 
-HELP = {"help_option_names": ["-h", "--help"]}
-SPEC_HELP = "An environment by name, a recipe, a run's folder, a reward file, a data file, or FORMAT:FILE (aime, …)."
-UPSTREAM = "Where to mirror from; may be repeated."
+from shoal.errors import UserError
 
-RunDir = Annotated[Path, Option("--dir", metavar="RUN", help="The run's folder.")]
-OptionalRunDir = Annotated[Path | None, Option("--dir", metavar="RUN", help="The run's folder.")]
-Index = Annotated[int, Option("--index", min=0, help="Which of several.")]
-LONG = "End a run without progress for so long."
-PatienceMin = Annotated[float, Option("--patience-min", min=0.1, max=100_000, help=LONG)]
-Wait = Annotated[float, Option("--wait", min=0, max=86_400, help="Seconds to try to reach the other side.")]
-Json = Annotated[bool, Option("--json", help="All of it, for programs.")]
-HubOrRun = "A hub's address or a run's folder"
-DefaultRun = "(default: the run in this folder, or in runs/)"
+MAX_SEED = 2**31
+DAY_S = 86_400
 
-SET = "Change a setting (KEY= takes it out of the recipe, KEY=none: no value); may be repeated."
-SET_ENVIRONMENT = "Change the environment; may be repeated."
-Settings = Annotated[list[str] | None, Option("--set", metavar="SECTION.KEY=VALUE", help=SET)]
-EnvironmentSettings = Annotated[
-    list[str] | None, Option("--set", metavar="environment.KEY=VALUE", help=SET_ENVIRONMENT)
+
+def value(name: str, metavar: str, text: str) -> Any:
+    return Option(name, metavar=metavar, help=text)
+
+
+def whole(name: str, text: str, least: int = 0, most: int | None = None, metavar: str = "N") -> Any:
+    """An option whose value is a whole number. A wrong value gets a message in words."""
+    return Option(name, metavar=metavar, help=text, parser=_parser(int, least, most))
+
+
+def number(name: str, metavar: str, text: str, least: float, most: float | None = None) -> Any:
+    return Option(name, metavar=metavar, help=text, parser=_parser(float, least, most))
+
+
+def _parser(kind: Callable[[str], float], least: float, most: float | None) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(str(text))
+        except ValueError:
+            value = float("nan")
+        if value >= least and (most is None or value <= most):
+            return value
+        bounds = f"from {least:,.15g} to {most:,.15g}" if most is not None else f"of at least {least:,.15g}"
+        raise BadParameter(f"{str(text)!r} is not a {'whole ' if kind is int else ''}number {bounds}")
+
+    return parse
+
+
+def run_folder(text: str) -> Path:
+    from shoal.run.folder import run_path
+
+    if "://" in str(text):
+        raise UserError(f"{text} is a URL: this command needs the run's folder, or its name under runs/")
+    return run_path(str(text))
+
+
+def run_place(text: str) -> str:
+    return text if "://" in text else str(run_folder(text))
+
+
+def ledger_place(text: str) -> str:
+    """A file is meant as it is given, also one that is not there."""
+    return place if Path(place := run_place(text)).exists() else text
+
+
+FOLDER_HELP = "The run: its folder, or its name under runs/."
+PLACE_HELP = "The run: its folder, its name under runs/, or its hub's URL."
+LEDGER_HELP = "The ledger: a run's folder, its name under runs/, its hub's URL, or an exported file."
+DEFAULT_RUN = "(default: the run in this folder, or the only one in runs/)"
+Run = Annotated[Path, Argument(metavar="RUN", parser=run_folder, help=FOLDER_HELP)]
+Place = Annotated[str, Argument(metavar="RUN", parser=run_place, help=PLACE_HELP)]
+OptionalPlace = Annotated[str | None, Argument(metavar="RUN", parser=run_place, help=f"{PLACE_HELP} {DEFAULT_RUN}")]
+Ledger = Annotated[str, Argument(metavar="RUN", parser=ledger_place, help=LEDGER_HELP)]
+OptionalLedger = Annotated[
+    str | None, Argument(metavar="RUN", parser=ledger_place, help=f"{LEDGER_HELP} {DEFAULT_RUN}")
 ]
-Device = Annotated[str, Option("--device", help="Where to compute: cpu, cuda or auto.")]
-Dtype = Annotated[str, Option("--dtype", help="What to compute in: float32, bfloat16 or auto.")]
-Engine = Annotated[str, Option("--engine", help="What to generate with.")]
+Index = Annotated[int, whole("--index", "Which one of several to start, counted from 0.")]
+WAIT_HELP = "How long to try to reach a server that does not answer."
+Wait = Annotated[float, number("--wait", "SECONDS", WAIT_HELP, 0, DAY_S)]
+PATIENCE_HELP = "Stop when nothing has happened for this long."
+Patience = Annotated[float, number("--patience", "SECONDS", PATIENCE_HELP, 1, 6_000_000)]
+Json = Annotated[bool, Option("--json", help="Print everything as JSON, for programs.")]
 
-MODEL = Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
+SPEC_HELP = "The tasks: an environment's name, a recipe, a run, a reward file, a data file, or FORMAT:FILE (aime, …)."
+SET_HELP = "Change a setting; KEY= removes it from the recipe, KEY=none gives it no value. Repeatable."
+SET_ENVIRONMENT_HELP = "Change a setting of the environment. Repeatable."
+Settings = Annotated[list[str] | None, value("--set", "SECTION.KEY=VALUE", SET_HELP)]
+EnvironmentSettings = Annotated[list[str] | None, value("--set", "environment.KEY=VALUE", SET_ENVIRONMENT_HELP)]
+Device = Annotated[str, value("--device", "DEVICE", "Compute on cpu, cuda, or auto.")]
+Dtype = Annotated[str, value("--dtype", "FORMAT", "Compute in float32, bfloat16, or auto.")]
+Engine = Annotated[str, value("--engine", "ENGINE", "Generate with torch, vllm or scripted (for tests).")]
+
+MODEL = Argument(metavar="MODEL", help="The model: tiny (built in), a Hugging Face folder, or a run.")
 Model = Annotated[str, MODEL]
 OptionalModel = Annotated[str | None, MODEL]
-Samples = Annotated[int, Option("--samples", help="Completions per task.")]
-Tasks = Annotated[int, Option("--tasks", min=0, help="How many tasks, chosen by the seed; 0: all.")]
-HEAT = "0: greedy. (default: 0 for one sample, else the recipe's or 1)"
-LONGEST = "Longest completion. (default: the recipe's, or 1024)"
-Temperature = Annotated[float | None, Option("--temperature", min=0, max=10, help=HEAT)]
-MaxTokens = Annotated[int | None, Option("--max-new-tokens", min=1, max=131_072, help=LONGEST)]
-Seed = Annotated[int, Option("--seed", min=0, max=2**31, help="Other seeds, another choice of tasks.")]
-BatchRows = Annotated[int, Option("--batch-rows", min=1, max=65_536, help="Completions drawn together.")]
+Samples = Annotated[int, whole("--samples", "Completions per task.", 1, 4096)]
+Tasks = Annotated[int, whole("--tasks", "How many tasks to use, chosen by the seed; 0 means all.")]
+HEAT_HELP = "Sampling temperature; 0 is greedy. (default: 0 for one sample, else the recipe's, or 1)"
+Temperature = Annotated[float | None, number("--temperature", "T", HEAT_HELP, 0, 10)]
+TOKENS_HELP = "Longest completion in tokens. (default: the recipe's, or 1024)"
+MaxTokens = Annotated[int | None, whole("--max-new-tokens", TOKENS_HELP, 1, 131_072)]
+Seed = Annotated[int, whole("--seed", "Another seed draws other samples and other tasks.", 0, MAX_SEED)]
+BatchRows = Annotated[int, whole("--batch-rows", "Completions that are generated together.", 1, 65_536)]
 
-Host = Annotated[str, Option("--host", help="Address to listen on.")]
-Port = Annotated[int, Option("--port", min=0, max=65_535, help="Port to listen on.")]
-Keep = Annotated[int, Option("--keep", min=1, max=500, help="Newest versions kept.")]
-PEER = "Trade chunks with this relay of the same level; may be repeated."
-BUDGET = "Keep fewer versions rather than use more. (default: no limit; of a run elsewhere 80 % of the free)"
-Peers = Annotated[list[str] | None, Option("--peer", metavar="URL", help=PEER)]
-DiskBudget = Annotated[float | None, Option("--disk-budget-gb", min=1e-6, help=BUDGET)]
+Host = Annotated[str, value("--host", "ADDRESS", "The address to listen on.")]
+Port = Annotated[int, whole("--port", "The port to listen on; 0 takes a free one.", 0, 65_535, metavar="PORT")]
+KeepVersions = Annotated[int, whole("--keep-versions", "How many of the newest versions to keep.", 1, 500)]
+UPSTREAM_HELP = "A server to mirror from. Repeatable."
+PEER_HELP = "Exchange chunks with this relay of the same level. Repeatable."
+Peers = Annotated[list[str] | None, value("--peer", "URL", PEER_HELP)]
+DISK_HELP = "Most disk for weights, for example 40GB. (default: 80 % of the free)"
+MIRROR_DISK_HELP = "Most disk for versions, for example 40GB. (default: no limit; of a run elsewhere 80 % of the free)"
+MaxDisk = Annotated[str | None, value("--max-disk", "SIZE", MIRROR_DISK_HELP)]
+
+
+def gigabytes(size: str | None) -> float | None:
+    from shoal.runtime.limits import parse_size
+
+    return None if size is None else parse_size(size, "--max-disk") / 1e9

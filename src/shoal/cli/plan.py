@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Exit, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError
@@ -22,37 +22,30 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
-DEVICES = "Trainer processes. (default: trainer.processes)"
-MEMORY = "GiB of each device. (default: what is here)"
-PARAMETERS = "Plan for a model of so many weights instead of model.path: a guessed shape."
-ASSUME = "Change an assumption that is printed; may be repeated."
+DEVICES = "How many trainer processes to plan for. (default: trainer.processes)"
+MEMORY = "Memory of each device. (default: what this machine has)"
+PARAMETERS = "Plan for a model of this many weights, of a guessed shape, instead of model.path."
+ASSUME = "Change one of the assumptions that are printed. Repeatable."
+PRICE = "The price of a GPU for an hour, to print what the run costs."
 
 
 def plan(
-    recipe: Annotated[Path, Argument(metavar="RECIPE", help="A recipe (TOML).")],
+    recipe: Annotated[Path, Argument(metavar="RECIPE", help="A recipe (a TOML file).")],
     overrides: options.Settings = None,
-    devices: Annotated[int | None, Option(min=1, max=1024, help=DEVICES)] = None,
-    memory_gb: Annotated[float | None, Option("--memory", help=MEMORY)] = None,
-    parameters: Annotated[float | None, Option(help=PARAMETERS)] = None,
-    assumptions: Annotated[list[str] | None, Option("--assume", metavar="NAME=NUMBER", help=ASSUME)] = None,
-    gpu_hour_price: Annotated[float | None, Option(help="Print what the run costs at this price.")] = None,
+    devices: Annotated[int | None, options.whole("--devices", DEVICES, 1, 1024)] = None,
+    memory_gb: Annotated[float | None, options.number("--memory", "GIB", MEMORY, 0.001, 1e6)] = None,
+    parameters: Annotated[float | None, options.number("--parameters", "N", PARAMETERS, 1e7, 1e13)] = None,
+    assumptions: Annotated[list[str] | None, options.value("--assume", "NAME=NUMBER", ASSUME)] = None,
+    gpu_hour_price: Annotated[float | None, options.number("--gpu-hour-price", "PRICE", PRICE, 0, 1e6)] = None,
 ) -> None:
-    """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
-    machines, money. Exit code 3: training does not fit."""
+    """Print what a run needs, before anything is loaded: memory of every role, disk, bytes on links, time by stage,
+    machines and money. The exit code is 3 if training does not fit."""
     from shoal.run.recipe import load_recipe
 
-    _within("--memory", memory_gb, 0.001, 1e6)
-    _within("--parameters", parameters, 1e7, 1e13)
-    _within("--gpu-hour-price", gpu_hour_price, 0, 1e6)
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
     found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
     echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
     raise Exit(0 if found.trainer.total <= found.room("trainer") else 3)
-
-
-def _within(name: str, value: float | None, least: float, most: float) -> None:
-    if value is not None and not least <= value <= most:  # nor is NaN
-        raise ConfigError(f"{name} {value:g}: expected a number from {least:g} to {most:g}")
 
 
 def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
@@ -68,7 +61,9 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
         if name.strip() not in known:
             raise ConfigError(f"--assume {text}: there is no such assumption; there are {', '.join(known)}")
         least = 0.0 if name.strip() == "worker_tokens_s" else 1e-6
-        _within(f"--assume {name}", given[name.strip()], least, 1.0 if name.strip().endswith("_share") else 1e9)
+        most = 1.0 if name.strip().endswith("_share") else 1e9
+        if not least <= given[name.strip()] <= most:  # nor is NaN
+            raise ConfigError(f"--assume {text}: expected a number from {least:g} to {most:g}")
     return replace(Speeds(), **given)
 
 

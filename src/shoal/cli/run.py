@@ -1,4 +1,4 @@
-"""`shoal run`, `shoal demo`, and one command for each role: of a run's folder (--dir), or of a run elsewhere."""
+"""`shoal run`, `shoal demo`, `shoal join`, and one command for each role of a run."""
 
 from __future__ import annotations
 
@@ -29,30 +29,40 @@ NEXT = """{path}
   trainer/export/                            the model, for transformers
   trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went
 next: your own reward is one Python function:
-  {shoal} run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py
+  {shoal} run recipes/tiny.toml runs/mine --set environment.file=examples/custom_reward.py
 the algorithm in one file: {python} examples/one_file_rl.py"""
-RUN = "The run's folder. (default: runs/NAME)"
-PREPARE = "Make the folder, then start each role yourself: shoal hub --dir RUN, …"
-REPLACED = "Where to run; an earlier demo there is replaced."
-THIRD = "What the third worker does; docs/guides/attack-your-run.md lists them."
-URLS = "The join URL http://host:port/#…, or several."
-SANDBOX = "Work without network, home and other processes in sight (needs bubblewrap)."
-MEMORY = "Most memory for the model, e.g. 8GB. (default: 80 % of the free)"
-DISK = "Most disk for weights, e.g. 40GB. (default: 80 % of the free)"
-GPUS = "One worker on each of these GPUs, e.g. 0,2. (default: all)"
-WORKERS = "So many workers on the processor."
-BANDWIDTH = "Fastest download, e.g. 20Mbit/s. (default: no limit)"
+STALENESS = "How many steps old the policy of trained work may be; 0 is synchronous."
+SOURCE = "A recipe (a TOML file) to start a run; or a run to resume: its folder, or its name under runs/."
+RUN = "With a recipe: the run's folder, or a name for it under runs/. (default: runs/ and run.name of the recipe)"
+PREPARE = "Make the run's folder, and print the commands that start each role on its own."
+REPLACED = "Where to run: a folder, or a name under runs/. An earlier demo there is replaced. (default: runs/demo)"
+CHEAT = "What the third worker does; docs/guides/attack-your-run.md lists the cheats."
+WHERE = "The run's join URL, http://HOST:PORT/#KEY, or those of all its hubs; or a run on this machine."
+ATTACK = "Cheat in this way, to attack a run of your own."
+MIRROR = "Keep the mirror here. (default: ~/.shoal/RUN/relay)"
+JOIN_FOLDER = "Keep keys, weights and unsent work here. (default: ~/.shoal/RUN/worker)"
+NAME = "The public name of this machine. (default: node- and the start of its id)"
+SANDBOX = "Hide network, home folder and other processes from the worker; needs bubblewrap."
+MEMORY = "Most memory for the model, for example 8GB. (default: 80 % of the free)"
+GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
+WORKERS = "This many workers on the processor. (default: 1)"
+BANDWIDTH = "Fastest download, for example 20Mbit/s. (default: no limit)"
+OWNER = "The file with your owner's key: what this machine earns is yours."
+VOUCH = "The same, by a file that `shoal key vouch` wrote, without your key on this machine."
 
 
 def run(
-    recipe: Annotated[Path | None, Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
-    directory: Annotated[Path | None, Option("--dir", metavar="RUN", help=RUN)] = None,
+    source: Annotated[str | None, Argument(metavar="RECIPE|RUN", help=SOURCE)] = None,
+    directory: Annotated[Path | None, Argument(metavar="RUN", parser=options.run_folder, help=RUN)] = None,
     overrides: options.Settings = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the whole recipe, and stop.")] = False,
     prepare: Annotated[bool, Option("--prepare", help=PREPARE)] = False,
-    patience_min: options.PatienceMin = 10,
+    patience_s: options.Patience = 600,
 ) -> None:
-    """Start and supervise a whole run on this machine. An existing folder is resumed."""
+    """Start and supervise a whole run on this machine, or resume one. Ctrl-C stops it; the same command resumes it."""
+    recipe = None if source is None else Path(source)
+    if recipe is not None and directory is None and recipe.suffix != ".toml" and not recipe.is_file():
+        recipe, directory = None, options.run_folder(str(source))
     from shoal.run.estimate import with_derived_settings
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
@@ -72,13 +82,14 @@ def run(
     directory = directory or Path("runs") / resolved.run.name
     made = RunFolder.prepare(directory.absolute(), resolved)
     if not prepare:
-        raise Exit(_launch(made, patience_min * 60))
+        raise Exit(_launch(made, patience_s))
     from shoal.run.roles import command_of, role_names
 
+    endpoints = made.assign_endpoints()  # a port that is taken is said before anything is promised
     echo(f"{directory} is ready; everything that has to run, in this order:")
     for name in role_names(made):
         echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
-    return echo(f"to contribute: {shoal_command()} join {made.assign_endpoints().join}")
+    return echo(f"to contribute: {shoal_command()} join {endpoints.join}")
 
 
 def _warn(line: str) -> None:
@@ -103,14 +114,14 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
 
 
 def demo(
-    directory: Annotated[Path, Option("--dir", metavar="FOLDER", help=REPLACED)] = Path("runs/demo"),
-    seed: Annotated[int, Option(min=0, max=2**31, help="Other tasks, other samples.")] = 0,
-    staleness: Annotated[int, Option(min=0, max=16, help="0: synchronous.")] = 2,
-    steps: Annotated[int, Option(min=1, max=100_000, help="Training steps.")] = 20,
-    cheat: Annotated[str, Option(help=THIRD)] = "best-of",
-    patience_min: options.PatienceMin = 3,
+    directory: Annotated[Path | None, Argument(metavar="RUN", parser=options.run_folder, help=REPLACED)] = None,
+    seed: options.Seed = 0,
+    staleness: Annotated[int, options.whole("--staleness", STALENESS, 0, 16)] = 2,
+    steps: Annotated[int, options.whole("--steps", "How many training steps to make.", 1, 100_000)] = 20,
+    cheat: Annotated[str, options.value("--cheat", "NAME", CHEAT)] = "best-of",
+    patience_s: options.Patience = 180,
 ) -> None:
-    """Watch a model learn on eight processes, one of which cheats and is caught; minutes, no GPU."""
+    """Watch a model learn on eight processes of which one cheats and is caught. It takes minutes and no GPU."""
     from rich.console import Console
 
     from shoal.adversary import find_cheat
@@ -122,18 +133,18 @@ def demo(
 
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
-    path = directory.absolute()
+    path = (directory or Path("runs", "demo")).absolute()
     replace_earlier_demo(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
     folder = RunFolder.prepare(path, recipe)
     stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
     cheater = cheater_name(folder)
     with choose_display(console) as display:
         spec, notes = process_spec(folder.path, cheater, chosen.name), {cheater: f"cheats: {chosen.what}"}
-        launched = launch(folder, patience_min * 60, stop, display, (spec,), notes)
+        launched = launch(folder, patience_s, stop, display, (spec,), notes)
     ending, place = launched.ending, shlex.quote(str(path))
     if ending.exit_code == STOPPED_CODE:
-        echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
-        echo(f"to resume without the cheater: {shoal_command()} run --dir {place}")
+        echo(f"stopped. To start again: {shoal_command()} demo {place}")
+        echo(f"to resume without the cheater: {shoal_command()} run {place}")
     elif ending.exit_code != 0:
         echo(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", err=True)
     raise Exit(ending.exit_code or conclude(folder, chosen, launched.elapsed_s, stop, console))
@@ -153,7 +164,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
         found.append(asdict(claim))
         sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
         line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
-        one_line = f"{sign} {claim.name:<11} {escape(claim.sentence)}"  # for whoever searches a log
+        one_line = f"{sign} {claim.name:<11} {escape(claim.sentence)}"  # for a search in a log
         console.print(line if console.is_terminal else one_line, highlight=False, soft_wrap=not console.is_terminal)
     if stop.is_set():
         console.print("stopped before everything was checked")
@@ -165,91 +176,90 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     return int(not all(claim["holds"] for claim in found))
 
 
-def hub(directory: options.RunDir) -> None:
-    """Hand out work, take it in, write the ledger."""
+def hub(directory: options.Run) -> None:
+    """Start the hub of a run: it gives out work, receives it, and writes the ledger. It needs no torch."""
     _role("hub", directory)
 
 
-def trainer(directory: options.RunDir) -> None:
-    """Train on accepted groups and publish policies. Also by torchrun: torchrun … -m shoal.cli trainer --dir RUN."""
+def trainer(directory: options.Run) -> None:
+    """Start the trainer of a run: it trains on accepted groups and publishes policies. Several processes on several
+    machines are started by torchrun … -m shoal.cli trainer RUN."""
     from shoal.trainer.settings import own_rank
 
     rank = own_rank()
     _role(f"trainer-rank-{rank}" if rank else "trainer", directory)
 
 
-def validator(directory: options.RunDir, index: options.Index = 0) -> None:
-    """Check submissions and compute their rewards."""
+def validator(directory: options.Run, index: options.Index = 0) -> None:
+    """Start a validator of a run: it checks submissions and computes their rewards."""
     _role(f"validator-{index}", directory)
 
 
 def relay(
-    directory: options.OptionalRunDir = None,
-    origin: Annotated[bool, Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
+    where: options.Place,
+    origin: Annotated[bool, Option("--origin", help="Serve what the trainer of this run's folder publishes.")] = False,
     index: options.Index = 0,
-    hub_url: Annotated[str | None, Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
-    upstreams: Annotated[list[str] | None, Option("--upstream", metavar="URL", help=options.UPSTREAM)] = None,
+    upstreams: Annotated[list[str] | None, options.value("--upstream", "URL", options.UPSTREAM_HELP)] = None,
     peers: options.Peers = None,
-    folder: Annotated[Path | None, Option(help="Where to keep the mirror.")] = None,
+    folder: Annotated[Path | None, options.value("--folder", "FOLDER", MIRROR)] = None,
     host: options.Host = "0.0.0.0",
     port: options.Port = 8472,
-    keep: options.Keep = 3,
-    disk_budget_gb: options.DiskBudget = None,
+    keep: options.KeepVersions = 3,
+    max_disk: options.MaxDisk = None,
     wait_s: options.Wait = 10,
 ) -> None:
-    """Mirror the weights of a run: of its folder (--dir), or of a run anywhere (--run-info)."""
-    if directory is not None:
-        return _role("origin" if origin else f"relay-{index}", directory)
-    if hub_url is None:
-        other = "any other broadcast is mirrored by: shoal cast relay --upstream URL#KEY"
-        raise UserError(f"give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; {other}")
+    """Mirror the weights of a run and serve them. For a run's folder everything is in its recipe; options other than
+    --origin and --index are for a run elsewhere, given by its URL. It needs no torch."""
+    if "://" not in where:
+        given = {"--upstream": upstreams, "--peer": peers, "--folder": folder, "--max-disk": max_disk}
+        if wrong := [name for name, value in given.items() if value]:
+            raise UserError(f"{', '.join(wrong)}: only for a run's URL; what is in {where} is set by its recipe")
+        return _role("origin" if origin else f"relay-{index}", Path(where))
+    if origin:
+        raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
     from shoal.run.join import run_standalone_relay
 
-    settings, sources = {"keep_versions": keep, "disk_budget_gb": disk_budget_gb}, tuple(upstreams or ())
-    return run_standalone_relay(hub_url, sources, tuple(peers or ()), folder, (host, port), wait_s, settings)
+    settings, sources = {"keep_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}, tuple(upstreams or ())
+    return run_standalone_relay(where, sources, tuple(peers or ()), folder, (host, port), wait_s, settings)
 
 
 def join(
-    urls: Annotated[list[str] | None, Argument(metavar="URL", help=URLS)] = None,
-    directory: options.OptionalRunDir = None,
-    index: options.Index = 0,
-    folder: Annotated[Path | None, Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
+    where: Annotated[list[str], Argument(metavar="URL|RUN", help=WHERE)],
+    index: Annotated[int, options.whole("--index", "For a run on this machine: the number of this worker.")] = 0,
+    folder: Annotated[Path | None, options.value("--folder", "FOLDER", JOIN_FOLDER)] = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    name: Annotated[str | None, Option(help="How to be called, in public. (default: node- and its id's start)")] = None,
+    name: Annotated[str | None, options.value("--name", "NAME", NAME)] = None,
     wait_s: options.Wait = 10,
-    cheat: Annotated[str | None, Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")] = None,
-    owner: Annotated[Path | None, Option(metavar="FILE", help="Your key: what this machine earns is yours.")] = None,
-    vouch: Annotated[Path | None, Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")] = None,
-    check: Annotated[bool, Option("--check/--no-check", help="Look at this machine first.")] = True,
+    cheat: Annotated[str | None, options.value("--cheat", "NAME", ATTACK)] = None,
+    owner: Annotated[Path | None, options.value("--owner", "FILE", OWNER)] = None,
+    vouch: Annotated[Path | None, options.value("--vouch", "FILE", VOUCH)] = None,
+    check: Annotated[bool, Option("--check/--no-check", help="Look at this machine before work begins.")] = True,
     sandbox: Annotated[bool, Option("--sandbox", help=SANDBOX)] = False,
-    max_memory: Annotated[str | None, Option(metavar="SIZE", help=MEMORY)] = None,
-    max_disk: Annotated[str | None, Option(metavar="SIZE", help=DISK)] = None,
-    max_bandwidth: Annotated[str | None, Option(metavar="RATE", help=BANDWIDTH)] = None,
-    gpu: Annotated[str | None, Option(metavar="LIST", help=GPUS)] = None,
-    workers: Annotated[int | None, Option(min=1, max=1024, help=WORKERS)] = None,
+    max_memory: Annotated[str | None, options.value("--max-memory", "SIZE", MEMORY)] = None,
+    max_disk: Annotated[str | None, options.value("--max-disk", "SIZE", options.DISK_HELP)] = None,
+    max_bandwidth: Annotated[str | None, options.value("--max-bandwidth", "RATE", BANDWIDTH)] = None,
+    gpu: Annotated[str | None, options.value("--gpu", "LIST", GPUS)] = None,
+    workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
 ) -> int:
-    """Contribute this machine, with all its GPUs, to a run: shoal join http://host:8470/#0123…"""
+    """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""
     if cheat is not None:
         from shoal.adversary import find_cheat
 
         find_cheat(cheat)
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
-    if directory is not None:
-        if urls:  # a worker belongs to a run's folder here, or to the run at a URL
-            join_it = f"leave --dir out to join that run (--folder {directory} would keep keys and weights there)"
-            remedy = f"{join_it}, or the URL to be a worker of the run in that folder"
-            raise UserError(f"{urls[0]} and --dir name two ways to work: {remedy}")
+    urls = [each for each in where if "://" in each]
+    if not urls and len(where) == 1:
         if sandbox or limits != MachineLimits() or gpu is not None or workers is not None:
             wide = "--sandbox, --gpu, --workers, --max-memory, --max-disk and --max-bandwidth"
-            raise UserError(f"{wide} go with a join URL, not with --dir")
-        _role(f"worker-{index}", directory, cheat)
+            raise UserError(f"{wide} go with a join URL, not with a run on this machine")
+        _role(f"worker-{index}", options.run_folder(where[0]), cheat)
         return 0
+    if len(urls) != len(where):
+        raise UserError(f"{' '.join(where)}: give one run on this machine, or the join URLs of one run")
     from shoal.run.join import JoinRequest, run_joined_worker
 
-    if not urls:
-        raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
     given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
     return run_joined_worker(JoinRequest(*given, gpu, workers))
 

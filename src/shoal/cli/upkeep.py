@@ -17,39 +17,41 @@ from shoal.runtime.stop import stop_on_signals
 from shoal.runtime.text import shoal_command, visible, visible_json
 
 PIPED_WIDTH = 200
-PLACES = (
-    "Where rows and submissions go, instead of the folder: hub.database, hub.storage, hub.storage_endpoint; may be "
-    "repeated."
-)
-URLS = "Also check the connection to this run's hubs."
-FOLDER = "The folder to be written to. (default: with a URL ~/.shoal, as join; or this)"
-SELFTEST = "Run the validator's checks on this machine's own work."
-CALIBRATE = "Measure honest work of this machine, and write a profile."
-BENCH = "Measure tokens a second, beside transformers.generate, and what a run would get of it; about a minute."
-AGAINST = "What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"
+OUT = "The folder to write."
+VERSION = "Write the checkpoint of this version. (default: the newest)"
+VERIFY = "Check this backup instead of making one."
+MADE = "The run's folder to make, or a name for it under runs/."
+PLACES = "Where rows and submissions go instead of the folder: database, storage or storage_endpoint. Repeatable."
+URLS = "The join URLs of a run, to check the connection to its hubs, too."
+FOLDER = "A folder that must be writable. (default: with a URL ~/.shoal, like join; else this folder)"
+CALIBRATE = "Measure honest work of this machine, and write the limits that it needs as a profile."
+MODEL = "Without a URL: the model folder to try."
+AGAINST = "What validators compute with, for example cuda/bfloat16. Repeatable. (default: cpu/float32)"
+PROFILE = "With --selftest: a profile file to judge by. Repeatable."
+LONGEST = "With --calibrate or --bench: the longest completion in tokens."
+HEAT = "With --calibrate: the sampling temperature."
+WRITTEN = "With --calibrate: the profile to write. (default: KIND.toml, such as torch-cpu-float32.toml)"
+BENCH = "Measure tokens per second beside transformers.generate, and what a run would get of it; about a minute."
 
 
-def status(
-    where: Annotated[str, Argument(metavar="URL|RUN", help=f"{options.HubOrRun}.")],
-    as_json: options.Json = False,
-    wait_s: options.Wait = 3,
-) -> None:
-    """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
+def status(where: options.OptionalPlace = None, as_json: options.Json = False, wait_s: options.Wait = 3) -> None:
+    """Show how a run stands: steps, scores, nodes, verdicts, and who waits for what."""
     from rich.console import Console
 
     from shoal.cli.view import frame
     from shoal.client import HubClient
-    from shoal.run.folder import hub_address
+    from shoal.run.folder import find_run, hub_address
     from shoal.run.launch import when_stopped
     from shoal.run.progress import History, RunView
 
-    with closing(HubClient.of_a_person(*hub_address(where, wait_s))) as client:
+    place = find_run(where)
+    with closing(HubClient.of_a_person(*hub_address(place, wait_s))) as client:
         try:
             found = client.status()
         except HubUnreachable as error:
-            if "://" in where:
+            if "://" in place:
                 raise
-            finished, sentence = when_stopped(Path(where))
+            finished, sentence = when_stopped(Path(place))
             if not finished or as_json:
                 raise HubUnreachable(f"{sentence} ({error})") from error
             return echo(sentence)
@@ -62,23 +64,25 @@ def status(
 
 
 def export(
-    directory: Annotated[Path, Argument(metavar="RUN", help="The run's folder.")],
-    out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
-    best: Annotated[bool, Option("--best", help="The one with the best held-out score.")] = False,
-    version: Annotated[int | None, Option(min=0, help="The one of this version.")] = None,
+    directory: options.Run,
+    out: Annotated[Path, Argument(metavar="OUT", help=OUT)],
+    best: Annotated[bool, Option("--best", help="Write the checkpoint with the best held-out score.")] = False,
+    version: Annotated[int | None, options.whole("--version", VERSION)] = None,
 ) -> None:
-    """Write a checkpoint, the newest by default, as a Hugging Face folder."""
+    """Write a checkpoint of a run as a Hugging Face folder."""
     from shoal.run.sources import export_run
 
     echo(f"wrote {export_run(directory, out, best, version)}")
 
 
 def backup(
-    directory: Annotated[Path | None, Argument(metavar="RUN", help="The run's folder.")] = None,
+    directory: Annotated[
+        Path | None, Argument(metavar="RUN", parser=options.run_folder, help=options.FOLDER_HELP)
+    ] = None,
     out: Annotated[Path | None, Argument(metavar="OUT.tar", help="The file to write.")] = None,
-    verify: Annotated[Path | None, Option(metavar="FILE", help="Check a backup instead of making one.")] = None,
+    verify: Annotated[Path | None, options.value("--verify", "FILE", VERIFY)] = None,
 ) -> None:
-    """Write a whole run, going on or not, to one file; it holds the run's private keys."""
+    """Write a whole run, running or not, to one file. The file holds the run's private keys."""
     from shoal.run.backup import backup_run, verify_backup
 
     if verify is not None:
@@ -89,16 +93,16 @@ def backup(
     return echo(
         f"wrote {out}: {summary.line}\n"
         "it holds this run's private keys and secret: keep it as safe as the run's folder, and never let the restored "
-        f"run and this one continue at the same time\nto restore: {shoal_command()} restore {out} FOLDER"
+        f"run and this one continue at the same time\nto restore: {shoal_command()} restore {out} RUN"
     )
 
 
 def restore(
-    file: Annotated[Path, Argument(metavar="FILE", help="A backup.")],
-    folder: Annotated[Path, Argument(metavar="FOLDER", help="The run folder to make.")],
-    overrides: Annotated[list[str] | None, Option("--set", metavar="hub.KEY=VALUE", help=PLACES)] = None,
+    file: Annotated[Path, Argument(metavar="FILE", help="The backup.")],
+    folder: Annotated[Path, Argument(metavar="RUN", parser=options.run_folder, help=MADE)],
+    overrides: Annotated[list[str] | None, options.value("--set", "hub.KEY=VALUE", PLACES)] = None,
 ) -> None:
-    """Make a run's folder of a backup, on another database or store if you name one; the run continues from there."""
+    """Make a run's folder from a backup, on another database or store if you name one. The run resumes from there."""
     from shoal.run.backup import restore_run
     from shoal.run.folder import RunFolder
     from shoal.run.recipe import missing_inputs
@@ -107,34 +111,36 @@ def restore(
     echo(f"{folder} is ready: {summary.line}")
     for path in missing_inputs(RunFolder.open(folder).recipe):
         echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
-    echo(f"to resume: {shoal_command()} run --dir {folder} (only here: the run must not continue in two places)")
+    echo(f"to resume: {shoal_command()} run {folder} (only here: the run must not continue in two places)")
 
 
 def doctor(
     urls: Annotated[list[str] | None, Argument(metavar="URL", help=URLS)] = None,
-    folder: Annotated[Path | None, Option(help=FOLDER)] = None,
-    selftest: Annotated[bool, Option("--selftest", help=SELFTEST)] = False,
+    folder: Annotated[Path | None, options.value("--folder", "FOLDER", FOLDER)] = None,
+    selftest: Annotated[bool, Option("--selftest", help="Run the validator's checks on work of this machine.")] = False,
     calibrate: Annotated[bool, Option("--calibrate", help=CALIBRATE)] = False,
     bench: Annotated[bool, Option("--bench", help=BENCH)] = False,
-    model: Annotated[str, Option(help="Model folder to try, if there is no URL.")] = "tiny",
+    model: Annotated[str, options.value("--model", "MODEL", MODEL)] = "tiny",
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    against: Annotated[list[str] | None, Option(help=AGAINST)] = None,
-    profile: Annotated[list[Path] | None, Option(help="A profile file to be judged by; repeatable.")] = None,
-    sequences: Annotated[int, Option(min=32, help="Completions to measure.")] = 256,
-    tokens: Annotated[int, Option(min=1, help="Longest completion to measure.")] = 128,
-    temperature: Annotated[float, Option(min=0.01, help="Sampling temperature.")] = 1.0,
-    out: Annotated[Path | None, Option(help="Where the measured profile goes.")] = None,
+    against: Annotated[list[str] | None, options.value("--against", "DEVICE/FORMAT", AGAINST)] = None,
+    profile: Annotated[list[Path] | None, options.value("--profile", "FILE", PROFILE)] = None,
+    samples: Annotated[int, options.whole("--samples", "With --calibrate: completions to measure.", 32)] = 256,
+    tokens: Annotated[int, options.whole("--max-new-tokens", LONGEST, 1)] = 128,
+    temperature: Annotated[float, options.number("--temperature", "T", HEAT, 0.01, 10)] = 1.0,
+    out: Annotated[Path | None, options.value("--out", "FILE", WRITTEN)] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Check this machine, and say what to do about each problem."""
+    """Check this machine, and say what to do about each problem. The exit code is 1 if there is one."""
+    from shoal.engines import check_engine
     from shoal.run.doctor import examine
 
     if selftest + calibrate + bench > 1:
         raise UserError("--selftest, --calibrate and --bench are three things: ask for one of them")
     if as_json and (selftest or calibrate):
         raise UserError("--json shows what was found and measured by --bench; leave it out here")
+    check_engine(engine, device, dtype)
     findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype, engine=engine)
     found: dict[str, object] = {"findings": [asdict(finding) for finding in findings]}
     ok = all(finding.ok for finding in findings)
@@ -150,7 +156,7 @@ def doctor(
     from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
 
     asked = TrialOptions(
-        urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), sequences, tokens,
+        urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), samples, tokens,
         temperature, out, engine,
     )  # fmt: skip
     if bench:

@@ -29,11 +29,11 @@ SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "tar
 
 def why(
     what: Annotated[str, Argument(metavar="UNIT|NODE", help="A unit's number, or a node's id or name.")],
-    where: Annotated[str | None, Argument(metavar="URL|RUN", help=f"{options.HubOrRun}. {options.DefaultRun}")] = None,
+    where: options.OptionalPlace = None,
     as_json: options.Json = False,
     wait_s: options.Wait = 3,
 ) -> None:
-    """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
+    """Explain what happened to a unit or a node: which check, which numbers, which rule, and what it cost."""
     from shoal.client import HubClient
     from shoal.run.folder import find_run, hub_address
     from shoal.run.launch import when_stopped
@@ -52,7 +52,7 @@ def why(
         except HubUnreachable as error:
             if "://" in place:
                 raise
-            alone = f"start it alone with {shoal_command()} hub --dir {place}, then ask again"
+            alone = f"start it alone with {shoal_command()} hub {place}, then ask again"
             raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
     if as_json and (story := unit or node):
         return echo(visible_json(story.model_dump_json(indent=2)))

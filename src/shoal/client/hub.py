@@ -1,4 +1,4 @@
-"""`HubClient`: one typed method per row of the hub's HTTP table (ARCHITECTURE.md).
+"""`HubClient`: one typed method per row of the hub's HTTP table (docs/reference/http.md).
 
 The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later is
 verified against the keys found there. Of several hubs of a run the first that answers is asked. Unknown fields in

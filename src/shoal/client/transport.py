@@ -355,8 +355,8 @@ def parsed(kind: type[M], where: str, content: bytes) -> M:
     try:
         return kind.model_validate_json(content, extra="ignore")
     except ValidationError as error:
-        what = f"the answer of {where} is not a {kind.__name__}: {first_problem(error)}"
-        raise ProtocolError(f"{what}; is this address a shoal hub of the same version?") from error
+        what = f"{where} answers, but not as a shoal hub of this version ({kind.__name__}: {first_problem(error)})"
+        raise ProtocolError(f"{what}: check the address") from error
 
 
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:

@@ -11,6 +11,7 @@ waits and few are left, they are moved into the first slots, and a smaller step 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ import numpy as np
 import torch
 
 from shoal.engines.decoding import Row
+from shoal.engines.guesses import Followers, Guessed
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.paged import WINDOW, PagedDecoder, PagePool, size_for
-from shoal.engines.pages import PAGE
 from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest, checks_of
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS
@@ -31,7 +32,7 @@ from shoal.toploc import PointBatch, commit, top_points
 
 log = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 16_384  # of prompts computed at once
+ENDED_SHARE = 16  # of the rows: when so many have ended, those that wait get their places
 PROBE_TOKENS = 12
 PROBE_PROMPT = 40  # more than a page
 PROBE_BOUND = {torch.float32: 0.02}  # of the mean size of a value; states are kept in bfloat16
@@ -40,12 +41,16 @@ USUAL_BOUND = 0.2
 
 @dataclass(eq=False)
 class Prefix:
-    """What a row begins with. Its whole pages are shared by all rows that begin so."""
+    """What rows begin with. Its whole pages are shared by all rows that begin so; what does not fill a page is in
+    `rest`, the first row's own page, and is copied to the others'. Both are kept as long as such rows wait."""
 
     tokens: tuple[int, ...]
-    pages: list[int]
-    slots: list[int] = field(default_factory=list)  # of those that were admitted with it
+    pages: list[int] = field(default_factory=list)
+    rest: int = 0
+    is_kept: bool = False  # the page `rest`, when its row has ended
+    slots: list[int] = field(default_factory=list)  # of those that are admitted with it now
     users: int = 0
+    waiting: int = 0
 
 
 @dataclass(eq=False)
@@ -59,31 +64,48 @@ class HeldRow:
     drawn: int
     points: list[PointBatch] = field(default_factory=list)
     ended: bool = False
+    guessed: Guessed | None = None
 
 
 class RowBatch:
-    """The rows of one call. `groups` are all rows of every request, for those who are told how far it is."""
+    """The rows of one call. `groups` are all rows of every request, for those who are told how far it is. Of prompts at
+    most so many tokens are computed at once."""
 
     def __init__(
         self, decoder: PagedDecoder, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Row]],
-        proof: ProofParameters | None, greedy: bool = False,
+        proof: ProofParameters | None, greedy: bool = False, most_tokens: int = sys.maxsize,
     ) -> None:  # fmt: skip
         self._decoder, self._proof, self._greedy = decoder, proof, greedy
         self._requests, self._groups = requests, groups
+        self._prefill_tokens = min(decoder.prefill_tokens, most_tokens)
         self._waiting = deque(row for group in groups for row in group if row.completion is None)
+        self._prefixes: dict[tuple[int, bytes], Prefix] = {}
+        for row in self._waiting:
+            key = self._prefix_key(row)
+            if key not in self._prefixes:
+                self._prefixes[key] = Prefix((*requests[row.group].prompt_ids, *row.tokens.tolist()))
+            self._prefixes[key].waiting += 1
+        self._followers: dict[int, Followers] = {}
         self._held: dict[int, HeldRow] = {}
         self._free: list[int] = []
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
+
+    @staticmethod
+    def _prefix_key(row: Row) -> tuple[int, bytes]:
+        return row.group, row.tokens.tobytes()
 
     def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
         """Draw all rows within `memory_bytes`. Returns those for which it did not suffice, each with its whole
         chunks."""
         rows = min(len(self._waiting), most_rows)
-        needed = max(pages_for(len(each.prompt_ids) + each.sampling.max_new_tokens - 1) for each in self._requests)
+        longest = max(len(each.prompt_ids) + each.sampling.max_new_tokens - 1 for each in self._requests)
+        needed = self._decoder.pages_for(longest)
         try:
             pool = self._decoder.pool(rows, needed, self._proof.rows if self._proof else 0, memory_bytes)
             if pool is not None:
                 self._run(pool)
+                if self._decoder.held_bytes > self._decoder.kept_bytes:
+                    self._decoder.release()
             return list(self._waiting)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
@@ -99,63 +121,92 @@ class RowBatch:
         while self._held:
             longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
             steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
-            self._decoder.run(size_for(max(self._held) + 1), steps, self._greedy, self._proof is not None, checks)
+            ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
+            size, guesses = size_for(max(self._held) + 1), self._guesses()
+            self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
             self._tell()
             self._seen = self._harvest(pool)
             self._admit(pool)
         self._tell()
 
+    def _guesses(self) -> dict[int, Guessed] | None:
+        """Rows by their slots, where it is worth guessing what they say next."""
+        if len(self._held) > self._decoder.guessing_rows:
+            return None
+        for group in {held.row.group for held in self._held.values()} - self._followers.keys():
+            prompt = self._requests[group].prompt_ids
+            self._followers[group] = Followers(*((*prompt, *row.tokens.tolist()) for row in self._groups[group]))
+        for held in self._held.values():
+            if held.guessed is None:
+                text = [*held.request.prompt_ids, *held.row.tokens.tolist()]
+                held.guessed = Guessed(text, self._followers[held.row.group])
+        return {slot: held.guessed for slot, held in self._held.items() if held.guessed is not None}
+
     def _admit(self, pool: PagePool) -> None:
         """Take waiting rows into free slots while there are pages for them."""
         empty = deque(slot for slot in range(len(pool.slots)) if slot not in self._held)
-        new: dict[tuple[int, ...], Prefix] = {}
+        found = list[Prefix]()
         while self._waiting and empty:
             row = self._waiting[0]
-            request = self._requests[row.group]
-            tokens = (*request.prompt_ids, *row.tokens.tolist())
-            whole = (len(tokens) - 1) // PAGE
-            own = pages_for(len(request.prompt_ids) - 1 + request.sampling.max_new_tokens) - whole
-            if len(self._free) < own + (0 if tokens in new else whole):
-                break
+            request, prefix = self._requests[row.group], self._prefixes[self._prefix_key(row)]
+            whole = (len(prefix.tokens) - 1) // pool.cache.page
+            own = self._decoder.pages_for(len(request.prompt_ids) - 1 + request.sampling.max_new_tokens) - whole
+            is_new = not prefix.rest
+            if len(self._free) < own + whole * is_new:
+                if self._held or not prefix.is_kept:
+                    break
+                self._free += [*prefix.pages, prefix.rest]  # or nobody would ever get a place
+                prefix.pages, prefix.rest, prefix.is_kept = [], 0, False
+                continue
             self._waiting.popleft()
-            if tokens not in new:
-                new[tokens] = Prefix(tokens, [self._free.pop() for _ in range(whole)])
-            prefix = new[tokens]
-            slot = empty.popleft()
+            slot, pages = empty.popleft(), [self._free.pop() for _ in range(own)]
+            if is_new:
+                prefix.pages, prefix.rest = [self._free.pop() for _ in range(whole)], pages[0]
+            if not prefix.slots:
+                found.append(prefix)
             prefix.slots.append(slot)
             prefix.users += 1
-            self._held[slot] = HeldRow(row, request, prefix, [self._free.pop() for _ in range(own)], len(row.tokens))
-        if new:
-            self._prefill(pool, list(new.values()))
-            self._place(pool, [slot for prefix in new.values() for slot in prefix.slots])
+            prefix.waiting -= 1
+            self._held[slot] = HeldRow(row, request, prefix, pages, len(row.tokens))
+        if found:
+            self._prefill(pool, [prefix for prefix in found if self._held[prefix.slots[0]].pages[0] == prefix.rest])
+            self._copy_rests(pool, found)
+            self._place(pool, [slot for prefix in found for slot in prefix.slots])
+        for prefix in found:
+            prefix.slots = []
+            if prefix.is_kept and not prefix.waiting:
+                self._free.append(prefix.rest)
 
     def _prefill(self, pool: PagePool, new: Sequence[Prefix]) -> None:
-        """The keys and values of every prefix but for its last token, which the first step feeds. What does not fill a
-        page is computed into the first row's own page and copied to the others."""
+        """The keys and values of every prefix but for its last token, which the first step feeds."""
         device, model = self._decoder.device, self._decoder.model
         waiting = sorted((prefix for prefix in new if len(prefix.tokens) > 1), key=lambda prefix: len(prefix.tokens))
         while waiting:
-            size = max(1, PREFILL_TOKENS // len(waiting[-1].tokens))
+            size = max(1, self._prefill_tokens // len(waiting[-1].tokens))
             part, waiting = waiting[-size:], waiting[:-size]
             shape = (len(part), len(part[-1].tokens) - 1)
             ids, pages, live = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
             for line, prefix in enumerate(part):
                 length = len(prefix.tokens) - 1
                 ids[line, :length], live[line, :length] = prefix.tokens[:-1], True
-                own = self._held[prefix.slots[0]].pages
-                pages[line, :length] = np.repeat([*prefix.pages, *own[:1]], PAGE)[:length]
+                pages[line, :length] = np.repeat([*prefix.pages, prefix.rest], pool.cache.page)[:length]
             ids_BL, pages_BL, live_BL = (torch.from_numpy(each).to(device) for each in (ids, pages, live))
-            offsets_BL = (torch.arange(shape[1], device=device) % PAGE).expand(shape)
+            offsets_BL = (torch.arange(shape[1], device=device) % pool.cache.page).expand(shape)
             pool.cache.at = (pages_BL[live_BL], offsets_BL[live_BL], live_BL)
             model.base_model(input_ids=ids_BL, past_key_values=pool.cache, use_cache=True)
+
+    def _copy_rests(self, pool: PagePool, prefixes: Sequence[Prefix]) -> None:
+        """What does not fill a page, to the first own page of every row that has just been admitted."""
+        counts = [(len(prefix.tokens) - 1) % pool.cache.page for prefix in prefixes]
         copies = [
-            (self._held[prefix.slots[0]].pages[0], self._held[slot].pages[0])
-            for prefix in new
-            for slot in prefix.slots[1:]
-            if (len(prefix.tokens) - 1) % PAGE
+            (prefix.rest, page)
+            for prefix, count in zip(prefixes, counts, strict=True)
+            for page in (self._held[slot].pages[0] for slot in prefix.slots)
+            if count and page != prefix.rest
         ]
         if copies:
-            pool.cache.copy_pages(*torch.tensor(copies, device=device).T)
+            source, target = torch.tensor(copies, device=self._decoder.device).T
+            pool.cache.copy_pages(source, target, max(counts))
 
     def _place(self, pool: PagePool, places: Sequence[int]) -> None:
         """Tell the slots what their rows need."""
@@ -199,14 +250,20 @@ class RowBatch:
             if held.ended:
                 gone.append(slot)
                 del self._held[slot]
-                held.prefix.users -= 1
-                self._free += held.pages if held.prefix.users else held.pages + held.prefix.pages
+                self._leave(held.prefix, held.pages)
         if cuts:
             self._fold(pool, cuts)
         if gone:
             slots.clear(torch.tensor(gone, device=self._decoder.device))
             self._compact(pool)
         return seen
+
+    def _leave(self, prefix: Prefix, pages: list[int]) -> None:
+        """Free the pages of a row that has ended, but for what is needed by rows that wait or go on."""
+        prefix.users -= 1
+        if prefix.waiting and pages[0] == prefix.rest:
+            prefix.is_kept, pages = True, pages[1:]
+        self._free += pages if prefix.users or prefix.waiting else pages + prefix.pages
 
     def _fold(self, pool: PagePool, cuts: Sequence[tuple[HeldRow, int, int, int]]) -> None:
         """The points of chunks: of which row, in which slot, in which half of its states, of how many tokens."""
@@ -276,14 +333,10 @@ class RowBatch:
         return list(self._waiting)
 
 
-def pages_for(tokens: int) -> int:
-    return -(-tokens // PAGE)
-
-
-def paged_decoder(model: Any, memory_bytes: int) -> PagedDecoder | None:
+def paged_decoder(model: Any, memory_bytes: int, kind: type[PagedDecoder] = PagedDecoder) -> PagedDecoder | None:
     """A decoder for a model whose states are the same token by token as for a whole sequence: tried. Else None."""
     try:
-        decoder = PagedDecoder(model)
+        decoder = kind(model)
         prompt = tuple(7 * n % decoder.vocabulary for n in range(1, PROBE_PROMPT))
         sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_id=-1)
         request, rows = GenerationRequest(prompt, (0, 1), sampling), [Row(0, 0), Row(0, 1)]
@@ -303,5 +356,6 @@ def paged_decoder(model: Any, memory_bytes: int) -> PagedDecoder | None:
         if is_out_of_memory(error):
             return None
         why = str(error)[:200]
-    log.warning("%s is decoded without pages and graphs, which is slower: %s", type(model).__name__, why)
+    level = logging.WARNING if kind is PagedDecoder else logging.INFO
+    log.log(level, "%s is decoded without pages and graphs, which is slower: %s", type(model).__name__, why)
     return None

@@ -9,14 +9,16 @@ S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.engines.guesses import Guessed
 from shoal.engines.memory import release_memory
 from shoal.engines.pages import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
@@ -83,6 +85,10 @@ class PagePool:
 class PagedDecoder:
     """The pool and the captured steps of one model. Called with the model in inference mode."""
 
+    page, prefill_tokens = PAGE, 16_384  # of prompts computed at once
+    kept_bytes = sys.maxsize  # a larger pool is given back after every call
+    guessing_rows = 0  # so few that it is worth guessing their tokens: the steps of a GPU have fixed shapes
+
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
         self.head = Head.of(model)
@@ -91,17 +97,21 @@ class PagedDecoder:
         if self.device.type == "cuda":
             fuse(model)
         self._tile = max(1, LOGIT_ELEMENTS // self.vocabulary)
+        self._make: Callable[..., Tensor] = torch.zeros
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
         self._pool: PagePool | None = None
 
     @property
     def page_bytes(self) -> int:
-        return sum(2 * heads * size for heads, size in self._shapes) * PAGE * int(self.model.dtype.itemsize)
+        return sum(2 * heads * size for heads, size in self._shapes) * self.page * int(self.model.dtype.itemsize)
 
     @property
     def held_bytes(self) -> int:
         return 0 if self._pool is None else self._pool.cache.pages * self.page_bytes
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page)
 
     def release(self) -> None:
         """Give all memory back; the next call takes it again."""
@@ -125,7 +135,7 @@ class PagedDecoder:
             self.release()
             device, chunk = self.device, max(1, chunk)
             there = self._pool = PagePool(
-                PagedCache(self._shapes, pages, torch.empty(0, dtype=self.model.dtype, device=device)),
+                PagedCache(self._shapes, pages, self.page, partial(self._make, dtype=self.model.dtype, device=device)),
                 Slots.empty(size, width, chunk, self.hidden, device),
                 torch.zeros(size, WINDOW, dtype=torch.int32, device=device),
                 torch.zeros(size, WINDOW, dtype=torch.float32, device=device),
@@ -135,9 +145,12 @@ class PagedDecoder:
         there.slots.clear(slice(None))
         return there
 
-    def run(self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = ()) -> None:
-        """Queue so many steps of the first `size` slots. Nobody waits for them. On a processor `checks` are made after
-        each step, on a GPU when all are queued."""
+    def run(
+        self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = (),
+        _ended: int = 0, _guesses: Mapping[int, Guessed] | None = None,
+    ) -> None:  # fmt: skip
+        """Queue so many steps of the first `size` slots. Nobody waits for them, or looks how many rows have ended. On a
+        processor `checks` are made after each step, on a GPU when all are queued."""
         assert self._pool is not None
         self._pool.step_1.zero_()
         if self.device.type != "cuda":
@@ -177,8 +190,8 @@ class PagedDecoder:
         """Rows that are not alive change nothing that lasts."""
         slots, cache, here = pool.slots, pool.cache, slice(0, size)
         position_R, alive_R, drawn_R = slots.context[here], slots.alive[here], slots.drawn[here]
-        page_R = slots.table_SW[here].gather(1, (position_R // PAGE)[:, None])[:, 0].long()
-        cache.at = (page_R, position_R % PAGE)
+        page_R = slots.table_SW[here].gather(1, (position_R // cache.page)[:, None])[:, 0].long()
+        cache.at = (page_R, position_R % cache.page)
         cache.table, cache.counts = slots.table_SW[here], (position_R + 1).int()
         with decoding(self.model, cache):
             states_R1H = self.model.base_model(

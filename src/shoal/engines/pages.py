@@ -1,6 +1,6 @@
 """A key-value cache in pages, and the attention that reads it: what one token per row needs on a GPU.
 
-    page     PAGE tokens of keys and values of every layer; rows of one group share the whole pages of their prompt
+    page     keys and values of PAGE tokens in every layer; rows of one group share the whole pages of their prompt
     table    [rows, pages of a row]: which pages hold a row's tokens, in order
 
 `PagedCache` stands in the place of transformers' cache: every layer stores its keys and values where `at` says. While
@@ -39,17 +39,14 @@ _active = local()
 
 
 class PagedCache(DynamicCache):  # type: ignore[misc]  # the library is untyped
-    """Keys and values of all layers, each [pages, K, PAGE, D]. Page 0 belongs to nobody: idle rows write there."""
+    """Keys and values of all layers, each [pages, K, page, D]. Page 0 belongs to nobody: idle rows write there."""
 
-    def __init__(self, shapes: list[tuple[int, int]], pages: int, like: Tensor) -> None:
+    def __init__(self, shapes: list[tuple[int, int]], pages: int, page: int, make: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.stored = [
-            (like.new_zeros(pages, heads, PAGE, size), like.new_zeros(pages, heads, PAGE, size))
-            for heads, size in shapes
-        ]
-        self.pages = pages
+        self.stored = [(make(pages, heads, page, size), make(pages, heads, page, size)) for heads, size in shapes]
+        self.pages, self.page = pages, page
         self.at: tuple[Tensor, ...] = ()
-        self.table = self.counts = like
+        self.table = self.counts = torch.empty(0)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_arguments: Any, **_options: Any
@@ -64,10 +61,11 @@ class PagedCache(DynamicCache):  # type: ignore[misc]  # the library is untyped
             stored[page, :, offset] = tokens[which[0]] if which else tokens[:, 0]
         return key_states, value_states
 
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+    def copy_pages(self, source: Tensor, target: Tensor, tokens: int) -> None:
+        """The first tokens of pages."""
         for stored in self.stored:
             for each in stored:
-                each[target] = each[source]
+                each[target, :, :tokens] = each[source, :, :tokens]
 
 
 class ShapeCache(DynamicCache):  # type: ignore[misc]

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from shoal.engines import memory
-from shoal.engines.batching import RowBatch, paged_decoder, pages_for
+from shoal.engines.batching import RowBatch, paged_decoder
+from shoal.engines.cpu.decoder import CpuDecoder
 from shoal.engines.decoding import Decoding, GenerationCall, Row, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory
@@ -67,20 +68,25 @@ class TorchEngine:
 
     name = "torch"
     memory_bytes: int | None = None
+    _paged_kind: type[PagedDecoder]
 
     def __init__(
         self, files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu", max_rows: int = 2048,
         max_prefill_tokens: int | None = None, pages: bool | None = None,
     ) -> None:  # fmt: skip
         self._setup(model_from_files(files, dtype, device, filled=False), max_rows, max_prefill_tokens)
-        self._may_page = device == "cuda" if pages is None else pages
+        self._may_page = pages is not False
+        if pages:
+            self._paged_kind = PagedDecoder
 
     @classmethod
-    def wrap(cls, model: Any, max_rows: int = 2048, max_prefill_tokens: int | None = None) -> Self:
+    def wrap(
+        cls, model: Any, max_rows: int = 2048, max_prefill_tokens: int | None = None, pages: bool = False
+    ) -> Self:  # fmt: skip
         """An engine around a model that somebody else owns and changes (the trainer's): nothing is copied."""
         engine = cls.__new__(cls)
         engine._setup(model, max_rows, max_prefill_tokens)
-        engine._loaded = engine._shared = True
+        engine._loaded, engine._shared, engine._may_page = True, True, pages
         return engine
 
     def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
@@ -95,7 +101,7 @@ class TorchEngine:
                 if not torch.equal(target.to(source.dtype), source):
                     raise ModelError(f"weight {name} has values that {dtype} cannot hold{NARROWER}")
         engine = TorchEngine.wrap(model, self._max_rows)
-        engine._shared, engine._may_page = False, self._may_page and pages
+        engine._shared, engine._may_page, engine._paged_kind = False, self._may_page and pages, self._paged_kind
         engine.memory_bytes = self.memory_bytes
         return engine
 
@@ -123,6 +129,7 @@ class TorchEngine:
         self._usable, self._width = 0, memory.width(model)
         self._kept: tuple[int, int, int] | None = None  # `bytes_kept`, once measured
         self._loaded = self._shared = self._may_page = False
+        self._paged_kind = CpuDecoder if model.device.type == "cpu" else PagedDecoder
         self._pages: PagedDecoder | None = None
         self._pages_tried, self._paged_tokens = False, sys.maxsize
         self.policy: PolicyRef | None = None
@@ -188,14 +195,14 @@ class TorchEngine:
         if pages is None:
             return self._fitting_rows(tokens_each)
         there = int(POOL_SHARE * (self._usable + pages.held_bytes)) // pages.page_bytes
-        return max(1, min(self._max_rows, there // pages_for(tokens_each)))
+        return max(1, min(self._max_rows, self._computable(tokens_each), there // pages.pages_for(tokens_each)))
 
     def _paged(self) -> PagedDecoder | None:
-        """What decodes with pages and graphs, if this device and this model can: tried once there are weights."""
+        """What decodes with pages, if this model can: tried once there are weights."""
         if not self._may_page or not self._loaded:
             return None
         if not self._pages_tried:
-            self._pages, self._pages_tried = paged_decoder(self._model, self._usable), True
+            self._pages, self._pages_tried = paged_decoder(self._model, self._usable, self._paged_kind), True
         return self._pages
 
     def _measure_room(self) -> None:
@@ -235,13 +242,16 @@ class TorchEngine:
         self._measure_room()
         with self._inference():
             left = [row for group in drawing.groups for row in group]
+            tokens = max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
+            at_once, prompts = self._computable(tokens), [request.prompt_ids for request in drawing.requests]
             pages = None if any(request.respond for request in drawing.requests) else self._paged()
             if pages is not None and left:
-                prompts = [request.prompt_ids for request in drawing.requests]
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-            most, tokens = self._max_rows, max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
+                if max(map(len, prompts)) > at_once:
+                    pages = None  # the plain path computes a prompt in pieces
+            most = min(self._max_rows, at_once)
             while pages is not None and left and (most := min(most, self._paged_tokens // tokens)):
-                batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
+                batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy, at_once)
                 left = batch.draw(self._usable + pages.held_bytes, most)
                 if left:
                     most = min(most, len(left)) // 2

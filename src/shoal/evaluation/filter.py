@@ -40,7 +40,7 @@ class RateBand:
         except ValueError:
             low = high = math.nan
         if not 0 <= low <= high <= 1:
-            raise ConfigError(f"--keep {text}: give two rates from 0 to 1, the lower first, for example 0.125:0.5")
+            raise ConfigError(f"--pass-rate {text}: give two rates from 0 to 1, the lower first, for example 0.125:0.5")
         return cls(low, high)
 
     def holds(self, rate: float) -> bool:

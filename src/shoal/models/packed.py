@@ -7,13 +7,13 @@
 Attention goes through transformers' table of attention functions. Ours, `packed_attention`, is the usual "sdpa" unless
 a call has bounds, so an engine in the same process can use the model, too. The bounds are arguments of a layer, so a
 layer that is recomputed in the backward pass needs no context. On a GPU in 16 bits attention is one flash kernel over
-all sequences; elsewhere the attention of each sequence is computed by itself.
+all sequences; elsewhere sequences of similar length become padded rows for the attention alone.
 
 Layers are compiled one by one (`compile_layers`): a whole model takes minutes to compile, again for every change of
 shape; the code of one layer serves all equal layers, with any number of tokens. Only packs for the flash kernel are
-compiled: otherwise each number of sequences would need its own code.
+compiled: with padded rows each number of rows would need its own code.
 
-T: tokens of all sequences, S: sequences, G: heads, D: head size, H: hidden size.
+T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -99,8 +99,7 @@ def packed_states(model: Any, packed: Packed, **options: Any) -> Tensor:
     filled = packed.filled(GPU_MULTIPLE) if packed.ids_T.is_cuda else packed
     # A mask of four dimensions is passed on unchanged and ignored by packed attention, so no real mask is built.
     no_mask = torch.zeros((1, 1, 1, 1), device=packed.ids_T.device)
-    lengths = tuple(end - start for start, end in pairwise(filled.bounds) if end > start)
-    layout = {**(_flash_layout(filled) if attends_by_flash(model) else {"packed_lengths": lengths}), **options}
+    layout = {**(_flash_layout(filled) if attends_by_flash(model) else _row_layout(filled)), **options}
     states_1TH = hidden_states(
         model, filled.ids_T[None], position_ids=filled.positions_T[None], attention_mask=no_mask, **layout
     )
@@ -122,14 +121,48 @@ def _flash_layout(packed: Packed) -> dict[str, Any]:
     return {"packed_bounds": bounds_S, "packed_longest": 1 << (packed.longest - 1).bit_length()}
 
 
+def _row_layout(packed: Packed) -> dict[str, Any]:
+    """Rows of token numbers per bucket, and each token's place among the rows of all buckets."""
+    rows: list[Tensor] = []
+    places_T = torch.empty(packed.bounds[-1], dtype=torch.long)
+    offset = 0
+    for bucket in _buckets([end - start for start, end in pairwise(packed.bounds)]):
+        longest = max(length for _index, length in bucket)
+        starts = torch.tensor([packed.bounds[index] for index, _length in bucket])[:, None]
+        last = torch.tensor([length - 1 for _index, length in bucket])[:, None]
+        columns = torch.arange(longest)[None]
+        # After its end a sequence's last token is repeated: under causal attention no real token sees it.
+        rows.append((starts + columns.minimum(last)).to(packed.ids_T.device))
+        real = columns <= last
+        places_T[(starts + columns)[real]] = offset + torch.arange(real.numel()).view_as(real)[real]
+        offset += real.numel()
+    return {"packed_rows": tuple(rows), "packed_places": places_T.to(packed.ids_T.device)}
+
+
+def _buckets(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """(index, length) of sequences in buckets, in which none is twice as long as another, so that one long sequence
+    does not widen the rows of many short ones.
+
+    >>> _buckets([3, 9, 2, 10])
+    [[(3, 10), (1, 9)], [(0, 3), (2, 2)]]
+    """
+    buckets: list[list[tuple[int, int]]] = []
+    for index, length in sorted(enumerate(lengths), key=lambda pair: (-pair[1], pair[0])):
+        if length and (not buckets or 2 * length <= buckets[-1][0][1]):
+            buckets.append([])
+        if length:
+            buckets[-1].append((index, length))
+    return buckets
+
+
 def packed_attention(
     module: torch.nn.Module, query_1GTD: Tensor, key_1GTD: Tensor, value_1GTD: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, packed_bounds: Tensor | None = None, packed_longest: int = 0,
-    packed_lengths: tuple[int, ...] = (),
+    packed_rows: tuple[Tensor, ...] = (), packed_places: Tensor | None = None,
     packed_layers: _AttendedLayers | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within the bounds; without any, what "sdpa" does. Returns [1, T, G, D] as the interface asks."""
-    if packed_bounds is None and not packed_lengths:
+    if packed_bounds is None and packed_places is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_1GTD, key_1GTD, value_1GTD, attention_mask, scaling=scaling, **options
         )
@@ -138,20 +171,33 @@ def packed_attention(
         raise NotImplementedError(f"this model's attention uses {refused[0]}, which packed attention does not compute")
     if packed_layers is not None:
         packed_layers.count += 1
-    given = (query_1GTD, key_1GTD, value_1GTD)
+    query_TGD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query_1GTD, key_1GTD, value_1GTD))
     if packed_bounds is not None:
         lengths = (packed_bounds, packed_bounds, packed_longest, packed_longest)
-        query_TGD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in given)
         attended_TGD = varlen_attn(query_TGD, key_TGD, value_TGD, *lengths, scale=scaling, **VARLEN_OPTIONS)
         assert isinstance(attended_TGD, Tensor)
         return attended_TGD[None], None
-    shared = query_1GTD.shape[1] != key_1GTD.shape[1]
-    split = (torch.split(each, list(packed_lengths), dim=2) for each in given)
-    parts = [
-        functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared)
-        for query, key, value in zip(*split, strict=True)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    assert packed_places is not None
+    return _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)[None], None
+
+
+def _rows(
+    query_TGD: Tensor, key_TGD: Tensor, value_TGD: Tensor, rows: tuple[Tensor, ...], places_T: Tensor,
+    scaling: float | None,
+) -> Tensor:  # fmt: skip
+    parts = []
+    for rows_SL in rows:
+        # index_select, unlike indexing, has a deterministic backward pass.
+        query, key, value = (
+            each.index_select(0, rows_SL.flatten()).view(*rows_SL.shape, *each.shape[1:]).transpose(1, 2)
+            for each in (query_TGD, key_TGD, value_TGD)
+        )
+        shared = query.shape[1] != key.shape[1]
+        attended_SGLD = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
+        )
+        parts.append(attended_SGLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).index_select(0, places_T)
 
 
 _known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""`shoal backup RUN OUT.tar`, `shoal restore OUT.tar FOLDER`: a whole run as one file, taken while it continues.
+"""`shoal backup RUN OUT.tar`, `shoal restore OUT.tar RUN`: a whole run as one file, taken while it continues.
 
     backup   hard links to checkpoints and published files, because the trainer may remove them meanwhile
              ─► one snapshot of the database, of whichever kind, as an SQLite file
@@ -30,7 +30,7 @@ from typing import IO, Literal
 from pydantic import ValidationError
 
 from shoal import __version__
-from shoal.errors import CheckpointError, ConfigError, LedgerError, ProtocolError
+from shoal.errors import CheckpointError, ConfigError, LedgerError, ProtocolError, UserError
 from shoal.hub.settings import HubSettings
 from shoal.hub.storage import SqliteStorage, open_blobs, open_storage
 from shoal.hub.storage.copying import RESTORED, copy_rows, side_by_side, snapshot
@@ -313,6 +313,8 @@ def read_bundle(path: Path, folder: Path, only: str = "") -> Manifest:
         manifest = Manifest.model_validate_json(data)
     except (tarfile.TarError, EOFError) as error:
         raise _damaged(path, f"it ends early, or is no tar file ({error})") from error
+    except FileNotFoundError as error:
+        raise UserError(f"there is no backup at {path}") from error
     except OSError as error:
         raise resource_error("unpack the backup", path, error) from error
     except ValidationError as error:

@@ -68,7 +68,7 @@ class RunFolder:
         """Make the folder, or open one with the same recipe; afterwards every key and certificate exists."""
         stored = path / "recipe.toml"
         if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
-            raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
+            raise ConfigError(f"the folder {path} is not empty and not a run's; give another RUN")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # the recipe of a running run must not change
             cls.refuse_other(path, recipe)
             ensure_folder(path / "logs")
@@ -86,7 +86,9 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         stored = path / "recipe.toml"
         if not stored.is_file():
-            raise ConfigError(f"{path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE")
+            wrong = "has no recipe.toml: it is not a run's folder" if path.exists() else "is not there"
+            ways = f"its folder, its name under runs/{_runs_here()}, or its URL, http://…"
+            raise ConfigError(f"{path} {wrong}; a run is given by {ways}")
         return cls(path, _stored_recipe(stored))
 
     @staticmethod
@@ -239,6 +241,18 @@ def hub_address(where: str, wait_s: float) -> tuple[str, float, str | None]:
     return folder.endpoints.hub, wait_s, protocol.fingerprint(folder.root_key)
 
 
+def run_path(name: str) -> Path:
+    """The folder of a run: `name` itself; or the one of this name under runs/, unless a run of this name is here."""
+    here, named = Path(name), Path("runs", name)
+    bare = here.name == name != ".." and not (here / "recipe.toml").is_file()
+    return named if bare and (named.exists() or not here.exists()) else here
+
+
+def _runs_here() -> str:
+    names = sorted(path.parent.name for path in Path("runs").glob("*/recipe.toml"))
+    return f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})" if names else ""
+
+
 def find_run(where: str | None) -> str:
     """`where`; else the run in this folder, or the only one in runs/."""
     if where is not None:
@@ -249,16 +263,17 @@ def find_run(where: str | None) -> str:
     if len(runs) == 1:
         return str(runs[0])
     found = f"runs/ has {len(runs)}" if runs else "runs/ has no run"
-    raise UserError(f"which run? give its folder or its hub's address ({found})")
+    raise UserError(f"which run? give its folder, its name under runs/, or its hub's URL: {found}{_runs_here()}")
 
 
 def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str]) -> Recipe:
     if source is None and directory is not None:
         if not directory.is_dir():
-            raise ConfigError(f"there is no run folder {directory}; to make one: shoal run RECIPE --dir FOLDER")
+            made = f"to make one: shoal run RECIPE {directory}; a recipe's name ends in .toml"
+            raise ConfigError(f"there is no run folder {directory}{_runs_here()}; {made}")
         source = RunFolder.open(directory).path / "recipe.toml"
     if source is None:
-        raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or --dir RUN to resume a run)")
+        raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or shoal run RUN to resume a run)")
     return load_recipe(source, overrides)
 
 
@@ -283,12 +298,12 @@ def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
     before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
         why = f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer"
-        raise ConfigError(f"{why}, never shorter; to end it earlier, stop it (resume with: shoal run --dir {path})")
+        raise ConfigError(f"{why}, never shorter; to end it earlier, stop it (resume with: shoal run {path})")
     begun = (path / "hub" / "hub.db").exists() or any((path / "origin" / "manifests").glob("*"))
     if not begun or (masked(before.database), before.storage) == (masked(now.database), now.storage):
         return  # not begun, or only the password differs
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
-    remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
+    remedy = f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE RUN{places}"
     here = f"hub.database {masked(before.database)!r}, hub.storage {before.storage!r}"
     raise ConfigError(f"what the run in {path} holds is at {here}; {remedy}")

@@ -84,7 +84,7 @@ def launch(
 
 def remove_caches(folder: RunFolder) -> None:
     """What only a running run needs: weights fetched and mirrored, and at the origin what is older than the groups of
-    the last step, which can be checked again (`shoal ledger recheck`)."""
+    the last step, which can be checked again (`shoal ledger verify --recheck`)."""
     for cache in (*folder.path.glob("worker-*/cache"), *folder.path.glob("validator-*/cache")):
         shutil.rmtree(cache, ignore_errors=True)
     for relay in folder.path.glob("relay-*"):
@@ -136,7 +136,7 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     """The result of a run, and what to do next. `before`: steps that were done when it was started."""
     lines, code = summary(path / METRICS, launched.status, launched.elapsed_s, before), launched.ending.exit_code
     if code == 130:
-        lines.append(f"to resume: {shoal_command()} run --dir {path}")
+        lines.append(f"to resume: {shoal_command()} run {path}")
     if code != 0:
         return lines
     metrics, take = MetricsLog(path / METRICS), f"{shoal_command()} export {path} OUT"
@@ -193,5 +193,5 @@ def when_stopped(path: Path) -> tuple[bool, str]:
     if done >= steps:
         export, measure = path / "trainer" / "export", f"to measure it: {shoal_command()} eval {path} --env SPEC"
         return True, f"the run in {path} is finished: {steps} steps{score}; its model is in {export}; {measure}"
-    resume = f"{shoal_command()} run --dir {path}"
+    resume = f"{shoal_command()} run {path}"
     return False, f"the run in {path} is not running: {done} of {steps} steps{score}; resume it with: {resume}"

@@ -219,7 +219,7 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
     yield Order(str(path), "certify", reason=reason, certificates=(signed,)).send(needs_root=True)
     if public_key is None:
         folder.put_certificate(name, signed)
-        yield f"start it with: {shoal_command()} validator --dir {path} --index {index}"
+        yield f"start it with: {shoal_command()} validator {path} --index {index}"
         return
     target = out or Path(f"validator-{public_key[:8]}.json")
     target.write_text(signed.model_dump_json(indent=2) + "\n")
@@ -229,7 +229,7 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
     yield f"  {path / 'keys' / 'hub.json'} → VALIDATOR/keys/hub.json"
     yield f"  {target} → VALIDATOR/keys/validator-0.json"
     yield "  its own key, which stays there → VALIDATOR/keys/validator-0.key"
-    yield f"start it there with: {shoal_command()} validator --dir VALIDATOR --index 0"
+    yield f"start it there with: {shoal_command()} validator ./VALIDATOR --index 0"
 
 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:

@@ -127,7 +127,7 @@ def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
     if not changed:
         return
     shown, more = "; ".join(changed[:3]), f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
-    remedy = f"choose another folder with --dir, or resume with: shoal run --dir {path}"
+    remedy = f"give another RUN, or resume with: shoal run {path}"
     raise ConfigError(f"the run in {path} was made with another recipe ({shown}{more}); {remedy}")
 
 

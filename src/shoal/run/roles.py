@@ -1,4 +1,4 @@
-"""The roles of a run folder, for `shoal hub --dir RUN` and for the children of `shoal run` alike."""
+"""The roles of a run folder, for `shoal hub RUN` and for the children of `shoal run` alike."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
     role, _, index = name.partition("-")
     command = {"origin": ["relay", "--origin"], "worker": ["join"]}.get(role, [role])
     options = [*(["--index", index] if index else []), *(["--cheat", cheat] if cheat is not None else [])]
-    return [*command, "--dir", str(path), *options]
+    return [*command, str(path), *options]
 
 
 def start_role(name: str, folder: Path | None, verbose: bool) -> StopToken:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from blake3 import blake3
+
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import WANTS_PASSWORD, Reach, check_behind_proxy, connect, netloc, proxy_of
@@ -25,6 +27,7 @@ SLICE_S = 0.2
 MAX_ANSWER_HEAD_BYTES = 16 * 1024
 MAX_DRAINED_BYTES = 64 * 1024
 RECEIVE_BYTES = 1024 * 1024
+HASHED_BYTES = 256 * 1024
 
 Check = Callable[[int], str | None]
 
@@ -137,14 +140,20 @@ class Connection:
                 raise
         return self._ask(target, deadline)
 
-    def read_into(self, buffer: memoryview, deadline: Deadline) -> None:
-        """Fill `buffer`, which has the size of the body."""
+    def read_into(self, buffer: memoryview, deadline: Deadline, hasher: blake3 | None = None) -> None:
+        """Fill `buffer`, which has the size of the body, and hash the bytes as they arrive."""
         assert self._answer is not None
         assert buffer.nbytes == self._answer.size_bytes
+        hashed = 0
         while self._filled < buffer.nbytes:
-            if (received := self._receive(buffer[self._filled : self._filled + RECEIVE_BYTES], deadline)) == 0:
-                raise self._broken(f"closed the connection after {self._filled} of {buffer.nbytes} bytes")
-            self._filled += received
+            filled = self._filled
+            if (received := self._receive(buffer[filled : filled + RECEIVE_BYTES], deadline)) == 0:
+                raise self._broken(f"closed the connection after {filled} of {buffer.nbytes} bytes")
+            self._filled = filled + received
+            # in pieces that are large enough for a fast hash and still in the processor's cache
+            if hasher is not None and (self._filled - hashed >= HASHED_BYTES or self._filled == buffer.nbytes):
+                hasher.update(buffer[hashed : self._filled])
+                hashed = self._filled
         keep_alive, self._answer = self._answer.keep_alive, None
         if not keep_alive:
             self.close()

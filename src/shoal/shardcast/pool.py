@@ -1,8 +1,8 @@
 """Threads that download chunks as the scheduler decides. Nothing is stored before its hash was checked.
 
     want() ─► Scheduler ─► n threads, each: ┬─ store.has: already on this disk?
-               ▲                            ├─ GET ─► hash ─┬─ matches: store.keep
-               │                            │                └─ differs: the source is dropped
+               ▲                            ├─ GET ─► hash while receiving ─┬─ matches: store.keep
+               │                            │                               └─ differs: the source is dropped
                ├── failed: another source ──┘
                └── one thread per source that polls its map
 
@@ -196,7 +196,7 @@ class ChunkPool:
 
     def _fetch(self, attempt: Attempt, connection: Connection, buffer: memoryview) -> bool:
         """Whether the chunk is in the buffer, verified, and still wanted."""
-        chunk, source, asked_s = attempt.chunk, attempt.source, time.monotonic()
+        chunk, source, asked_s, hasher = attempt.chunk, attempt.source, time.monotonic(), blake3()
         with self._lock:
             self._connections[attempt] = connection
             share = self._settings.min_rate_bytes_s / self._scheduler.attempts_at(source)
@@ -215,8 +215,8 @@ class ChunkPool:
                 raise ChunkCorrupt(f"{source} offers {answer.size_bytes} bytes as chunk {chunk.hash[:16]}…")
             if attempt.map.asked_s is None:  # a relay may have held the request until it had the chunk
                 asked_s = time.monotonic()
-            connection.read_into(buffer, deadline)
-            if blake3(buffer).hexdigest() != chunk.hash:
+            connection.read_into(buffer, deadline, hasher)
+            if hasher.hexdigest() != chunk.hash:
                 raise ChunkCorrupt(f"{source} sent bytes that are not chunk {chunk.hash[:16]}…")
         except ChunkCorrupt as error:
             connection.close()

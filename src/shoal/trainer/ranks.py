@@ -15,7 +15,7 @@ wait. A process that dies closes its connections, which ends the collectives of 
         └ this process is killed ─► the pipes close ─► every rank stops
 
 The ranks meet at a store of this process on the loopback address, by the variables that `torchrun` sets. By hand,
-`torchrun … -m shoal.cli trainer --dir RUN` does the same, also over several machines.
+`torchrun … -m shoal.cli trainer RUN` does the same, also over several machines.
 """
 
 from __future__ import annotations

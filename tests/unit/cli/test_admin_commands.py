@@ -104,7 +104,7 @@ def test_relays(folder: RunFolder) -> None:
 
 def test_another_validator_without_a_restart(folder: RunFolder, capsys: Capture) -> None:
     assert order(folder, "add-validator") == 0
-    assert "validator --dir" in capsys.readouterr().out
+    assert "shoal validator " in capsys.readouterr().out
     key = folder.key("validator-1")
     assert "validator-1" in RunFolder.open(folder.path).trusted_roles
     client = client_of(folder, key)
@@ -218,19 +218,20 @@ def test_no_key_is_overwritten_but_shown(owner: Path, tmp_path: Path, capsys: Ca
         assert shown.split()[-5:] == ["node", key.node, "public", "key", key.public_key]
     assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 0
     assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 2
-    assert main(["key", "import", str(tmp_path / "sealed"), str(owner)]) == 2
+    assert main(["key", "new", str(owner), "--from", str(tmp_path / "sealed")]) == 2
     assert owner.read_bytes() == before
 
 
 def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     text = told(capsys, 0, "key", "export", owner).out
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert main(["key", "import", "-", str(tmp_path / "there.key")]) == 0
+    assert main(["key", "new", str(tmp_path / "there.key"), "--from", "-"]) == 0
     assert load_key(tmp_path / "there.key").public_key == load_key(owner).public_key
     (tmp_path / "words").write_text("other words than those\n")
     (tmp_path / "sealed").write_text(text)
     there = str(tmp_path / "nowhere.key")
-    assert main(["key", "import", str(tmp_path / "sealed"), there, "--passphrase-file", str(tmp_path / "words")]) == 2
+    sealed = ["--from", str(tmp_path / "sealed"), "--passphrase-file", str(tmp_path / "words")]
+    assert main(["key", "new", there, *sealed]) == 2
     assert "does not open" in capsys.readouterr().err
     assert not Path(there).exists()
 

@@ -84,12 +84,12 @@ def test_urls_that_cannot_be(urls: list[str], sentence: str) -> None:
 
 def test_other_keys_and_other_broadcasts_are_refused(here: Path, serve: Serve, capsys: Capture) -> None:
     url, sibling = serve(published(here / "www")), serve(published(here / "sibling", run="others"))
-    code, said = complaint(capsys, "fetch", f"{url}/#{OTHER.public_key}", "-o", "out", "--wait", "1")
+    code, said = complaint(capsys, "fetch", f"{url}/#{OTHER.public_key}", "--out", "out", "--wait", "1")
     assert (code, "not trusted" in said) == (1, True), said
     assert not (here / "out").exists()
-    assert main(["cast", "fetch", f"{url}/#{KEY.public_key}", "-o", "out"]) == 0
+    assert main(["cast", "fetch", f"{url}/#{KEY.public_key}", "--out", "out"]) == 0
     capsys.readouterr()
-    code, said = complaint(capsys, "fetch", f"{sibling}/#{KEY.public_key}", "-o", "out", "--wait", "1")
+    code, said = complaint(capsys, "fetch", f"{sibling}/#{KEY.public_key}", "--out", "out", "--wait", "1")
     assert (code, "belongs to run others" in said) == (1, True), said
 
 
@@ -151,7 +151,7 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
 
 def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture) -> None:
     say_commands(CastTerminal(), "http://127.0.0.1:7", "192.0.2.5", "ab" * 32, "my file")
-    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} -o 'my file'\n" in capsys.readouterr().out
+    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} --out 'my file'\n" in capsys.readouterr().out
     assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
     assert public_url("http://[::1]:7", "fe80::1") == "http://[fe80::1]:7"
     assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"
@@ -174,12 +174,12 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def test_folder_of_another_key_or_name_is_refused(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
-    told(capsys, 0, "cast", "publish", "file", "--dir", "named", "--name", "mine", "--no-serve")
+    told(capsys, 0, "cast", "publish", "file", "--folder", "named", "--name", "mine", "--no-serve")
     for folder in ("www", "mirror"):
         published(here / folder, key=OTHER)
     for arguments, words in (
         (("publish", "file", "--no-serve"), "is not signed by this key"),
-        (("publish", "file", "--dir", "named", "--name", "yours", "--no-serve"), "is the broadcast 'mine'"),
+        (("publish", "file", "--folder", "named", "--name", "yours", "--no-serve"), "is the broadcast 'mine'"),
         (("relay", "--upstream", KEYED), "mirrors another publisher"),
     ):
         code, said = complaint(capsys, *arguments)
@@ -189,13 +189,13 @@ def test_folder_of_another_key_or_name_is_refused(here: Path, capsys: Capture) -
 def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
     for _ in range(2):
-        assert main(["cast", "publish", "file", "--dir", "deep/www", "--no-serve"]) == 0
+        assert main(["cast", "publish", "file", "--folder", "deep/www", "--no-serve"]) == 0
     said = capsys.readouterr().out
     assert (here / "deep" / "www.key").stat().st_mode & 0o777 == 0o600
     assert len({line.partition("#")[2] for line in said.splitlines() if "#" in line}) == 1
     assert not any("key" in path.name for path in (here / "deep" / "www").rglob("*"))
     (here / "deep" / "www.key").chmod(0o644)
-    assert "is readable by others" in complaint(capsys, "publish", "file", "--dir", "deep/www", "--no-serve")[1]
+    assert "is readable by others" in complaint(capsys, "publish", "file", "--folder", "deep/www", "--no-serve")[1]
 
 
 HUB = "http://127.0.0.1:9"
@@ -222,9 +222,9 @@ def configs(monkeypatch: Patch) -> list[RelayConfig]:
 def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Path) -> None:
     options = (
         "--upstream http://a:1 --upstream http://b:1 --peer http://c:1 --peer http://d:1 --host 127.0.0.1 --port 7 "
-        "--keep 4 --disk-budget-gb 1.5"
+        "--keep-versions 4 --max-disk 1.5GB"
     )
-    assert main(["relay", "--run-info", HUB, "--folder", str(tmp_path), *options.split()]) == 0
+    assert main(["relay", HUB, "--folder", str(tmp_path), *options.split()]) == 0
     settings = RelaySettings(keep_versions=4, disk_budget_gb=1.5)
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
@@ -234,7 +234,7 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
 
 
 def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[RelayConfig], tmp_path: Path) -> None:
-    assert main(["relay", "--run-info", HUB, "--folder", str(tmp_path)]) == 0
+    assert main(["relay", HUB, "--folder", str(tmp_path)]) == 0
     budget_gb = configs[0].settings.disk_budget_gb
     assert (configs[0].settings, configs[0].peers) == (RelaySettings(disk_budget_gb=budget_gb), ())
     assert budget_gb is not None  # a part of what is free: whoever publishes cannot fill the disk

@@ -40,7 +40,7 @@ def test_a_good_data_set(tmp_path: Path, capsys: Capture, arguments: str, layout
     said = told(capsys, 0, "data", "check", *given).out
     assert f"40 rows in 1 file, format {layout}: 32 to train on, 8 held out; data digest " in said
     assert said.endswith("every row can be used\n")
-    assert len(told(capsys, 0, "data", "order", *given, "--count", 2).out.splitlines()) == 4
+    assert len(told(capsys, 0, "data", "check", *given, "--order", 2).out.splitlines()) == 4
 
 
 def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: Capture) -> None:
@@ -73,7 +73,8 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
         "  kind 'proof': 2 rows, 0 can be used, 0 to train on",
         "2 rows: question_type is 'proof': no grader judges proofs: row 3 (a.jsonl line 4), row 4 (a.jsonl line 5)",
     ]
-    assert "kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used" in told(capsys, 2, "data", "order", path).err
+    said = told(capsys, 2, "data", "check", path, "--order", 1).err
+    assert "kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used" in said
     for spelling in ("bad_rows=skip", "environment.options.bad_rows=skip"):
         skipped = told(capsys, 0, "data", "check", path, "--set", spelling).err
         assert skipped == "2 rows cannot be used: a run leaves them out\n"
@@ -105,13 +106,13 @@ def test_check_says_what_is_wrong_once_and_others_warn(tmp_path: Path, capsys: C
     main(["data", "check", str(path)])
     assert capsys.readouterr().err == "1 row cannot be used: a run leaves it out\n"
     assert caplog.text == ""
-    assert main(["data", "order", str(path), "--count", "1"]) == 0
+    assert main(["data", "check", str(path), "--order", "1"]) == 0
     assert "1 of 20 rows cannot be used and are left out: row 7 (a.jsonl line 8)" in caplog.text
 
 
 def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 50, {7: ""})
-    assert main(["data", "order", str(path), "--seed", "3", "--from", "5", "--count", "4"]) == 0
+    assert main(["data", "check", str(path), "--seed", "3", "--from", "5", "--order", "4"]) == 0
     head, names, *rows = capsys.readouterr().out.splitlines()
     environment = build(EnvironmentSettings(name="dataset", data=path))
     tasks = environment.tasks("train")
@@ -125,7 +126,7 @@ def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: Capture) -> None:
 
 def test_order_continues_after_an_unusable_task(tmp_path: Path, capsys: Capture) -> None:
     rows = [{"id": f"q{row}", "question": f"{row} + 1?", "answer": "" if row % 2 else "1"} for row in range(50)]
-    said = told(capsys, 0, "data", "order", write_jsonl(tmp_path / "a.jsonl", rows), "--count", "30").out
+    said = told(capsys, 0, "data", "check", write_jsonl(tmp_path / "a.jsonl", rows), "--order", "30").out
     shown = [int(line.split("\t")[1]) for line in said.splitlines()[2:]]
     assert len(shown) == 30
     assert all(row % 2 == 0 for row in shown)
@@ -135,8 +136,8 @@ def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: Capture) -
     path = write(tmp_path / "a.jsonl", 40)
     recipe = tmp_path / "mine.toml"
     recipe.write_text(f'[run]\nname = "mine"\nseed = 9\n[environment]\nname = "dataset"\ndata = "{path}"\n')
-    of_recipe = told(capsys, 0, "data", "order", recipe, "--count", "2").out
-    assert told(capsys, 0, "data", "order", path, "--seed", "9", "--count", "2").out == of_recipe
+    of_recipe = told(capsys, 0, "data", "check", recipe, "--order", "2").out
+    assert told(capsys, 0, "data", "check", path, "--seed", "9", "--order", "2").out == of_recipe
     assert main(["data", "check", str(recipe)]) == 0
 
 

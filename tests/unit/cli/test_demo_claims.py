@@ -122,7 +122,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(earlier_demo(tmp_path / "real"))
     (tmp_path / "file").write_text("x")
     there = sorted(tmp_path.rglob("*"))
-    for name, words in (("work", "not an earlier demo's; choose"), ("link", "is not a folder"), ("file", "is not a f")):
+    for name, words in (("work", "not an earlier demo's; give"), ("link", "is not a folder"), ("file", "is not a f")):
         with pytest.raises(ConfigError, match=words):
             replace_earlier_demo(tmp_path / name, FACTS)
     assert sorted(tmp_path.rglob("*")) == there

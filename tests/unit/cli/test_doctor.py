@@ -101,8 +101,8 @@ def test_a_self_test_says_what_passed_and_what_was_caught(tmp_path: Path, capsys
 
 def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "mine.toml"
-    arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--sequences", "32"]
-    arguments += ["--tokens", "10", "--out", str(out)]
+    arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--samples", "32"]
+    arguments += ["--max-new-tokens", "10", "--out", str(out)]
     shown = told(capsys, 0, *arguments)
     assert "honest groups fail" in shown.out
     assert "bits a token" in shown.out
@@ -118,7 +118,7 @@ def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(tmp_pa
     """The tiny model in bfloat16: its rounding hides int8 weights."""
     out = tmp_path / "mine.toml"
     arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--dtype", "bfloat16"]
-    arguments += ["--sequences", "32", "--tokens", "10"]
+    arguments += ["--samples", "32", "--max-new-tokens", "10"]
     assert main([*arguments, "--against", "cpu/bfloat16", "--out", str(out)]) == 1
     assert "refused: int8 weights would be caught in" in capsys.readouterr().out
     assert not out.exists()
@@ -129,7 +129,7 @@ def test_a_benchmark_measures_each_kind_of_work_beside_transformers(
 ) -> None:
     monkeypatch.setattr(bench, "BUDGET_S", 1.0)
     monkeypatch.setattr("shoal.cli.printing.EVERY_S", 0.0)
-    arguments = ["doctor", "--folder", tmp_path, "--bench", "--device", "cpu", "--tokens", "16"]
+    arguments = ["doctor", "--folder", tmp_path, "--bench", "--device", "cpu", "--max-new-tokens", "16"]
     said = told(capsys, 0, *arguments, "--json")
     assert re.search("benchmark: . of 1 s, .*prefill with checks", said.err)
     found = json.loads(said.out)

@@ -143,7 +143,7 @@ def begun(folder: RunFolder) -> RunFolder:
 def test_only_a_restore_moves_a_run_that_has_begun(tmp_path: Path, before: str, override: str, command: str) -> None:
     run = begun(RunFolder.prepare(tmp_path / "run", recipe(*before.split())))
     there = files(run.path)
-    with pytest.raises(ConfigError, match=f"restore FILE FOLDER{command}$"):
+    with pytest.raises(ConfigError, match=f"restore FILE RUN{command}$"):
         RunFolder.prepare(run.path, recipe(override))
     assert files(run.path) == there
 
@@ -240,7 +240,7 @@ def test_damaged_endpoints_are_named_and_replaced(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [("", r"recipe\.toml is damaged: it has no \[run\] section"), ("[run]\n[oops", r"recipe\.toml: not valid TOML"),
-     (None, "is not a run folder")],
+     (None, "not a run's folder")],
 )  # fmt: skip
 def test_a_folder_without_a_whole_recipe_cannot_be_opened(folder: RunFolder, text: str | None, said: str) -> None:
     path = folder.path / "recipe.toml"

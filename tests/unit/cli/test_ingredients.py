@@ -217,7 +217,7 @@ def test_adapters_on_layers_of_several_files(model: Path) -> None:
 
 
 def test_nothing_is_made_for_a_run_that_could_not_start(tmp_path: Path, capsys: Capture) -> None:
-    asked = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--set", 'trainer.lora.targets=["qproj"]']
+    asked = ["run", str(TINY), str(tmp_path / "run"), "--set", 'trainer.lora.targets=["qproj"]']
     for mode in ([], ["--dry-run"], ["--prepare"]):
         assert f"is called 'qproj'; there are: {LAYERS}\n" in told(capsys, 2, *asked, *mode).err
     assert not (tmp_path / "run").exists()

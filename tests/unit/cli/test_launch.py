@@ -42,10 +42,10 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_each_role_is_a_command_of_the_same_program_and_a_cheater_has_one_option_more() -> None:
     run = Path("/r")
-    assert command_of(run, "origin") == ["relay", "--origin", "--dir", "/r"]
-    assert command_of(run, "validator-1") == ["validator", "--dir", "/r", "--index", "1"]
+    assert command_of(run, "origin") == ["relay", "--origin", "/r"]
+    assert command_of(run, "validator-1") == ["validator", "/r", "--index", "1"]
     honest, cheater = (process_spec(run, "worker-0", cheat) for cheat in (None, "best-of"))
-    assert honest.argv == (sys.executable, "-m", "shoal.cli", "join", "--dir", "/r", "--index", "0")
+    assert honest.argv == (sys.executable, "-m", "shoal.cli", "join", "/r", "--index", "0")
     assert honest.log == run / "logs" / "worker-0.log"
     assert cheater == replace(honest, argv=(*honest.argv, "--cheat", "best-of"))
 
@@ -146,7 +146,7 @@ def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: Run
     [
         (0, [], "the trained model is in {run}/trainer/export"),
         (1, [], "0 steps in 1 s"),
-        (130, [], "to resume: {shoal} run --dir {run}"),
+        (130, [], "to resume: {shoal} run {run}"),
         (0, [{"step": 0, "groups": 0, "dropped_groups": 4}], "the unchanged model is in {run}/trainer/export"),
         (0, [{"step": 0, "held_out": 0.5}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
         (0, [{"step": 0, "held_out": 0.75}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
@@ -203,7 +203,7 @@ def test_a_role_that_the_run_does_not_have(folder: RunFolder, name: str, message
 
 def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, tmp_path: Path) -> None:
     url, stop = folder.assign_endpoints().join, StopToken()
-    command = [sys.executable, "-m", "shoal.cli", "relay", "--run-info", url, "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "shoal.cli", "relay", url, "--host", "127.0.0.1", "--port", "0"]
     with ThreadPoolExecutor() as threads:
         roles = [threads.submit(run_role, folder, name, stop) for name in ("hub", "origin")]
         mirror = ["--folder", str(tmp_path / "mirror")]

@@ -243,10 +243,10 @@ def test_the_ledger_of_a_running_hub(run: Path, tmp_path: Path, capsys: Capture)
         checked = check_ledger(url)
         assert checked.pins[-1].source == "the hub's signed head"
         assert any("no source of this run could be asked" in note for note in checked.notes)
-        assert main(["ledger", "export", url, str(tmp_path / "o.jsonl")]) == 0
-        assert capsys.readouterr().out.endswith("o.jsonl, and beside it o.jsonl.evidence and o.jsonl.head\n")
+        assert main(["ledger", "verify", url, "--out", str(tmp_path / "o.jsonl")]) == 0
+        assert "o.jsonl, and beside it o.jsonl.evidence and o.jsonl.head\n" in capsys.readouterr().out
         assert main(["ledger", "verify", str(run)]) == 0
-        assert main(["ledger", "show", OWNER[:8], url, "--json"]) == 0
+        assert main(["ledger", "show", url, OWNER[:8], "--json"]) == 0
     said = capsys.readouterr().out
     assert json.loads(said[said.index("{") :])["together"]["credit"] == 30
     assert main(["ledger", "verify", str(tmp_path / "o.jsonl")]) == 0
@@ -269,19 +269,19 @@ def test_a_name_that_is_the_start_of_anothers_id_stands_for_neither() -> None:
 
 
 def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: Capture) -> None:
-    assert "30" in told(capsys, 0, "ledger", "show", "bob", run).out
-    first = json.loads(told(capsys, 0, "ledger", "shares", run, "--step", "0", "--json").out)
+    assert "30" in told(capsys, 0, "ledger", "show", run, "bob").out
+    first = json.loads(told(capsys, 0, "ledger", "show", run, "--step", "0", "--json").out)
     assert [share["fraction"] for share in first["shares"]] == [[3, 4], [1, 4]]
-    last = json.loads(told(capsys, 0, "ledger", "shares", run, "--json").out)
+    last = json.loads(told(capsys, 0, "ledger", "show", run, "--json").out)
     assert {share["holder"]: share["credit"] for share in last["shares"]} == {OWNER: 30, BOB.node: 30}
-    assert "1/2" in told(capsys, 0, "ledger", "shares", run).out
-    assert main(["ledger", "show", "nobody", str(run)]) == 2
-    assert main(["ledger", "shares", str(run), "--step", "900"]) == 2
+    assert "1/2" in told(capsys, 0, "ledger", "show", run).out
+    assert main(["ledger", "show", str(run), "nobody"]) == 2
+    assert main(["ledger", "show", str(run), "--step", "900"]) == 2
 
 
 def test_accounts_are_not_cut_when_they_are_piped(run: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
-    heads, row = told(capsys, 0, "ledger", "show", "bob", run).out.splitlines()
+    heads, row = told(capsys, 0, "ledger", "show", run, "bob").out.splitlines()
     assert heads.split() == ["node", "name", "credit", "pending", "void", "accepted", "rejected", "standing"]
     assert row.split()[:3] == [BOB.node[:16], "bob", "30"]
 
@@ -321,5 +321,5 @@ def test_a_ledger_in_postgresql(tmp_path: Path, database_url: str) -> None:
     assert checked.compared
     assert checked.accounts.by_node[alice].credit == 42
     assert checked.pins[0].source == "the manifest of policy 0.1"
-    assert main(["ledger", "export", str(folder.path), str(tmp_path / "out.jsonl")]) == 0
+    assert main(["ledger", "verify", str(folder.path), "--out", str(tmp_path / "out.jsonl")]) == 0
     assert check_ledger(str(tmp_path / "out.jsonl")).accounts.total_credit == 42

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit import Patch, TempPaths
+from kit.cast import says
 from kit.cli import TINY
 from shoal.adversary import CHEATS
 from shoal.cli.main import main
@@ -27,36 +28,74 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run --nonsense", 2, "No such option: --nonsense (see: shoal run --help)"),
     ("ledger nonsense", 2, "No such command 'nonsense'. (see: shoal ledger --help)"),
     ("swim", 2, "No such command 'swim'"),
+    ("stat demo", 2, "No such command 'stat'. Did you mean 'status'? (see: shoal --help)"),
+    ("--verson", 2, "No such option: --verson (Possible options: --version) (see: shoal --help)"),
+    ("ledger", 2, "Missing command. (see: shoal ledger --help)"),
+    # runs
     ("run", 2, "which recipe? for example: shoal run"),
+    ("run none", 2, "there is no run folder runs/none; to make one: shoal run RECIPE runs/none"),
+    ("run hollow", 2, "hollow has no recipe.toml: it is not a run's folder"),
+    ("run file", 2, "file: not valid TOML"),
+    ("run TINY a b", 2, "Got unexpected extra argument(s) (b) (see: shoal run --help)"),
+    ("run TINY --dry-rum", 2, "No such option: --dry-rum (Possible options: --dry-run)"),
+    ("run TINY --patience soon", 2, "'--patience': 'soon' is not a number from 1 to 6,000,000 (see: shoal run --help)"),
+    ("run TINY --set hub.port=99999", 2, "[hub] port = 99999: input should be less than or equal to 65535"),
+    ("demo --steps -1", 2, "'--steps': '-1' is not a whole number from 1 to 100,000 (see: shoal demo --help)"),
+    ("demo file", 2, "file is not a folder; give another RUN"),
+    ("hub none", 2, "runs/none is not there; a run is given by its folder, its name under runs/, or its URL"),
+    (f"trainer {NOWHERE}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
+    ("validator . --index x", 2, "'--index': 'x' is not a whole number of at least 0"),
+    (f"relay {NOWHERE} --origin", 2, "--origin: only for the run's folder"),
+    (f"relay . --upstream {NOWHERE}", 2, "--upstream: only for a run's URL"),
+    ("backup", 2, "give the run's folder and the file to write"),
+    ("backup --verify none.tar", 2, "there is no backup at none.tar"),
+    ("restore file ./again", 1, "the backup file is damaged"),
+    # hubs
+    ("status localhost:8470", 2, "or its URL, http://"),
+    *((f"{command} WEB --wait 0", 4, "answers, but it is no shoal hub [HTTP 404]; check the address")
+      for command in ("status", "why 1", "join", "relay", "ledger verify", "ledger show")),
+    (f"why 1 {NOWHERE} --wait 0", 4, "check the address, that the hub is running"),
+    ("ledger verify none.jsonl", 2, "none.jsonl is no run's folder (here or in runs/), no exported ledger and no URL"),
+    (f"ledger verify {NOWHERE} --recheck 3", 2, "--recheck needs the run's folder"),
+    ("ledger show . bob --step 3", 2, "leave the node out"),
+    ("ledger witness demo", 2, "a witness watches a hub: give its URL"),
+    ("admin puase .", 2, "there is no order 'puase' (did you mean 'pause'?): shoal admin --help lists them"),
+    ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
+    (f"admin pause {NOWHERE}", 2, "give --keys FOLDER with admin.key and admin.json"),
+    ("key new a --from none", 2, "cannot read none: No such file or directory"),
+    ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     ("run none.toml", 2, "there is no recipe at none.toml"),
     ("run TINY --set steps", 2, "expected section.key=value"),
     ("run TINY --set trainer.minibatches=many", 2, "--set trainer.minibatches=many: [trainer] mini"),
     ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),
     ("run TINY --set worker.engine=steam", 2, "there is no such engine"),
     ("run TINY --set environment.name=sorting", 2, "there is no environment"),
-    *((f"run TINY --dir {where}", 3, "a part of the path is a file, not a folder") for where in ("file", "file/run")),
-    ("run TINY --dir .", 2, "is not empty and not a run's"),
-    ("export . out", 2, "is not a run folder"),
+    *((f"run TINY {where}", 3, "a part of the path is a file, not a folder") for where in ("file", "file/run")),
+    ("run TINY .", 2, "is not empty and not a run's"),
+    ("export . out", 2, "it is not a run's folder"),
     ("export . out --best --version 3", 2, "--best and --version name two checkpoints"),
-    ("status .", 2, "is not a run folder"),
-    ("admin pause none", 2, "none is not a run folder"),
-    ("status", 2, "Missing argument"),
-    ("relay", 2, "give --dir RUN"),
-    ("join", 2, "give the run's join URL"),
-    ("join example", 2, "is not a hub address"),
+    ("status .", 2, ". has no recipe.toml: it is not a run's folder; a run is given by its folder"),
+    ("admin pause none", 2, "runs/none is not there"),
+    ("status", 2, "which run? give its folder, its name under runs/, or its hub's URL"),
+    ("data check a.jsonl --from 3", 2, "--seed and --from go with --order N"),
+    ("doctor --device tpu", 2, "there is no device 'tpu'; there are auto, cpu, cuda"),
+    ("compare hollow hollow", 2, "there are no results of an evaluation at hollow"),
+    ("relay", 2, "Missing argument 'RUN'. (see: shoal relay --help)"),
+    ("join", 2, "Missing argument 'URL|RUN'. (see: shoal join --help)"),
+    ("join example", 2, "runs/example is not there; a run is given by its folder, its name under runs/, or its URL"),
     ("join http://host:1/#abc", 2, "is not a root fingerprint"),
     (f"join {NOWHERE} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
     (f"join {NOWHERE} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
-    ("join --dir . --max-disk 1GB", 2, "go with a join URL, not with --dir"),
+    ("join . --max-disk 1GB", 2, "go with a join URL, not with a run on this machine"),
     (f"join http://a:1/#{'ab' * 20} http://b:1/#{'cd' * 20}", 2, "these URLs are of different runs"),
     (f"join {NOWHERE} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
     (f"join {NOWHERE} --engine scripted --dtype foo", 2, "foo"),
     (f"join {NOWHERE} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch, vllm"),
     (f"join {NOWHERE} --engine scripted --cheat foo", 2, f"no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
-    ("join --dir runs/x --cheat foo", 2, "there is no cheat 'foo'"),
-    (f"join {NOWHERE} --dir runs/x", 2, "two ways to work: leave --dir out to join that run (--folder runs/x"),
+    ("join runs/x --cheat foo", 2, "there is no cheat 'foo'"),
+    (f"join {NOWHERE} runs/x", 2, "give one run on this machine, or the join URLs of one run"),
     # environments, data, models
-    ("eval tiny", 2, "give a MODEL and --env SPEC, or --rescore DIR"),
+    ("eval tiny", 2, "give a MODEL and --env SPEC, or --rescore FOLDER"),
     ("eval tiny --rescore .", 2, "needs no model: leave tiny out"),
     ("eval --rescore . --out x --tasks 4", 2, "leave --tasks, --out out"),
     ("eval --rescore none", 2, "there is no such folder"),
@@ -65,16 +104,15 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("eval tiny --env srot", 2, "there is no environment 'srot' (did you mean 'sort'?)"),
     ("eval tiny --env gqpa:x", 2, "there is no format 'gqpa' (did you mean 'gpqa'?)"),
     ("eval tiny --env dataset:/none.toml", 2, "no data at /none.toml"),
-    ("eval tiny --env sort --samples 0", 2, "--samples 0: give 1 to 4096"),
+    ("eval tiny --env sort --samples 0", 2, "'0' is not a whole number from 1 to 4,096"),
     ("eval tiny --env sort --samples 2 --temperature 0", 2, "draws the same completion 2"),
     ("eval tiny --env sort --split test", 2, "--split test: there are held_out, train, all"),
     ("eval tiny --env sort --set run.steps=1", 2, "only settings of [environment] matter"),
     ("eval /none/such --env sort", 2, "there is no model folder /none/such"),
     ("eval tiny --env sort --engine abacus", 2, "there is no engine 'abacus'"),
     ("filter tiny sort --out x.jsonl", 2, "let its name end in .parquet"),
-    (f"{FILTER} --keep half", 2, "--keep half: give two rates"),
-    (f"{FILTER} --keep 0.9:0.1", 2, "the lower first"),
-    (f"{FILTER} --samples 0", 2, "--samples 0"),
+    (f"{FILTER} --pass-rate half", 2, "--pass-rate half: give two rates"),
+    (f"{FILTER} --pass-rate 0.9:0.1", 2, "the lower first"),
     ("filter tiny /none.jsonl --out x.parquet", 2, "there is no data at /none.jsonl"),
     ("data check none.parquet", 2, "there is no data at"),
     ("data check a.jsonl --set grader", 2, "expected OPTION=VALUE"),
@@ -84,7 +122,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("data check a.jsonl --set environment.optoins.x=1", 2, "--set environment.optoins.x=1: [environment] has no key"),
     ("data check a.jsonl --set keep_solve_rate=[1,0]", 2, "dataset: options: keep_solve_rate must be two numbers"),
     ("data check sort", 2, "trains on no data set: its environment is sort"),
-    ("data order a.jsonl --set question=text", 2, "there is no column 'text' for the question"),
+    ("data check a.jsonl --order 1 --set question=text", 2, "there is no column 'text' for the question"),
     ("data demos sort --out a.jsonl", 2, "give a file that is not there yet"),
     ("data demos sort --out x.jsonl --form 7", 2, "say with {answer} where the answer goes"),
     (
@@ -111,7 +149,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     # planning
     ("plan TINY --set model.path=missing --memory 80", 2, "or say how large it is, and the GiB of each GPU: --param"),
     ("plan TINY --set 'trainer.lora.targets=[\"qproj\"]'", 2, "can have an adapter is called 'qproj'; there are: "),
-    *((f"plan TINY {name} {value}", 2, f"shoal: {name} {value}: expected a number from ")
+    *((f"plan TINY {name} {value}", 2, f"'{name}': '{value}' is not a number from ")
       for name in ("--parameters", "--memory", "--gpu-hour-price") for value in ("inf", "nan", "-1")),
     *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in (
         "speed=3", "link_mbit", "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1",
@@ -120,7 +158,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("doctor --selftest --calibrate", 2, "ask for one of them"),
     ("doctor --selftest --against cuda", 2, "write device/format"),
     ("doctor --selftest --against cpu/float32 --against cpu/bfloat16", 2, "give --against once"),
-    ("doctor --selftest --device tpu", 2, "there is no device 'tpu'"),
     ("doctor --selftest --dtype int3", 2, "does not compute in 'int3'"),
     ("doctor --selftest --model no-such-folder", 2, "no-such-folder"),
     ("doctor --selftest --profile missing.toml", 2, "missing.toml"),
@@ -137,22 +174,22 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"{PUBLISH} socketed", 2, "is no plain file"),
     (f"{PUBLISH} odd", 2, "cannot be printed"),
     (f"{PUBLISH} file --key www/key", 2, "would lie in www, which is served to everybody"),
-    (f"{PUBLISH} .", 2, "lies in ., which is to be published; choose another --dir"),
-    (f"{PUBLISH} mine --dir mine/www --key key", 2, "lies in mine, which is to be published"),
+    (f"{PUBLISH} .", 2, "lies in ., which is to be published; choose another --folder"),
+    (f"{PUBLISH} mine --folder mine/www --key key", 2, "lies in mine, which is to be published"),
     (f"{PUBLISH} file --name a/b", 2, "a broadcast cannot be called 'a/b': it has a slash"),
-    (f"{PUBLISH} file --dir zeros/a/www", 3, "a part of the path is a file, not a folder"),
+    (f"{PUBLISH} file --folder zeros/a/www", 3, "a part of the path is a file, not a folder"),
     (PUBLISH, 2, "Missing argument"),
-    (f"{FETCH} host:8471 -o out", 2, "is not a URL such as http://host:8471"),
-    (f"{FETCH} http://host:1/#12 -o out", 2, "does not end in a key"),
+    (f"{FETCH} host:8471 --out out", 2, "is not a URL such as http://host:8471"),
+    (f"{FETCH} http://host:1/#12 --out out", 2, "does not end in a key"),
     (f"{FETCH} {NOWHERE}", 2, "Missing option"),
-    (f"{FETCH} {KEYED} -o pipe", 2, "neither a file nor a folder"),
-    (f"{FETCH} {KEYED} -o /", 2, "cannot be the output"),
-    (f"{FETCH} {KEYED} -o file/out", 3, "a part of the path is a file, not a folder"),
-    (f"{FETCH} {KEYED} -o out --wait 0", 1, "127.0.0.1:9 cannot be reached"),
+    (f"{FETCH} {KEYED} --out pipe", 2, "neither a file nor a folder"),
+    (f"{FETCH} {KEYED} --out /", 2, "cannot be the output"),
+    (f"{FETCH} {KEYED} --out file/out", 3, "a part of the path is a file, not a folder"),
+    (f"{FETCH} {KEYED} --out out --wait 0", 1, "127.0.0.1:9 cannot be reached"),
     ("cast relay", 2, "Missing option"),
     ("cast relay --upstream host", 2, "is not a URL such as"),
     (f"cast relay --upstream {KEYED} --peer host", 2, "is not a URL such as"),
-    (f"cast relay --upstream {KEYED} --keep 0", 2, "should be greater than"),
+    (f"cast relay --upstream {KEYED} --keep-versions 0", 2, "'0' is not a whole number from 1 to 500"),
 ]  # fmt: skip
 
 
@@ -186,8 +223,10 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
 
 
 @pytest.mark.parametrize(("command", "code", "words"), MISTAKES, ids=[command for command, *_ in MISTAKES])
-def test_a_mistake_is_one_line_and_leaves_nothing(here, own_home, capsys, command, code, words):
+def test_a_mistake_is_one_line_and_leaves_nothing(here, own_home, capsys, request, command, code, words):
     before = set(here.rglob("*"))
+    if "WEB" in command:
+        command = command.replace("WEB", request.getfixturevalue("lab").source(says(b"<html>", 404)).url)
     ended, said = main(shlex.split(command.replace("TINY", str(TINY)))), capsys.readouterr().err
     assert words in said
     assert ended == code

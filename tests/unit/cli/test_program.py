@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ import typer
 
 from kit import Capture, Patch
 from kit.cli import TINY, told
+from shoal.cli.help import leaves
 from shoal.cli.main import app, main
 from shoal.errors import EnvironmentSetupError
 from shoal.protocol import ModelSize
@@ -131,6 +133,29 @@ def test_commands_are_there_with_these_options() -> None:
     assert wrong == []
 
 
+def test_examples_of_help_can_be_given() -> None:
+    examples = [(name, command.epilog.rpartition("Example: ")[2]) for name, command in leaves(command_line())]
+    assert [said for name, shown in examples if (said := mistake(shown)) or not shown.startswith(f"shoal {name}")] == []
+
+
+def test_options_in_messages_exist() -> None:
+    commands = [command for _, command in leaves(command_line())]
+    known = {word for each in commands for option in each.params for word in [*option.opts, *option.secondary_opts]}
+    known |= {*ALWAYS, "--version", "--enclosed-worker", "--nproc-per-node"}
+    unknown = set()
+    for path in sorted((ROOT / "src" / "shoal").rglob("*.py")):
+        if "sandbox" not in str(path):  # bubblewrap has options of its own
+            texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            said = {
+                word
+                for text in texts
+                if isinstance(text, str)
+                for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)
+            }
+            unknown |= {f"{path.relative_to(ROOT)}: {word}" for word in said - known}
+    assert unknown == set()
+
+
 def test_mistakes_would_be_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One `two`, three\n[a](#one-two-three) [b](#four) [c](gone.md)\n```\n$ shoal nonsense x\n```\n")
@@ -210,11 +235,11 @@ def test_the_described_recipe_says_what_became_of_its_rows_and_that_nothing_was_
     assert "28 rows in 1 file, format described (code, mathematics): 21 to train on, 5 held out, 2 outside" in said
     assert "train: 21 tasks, 21 read, without a tokenizer: 17 of mathematics, 4 of code" in said
     assert "no task was scored, and a run is refused here: no bubblewrap" in said
-    assert main(["run", str(TINY), "--prepare", "--dir", "never"]) == 2, "a run is"
+    assert main(["run", str(TINY), "--prepare", "never"]) == 2, "a run is"
 
 
 def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, capsys: Capture) -> None:
-    request = ["run", str(TINY), "--dir", str(tmp_path / "run")]
+    request = ["run", str(TINY), str(tmp_path / "run")]
     assert main([*request, "--prepare"]) == 0
     (tmp_path / "run" / "hub").mkdir()  # it has begun
     told(capsys, 0, *request, "--dry-run")

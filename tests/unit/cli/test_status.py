@@ -20,7 +20,7 @@ from shoal.run.recipe import Recipe
     [
         (4, {"step": 4}, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is", "eval {} --env SPEC"),
         (4, {"step": 3, "groups": 8}, 0, "is finished: 4 steps", "eval {} --env SPEC"),  # no version is evaluated
-        (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run --dir {}"),
+        (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run {}"),
     ],
 )
 def test_a_stopped_run_says_where_it_stands(tmp_path, steps, last, code, said, remedy, monkeypatch, capsys):
@@ -37,7 +37,7 @@ def test_a_stopped_run_says_where_it_stands(tmp_path, steps, last, code, said, r
     assert remedy.format(folder.path) in words
     words = " ".join(told(capsys, 4, "why", 0, folder.path, "--wait", 0).err.split())
     assert f"the run in {folder.path} {said}" in words
-    assert f"start it alone with shoal hub --dir {folder.path}, then ask again" in words
+    assert f"start it alone with shoal hub {folder.path}, then ask again" in words
 
 
 NODE = "ab" * 16

@@ -98,7 +98,7 @@ def test_a_refusal_of_this_node_is_known_as_one(code: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "error", "why"),
-    [(b'{"hello": "world"}', ProtocolError, "is not a NodeView"), (b"x" * (64 * MIB + 1), CodecError, "longer than")],
+    [(b'{"hello": "world"}', ProtocolError, "not as a shoal hub"), (b"x" * (64 * MIB + 1), CodecError, "longer than")],
     ids=["another kind", "endless"],
 )
 def test_an_answer_that_cannot_be_read_is_an_error(content: bytes, error: type[Exception], why: str) -> None:

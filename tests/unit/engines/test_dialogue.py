@@ -151,7 +151,7 @@ def test_a_lease_brings_its_tool_and_its_policy_the_tokenizer() -> None:
 )
 def test_malformed_spans_are_refused(spans: list[tuple[int, int]]) -> None:
     """At the very beginning, empty, overlapping, in disorder, touching, to the very end, out of range."""
-    with pytest.raises(ProtocolError, match="cannot have been given"):
+    with pytest.raises(ProtocolError, match="cannot be tool tokens"):
         unpack_spans(pack_spans(spans), 10)
     for length in (1, 4, 7, 9, 12):
         with pytest.raises(ProtocolError, match=f"{length} bytes are no pairs"):

@@ -128,7 +128,7 @@ class TestNowhereToSayIt:
 
     @pytest.mark.parametrize("supervised", [{}, {"SHOAL_SUPERVISED": "1"}])
     def test_a_command_ends_with_the_right_code_although_nobody_hears_why(self, tmp_path, supervised):
-        command = [sys.executable, "-m", "shoal.cli", "hub", "--dir", str(tmp_path / "none")]
+        command = [sys.executable, "-m", "shoal.cli", "hub", str(tmp_path / "none")]
         with DEV_FULL.open("wb") as full:
             ran = subprocess.run(command, stdin=subprocess.PIPE, stdout=full, stderr=full, env=supervised, timeout=60)
         assert ran.returncode == 2

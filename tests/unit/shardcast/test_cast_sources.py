@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 
 import pytest
+from blake3 import blake3
 
 from kit.cast import Lab, ScriptedSource, reply, says
 from kit.forged import hanging_up
@@ -102,15 +103,16 @@ def connect(source: ScriptedSource, stop: StopToken | None = None, stall_s: floa
     return Connection(source.url, stop or StopToken(), Timeouts(connect_s=2, stall_s=stall_s))
 
 
-def test_a_body_is_received_in_place(lab: Lab) -> None:
+def test_a_body_is_received_in_place_and_hashed(lab: Lab) -> None:
     body = bytes(range(256)) * 20_000
     connection = connect(lab.source(says(body)))
-    buffer = bytearray(len(body))
+    hasher, buffer = blake3(), bytearray(len(body))
     for _ in range(2):  # the second over the same connection
         answer = connection.get("/x", Deadline(5))
         assert (answer.status, answer.size_bytes) == (200, len(body))
-        connection.read_into(memoryview(buffer), Deadline(5))
+        connection.read_into(memoryview(buffer), Deadline(5), hasher)
         assert buffer == body
+    assert hasher.digest() == blake3(body + body).digest()
 
 
 def test_a_connection_closed_while_idle_is_opened_again(lab: Lab) -> None:

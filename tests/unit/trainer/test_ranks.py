@@ -148,5 +148,5 @@ def test_a_rank_tells_its_agent_why_it_ends(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "error.json"
     settings.report_to_agent("nobody listens")
     monkeypatch.setenv(settings.ERROR_FILE, str(path))
-    assert main(["trainer", "--dir", str(tmp_path / "nowhere")]) == 2
+    assert main(["trainer", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in ranks._message(path)

@@ -1,6 +1,6 @@
 """Newcomers: nodes on probation share a bounded part of the run, so that a flood of fresh keys starves nobody.
 
-ARCHITECTURE.md lists the rules and what each stops. They hold only while established nodes are here; with
+docs/concepts/leases.md lists the rules and what each stops. They hold only while established nodes are here; with
 `newcomer_share = 1` none holds. A newcomer can still delay a synchronous step by as long as its lease lasts.
 """
 

@@ -125,12 +125,12 @@ def model_scores_as_claimed(claimed: float | None, counted: Recount) -> Claim:
 
 def replace_earlier_demo(path: Path, facts: dict[str, object]) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ConfigError(f"{path} is not a folder; choose another with --dir")
+        raise ConfigError(f"{path} is not a folder; give another RUN")
     if path.exists() and any(path.iterdir()):
         if not (path / MARK).is_file():
-            raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
+            raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; give another RUN")
         if Path.cwd().is_relative_to(path.resolve()):
-            raise ConfigError(f"this is called from within {path}, which it replaces: go elsewhere, or use --dir")
+            raise ConfigError(f"this is called from within {path}, which it replaces: go elsewhere, or name another")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
             for lock in path.glob("*/.lock"):  # processes of a supervisor that was killed take a moment to end
                 FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()

@@ -39,7 +39,7 @@ def check_source(
 ) -> Checked:  # fmt: skip
     if missing := source.missing_evidence() if needs_documents else "":
         why = "without the signed receipts and verdicts nobody can tell whether credit was earned"
-        remedy = "Export it with `shoal ledger export`; --without-evidence checks the rest, which proves much less"
+        remedy = "Export it by `shoal ledger verify RUN --out FILE`; --without-evidence checks the rest and proves less"
         raise LedgerError(f"{missing}: {why}. {remedy}")
     checked = read_first_row(source, needs_documents)
     given = [] if head is None else sources.read_head_file(head, checked.run)

@@ -1,4 +1,4 @@
-"""`shoal ledger recheck`: units drawn at random are judged again, by the validator's own checks.
+"""`shoal ledger verify --recheck`: units drawn at random are judged again, by the validator's own checks.
 
 Verdict, lease and bytes come from the hub's storage, the policy from the origin, if it is still there.
 """

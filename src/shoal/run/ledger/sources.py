@@ -89,7 +89,7 @@ def open_ledger(where: str, wait_s: float = 3.0) -> LedgerSource:
         return FolderLedger(path)
     if path.is_file():
         return FileLedger(path)
-    raise UserError(f"{where} is no hub's address, no run's folder and no exported ledger")
+    raise UserError(f"{where} is no run's folder (here or in runs/), no exported ledger and no URL")
 
 
 class HubLedger(LedgerSource):

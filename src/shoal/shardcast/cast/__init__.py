@@ -49,7 +49,7 @@ class Sources:
 
 def say_commands(terminal: Terminal, url: str, host: str, key: str, output: str) -> None:
     where = f"{public_url(url, host)}/#{key}"
-    terminal.say(f"fetch it:  shoal cast fetch {where} -o {shlex.quote(output)}")
+    terminal.say(f"fetch it:  shoal cast fetch {where} --out {shlex.quote(output)}")
     terminal.say(f"relay it:  shoal cast relay --upstream {where}")
 
 

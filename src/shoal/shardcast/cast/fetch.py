@@ -52,9 +52,9 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
     """Fetch and report; the exit code. `begin` is called when the request was found valid."""
     sources, path = Sources.parse(request.sources), Path(request.output).absolute()
     if not path.name:
-        raise UserError(f"{path} cannot be the output; give a file or folder with -o")
+        raise UserError(f"{path} cannot be the output; give a file or folder with --out")
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"{path} is neither a file nor a folder; give another -o")
+        raise UserError(f"{path} is neither a file nor a folder; give another --out")
     is_long = len(path.name.encode()) > LONG_NAME_BYTES
     name = hashlib.sha256(path.name.encode()).hexdigest() if is_long else path.name
     stop, cache = begin(), ensure_folder(path.with_name(f".{name}.cast"))
@@ -123,10 +123,10 @@ class Delivery:
             if target.is_dir() or self._output.endswith("/"):
                 target = ensure_folder(target) / Path(entries[0].name).name
                 if target.is_dir():
-                    raise UserError(f"a file has been fetched, but {target} is a folder; give another -o")
+                    raise UserError(f"a file has been fetched, but {target} is a folder; give another --out")
             targets = [target]
         elif target.exists() and not target.is_dir():
-            raise UserError(f"a folder has been fetched, but {target} is a file; give a folder with -o")
+            raise UserError(f"a folder has been fetched, but {target} is a file; give a folder with --out")
         else:
             targets = [target / entry.name for entry in entries if entry.type == "file"]
         self.refuse_strangers(targets)
@@ -147,7 +147,7 @@ class Delivery:
         known = self._delivered()
         strangers = [target for target in targets if target.is_file() and str(target) not in known]
         if strangers and not self._force:
-            advice = "move it away, give another -o, or add --force"
+            advice = "move it away, give another --out, or add --force"
             raise UserError(f"{strangers[0]} exists and was not fetched from here: {advice}")
 
     def _remove_old(self, kept: set[str]) -> None:

@@ -76,7 +76,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     if not request.serve:
         terminal.say(
             f"a server that runs for {request.directory} has it now; without one, start any HTTP server. Then: "
-            f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.own_name)}"
+            f"shoal cast fetch URL/#{key.public_key} --out {shlex.quote(request.own_name)}"
         )
         return
 
@@ -100,7 +100,7 @@ def _content(request: PublishRequest) -> Content:
         raise UserError(f"the key {request.key_path} would lie in {request.directory}, which is served to everybody")
     for what, where in (("the key", request.key_path), ("the published tree", directory)):
         if is_within(where, path):
-            raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --dir")
+            raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --folder")
     try:
         content = Content.at(path)
     except BroadcastError as error:
@@ -119,7 +119,7 @@ def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
     except OSError as error:
         raise UserError(f"{directory} cannot be published into: {error.strerror}") from error
     except ManifestRefused as error:
-        advice = "give the right one with --key, or another --dir"
+        advice = "give the right one with --key, or another --folder"
         raise UserError(f"what {directory} offers is not signed by this key: {advice}") from error
 
 
@@ -156,7 +156,7 @@ def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
         raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
     if head is not None and name != head.run:
         raise UserError(
-            f"{request.directory} is the broadcast {head.run!r}: give another --dir for {name!r}, or, if it is the "
+            f"{request.directory} is the broadcast {head.run!r}: give another --folder for {name!r}, or, if it is the "
             f"next version of that, --name {shlex.quote(head.run)}"
         )
     return name
@@ -183,7 +183,7 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
         try:
             run = read_head(data, None, sources.key).run
         except ManifestRefused as error:
-            raise UserError(f"{folder} mirrors another publisher: {error}; give another --dir") from error
+            raise UserError(f"{folder} mirrors another publisher: {error}; give another --folder") from error
     log.info("looking for the broadcast at %s", ", ".join(sources.urls))
     with closing(Lookup(SourceScores(sources.urls), None, sources.key, stop, Timeouts())) as lookup:
         while run is None:
