@@ -100,13 +100,16 @@ def test_an_order_is_carried_out_once_and_only_now(bench: Bench, owner: Owner) -
     assert code_of(owner.post(late)) == (401, "admin.skew")
 
 
-def test_sanctions_by_order(bench: Bench, owner: Owner) -> None:
+def test_sanctions_by_order_and_a_banned_node_keeps_its_name(bench: Bench, owner: Owner) -> None:
     ok(bench.announce(0))
     bench.alice.lease(fresh_request())
     owner.order("ban", target=ALICE, reason="a bot")
     response = bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1})
     assert code_of(response) == (403, "node.banned")
     assert bench.status().units["open"] == 1  # its lease goes to others
+    again = ok(bench.alice.register(name="somebody else")).json()
+    assert (again["name"], again["state"]) == ("alice", "banned")
+    assert [node.name for node in bench.status().nodes if node.node == ALICE] == ["alice"]
     owner.order("pardon", target=ALICE, reason="a misunderstanding")
     assert len(asked(bench).leases) == 1
     owner.order("suspend", target=ALICE, for_s=120, reason="be slower")
@@ -121,13 +124,6 @@ def test_orders_that_are_refused_change_nothing(bench: Bench, owner: Owner) -> N
         assert code_of(owner.post(owner.request(verb, **fields))) == code, (verb, fields)
     assert {node.state for node in bench.status().nodes} == {NodeState.ACTIVE}
     assert not any(entry.kind == "admin" for entry in bench.ledger().entries)
-
-
-def test_a_banned_node_keeps_the_name_that_it_was_banned_under(bench: Bench, owner: Owner) -> None:
-    owner.order("ban", target=ALICE)
-    again = ok(bench.alice.register(name="somebody else")).json()
-    assert (again["name"], again["state"]) == ("alice", "banned")
-    assert [node.name for node in bench.status().nodes if node.node == ALICE] == ["alice"]
 
 
 def test_relays_come_and_go(bench: Bench, owner: Owner) -> None:

@@ -187,16 +187,14 @@ class TestOffers:
         assert [(row.incarnation, row.first, row.state) for row in rows] == [(0, 0, VOID), (0, 16, VOID), (1, 0, OPEN)]
 
 
-class TestReports:
-    def test_a_problem_puts_it_back_if_it_is_whose_slice_it_is(self) -> None:
-        held = a_slice(0, 0, state=CLAIMED, validator="v")
-        (row,) = rows_of(evaluations.report(held, said(held, problem="no policy"), "v", "{}", NOW_MS))
-        assert (row.state, row.tries) == (OPEN, 1)
-        assert evaluations.report(held, said(held, problem="no policy"), "w", "{}", NOW_MS) == []
+def test_a_problem_puts_a_slice_back_if_it_is_whose_slice_it_is() -> None:
+    held = a_slice(0, 0, state=CLAIMED, validator="v")
+    (row,) = rows_of(evaluations.report(held, said(held, problem="no policy"), "v", "{}", NOW_MS))
+    assert (row.state, row.tries) == (OPEN, 1)
+    assert evaluations.report(held, said(held, problem="no policy"), "w", "{}", NOW_MS) == []
 
 
-class TestResults:
-    def test_of_two_incarnations_the_newer(self) -> None:
-        made = ((4, 0, 1.0), (4, 1, 0.0), (2, 0, 0.5))
-        rows = [a_slice(version, 0, incarnation=n, state=DONE, scores=(score,)) for version, n, score in made]
-        assert [(each.policy.version, each.mean) for each in evaluations.results(rows)] == [(2, 0.5), (4, 0.0)]
+def test_results_of_two_incarnations_are_those_of_the_newer() -> None:
+    made = ((4, 0, 1.0), (4, 1, 0.0), (2, 0, 0.5))
+    rows = [a_slice(version, 0, incarnation=n, state=DONE, scores=(score,)) for version, n, score in made]
+    assert [(each.policy.version, each.mean) for each in evaluations.results(rows)] == [(2, 0.5), (4, 0.0)]

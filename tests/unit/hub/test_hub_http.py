@@ -125,15 +125,14 @@ class TestNodes:
         assert (f"submission of unit {first.unit}", "a validator to take them") in waits
 
 
-class TestProfiles:
-    def test_a_lease_says_what_it_is_for_and_how_to_prove_it(self, started: Bench) -> None:
-        body = {"request": fresh_request(), "profile": "scripted/cpu/float32"}
-        (signed,) = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
-        assert signed["document"]["profile"] == "scripted/cpu/float32"
-        assert signed["document"]["proof"] == {"topk": 128, "rows": 32}
-        info = ok(started.http.get("/run")).json()["document"]
-        assert info["proof"] == {"topk": 128, "rows": 32}
-        assert info["profiles"] == ["torch/cpu/float32", "scripted/cpu/float32"]
+def test_a_lease_says_what_it_is_for_and_how_to_prove_it(started: Bench) -> None:
+    body = {"request": fresh_request(), "profile": "scripted/cpu/float32"}
+    (signed,) = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
+    assert signed["document"]["profile"] == "scripted/cpu/float32"
+    assert signed["document"]["proof"] == {"topk": 128, "rows": 32}
+    info = ok(started.http.get("/run")).json()["document"]
+    assert info["proof"] == {"topk": 128, "rows": 32}
+    assert info["profiles"] == ["torch/cpu/float32", "scripted/cpu/float32"]
 
 
 class TestLeases:

@@ -3,17 +3,14 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.asgi import AppTransport, in_loop
+from kit.asgi import in_loop
 from kit.hub import Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 from shoal.errors import ConfigError
 from shoal.hub.buckets import Buckets
@@ -138,29 +135,14 @@ def test_nobody_else_can_use_up_a_key(bench: Bench) -> None:
     ok(bench.alice.call("POST", "/heartbeat", {}))
 
 
-class Elsewhere:
-    """The same app, called from an address, as a server would."""
-
-    def __init__(self, bench: Bench) -> None:
-        bench.app.edge.addresses = Addresses()
-        self._bench = bench
-
-    @contextmanager
-    def http(self, address: str) -> Iterator[httpx.Client]:
-        transport = self._bench.http._transport
-        assert isinstance(transport, AppTransport)
-        transport.peer = address
-        yield self._bench.http
-        transport.peer = "127.0.0.1"
-
-
 @pytest.mark.hub
 def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(bench: Bench) -> None:
     noted = {"192.0.2.7": "192.0.2.0/24", "2001:db8:1:2::3": "2001:db8:1::/48", "127.0.0.1": ""}
-    away = Elsewhere(bench)
+    bench.app.edge.addresses = Addresses()
     for address, network in noted.items():
-        with away.http(address) as http:
-            Actor(bench.alice.key, http, bench.clock).lease(fresh_request())
+        bench.http._transport.peer = address
+        bench.alice.lease(fresh_request())
+        bench.http._transport.peer = "127.0.0.1"
         assert bench.row(bench.alice).network == network
         if network:
             pages = ["/status", "/ledger", f"/nodes/{bench.alice.key.node}", "/nodes", "/metrics"]

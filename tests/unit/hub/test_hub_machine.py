@@ -103,7 +103,6 @@ class HubMachine(RuleBasedStateMachine):
         lease = self.play.leases[which % len(self.play.leases)]
         with self.play.storage.read() as reader:
             holding = reader.holding(lease.lease)
-        assert holding is not None
         worker = next(row for row in self.play.workers if row.node == lease.node)
         assert lease in self.play.lease(worker, 4, request=holding.lease.request)
 
@@ -139,7 +138,6 @@ class HubMachine(RuleBasedStateMachine):
         reply = self.play.beat(worker, {lease.lease: tokens})
         with self.play.storage.read() as reader:
             after = reader.holding(lease.lease)
-        assert before is not None
         assert after.lease.deadline_ms <= max(lease.deadline_ms, lease.hard_deadline_ms)
         if after.lease != before.lease:
             assert (before.lease.node, before.lease.state) == (worker.node, LeaseState.ACTIVE)

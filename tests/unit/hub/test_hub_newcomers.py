@@ -81,9 +81,7 @@ def test_a_key_that_asks_with_an_unknown_policy_keeps_no_newcomer_waiting(tmp_pa
     assert asks(second, "203.0.113.0/24") == 1, "another machine behind the same router"
 
 
-def test_in_a_flooded_network_what_comes_free_goes_to_the_address_that_had_nothing_and_stays_with_who_delivers(
-    tmp_path: Path,
-) -> None:
+def test_what_comes_free_in_a_flooded_network_goes_to_the_address_that_had_none_and_stays_with_who_delivers(tmp_path):
     """16 units may be alive, 4 of them with newcomers, 2 with the new keys of a network: two sitters have these."""
     play = Play(tmp_path, {"groups_per_step": 16, "steps": 50}, {"lease_s": 60})
     play.join(streak=PROVEN)

@@ -74,7 +74,6 @@ def measure(stage: Play, evaluate: Any = "idle") -> AuditReply:
 
 
 def slice_in(reply: AuditReply) -> EvaluationSlice:
-    assert reply.evaluation is not None
     return EvaluationSlice.model_validate(reply.evaluation.document)
 
 

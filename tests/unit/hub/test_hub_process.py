@@ -139,29 +139,28 @@ class TestFolder:
             App(config)
 
 
-class TestRestart:
-    def test_everything_is_there_again(self, tmp_path: Path) -> None:
-        bench = Bench(tmp_path / "hub")
-        ok(bench.announce(0))
-        one, two = bench.alice.lease("the-request-id", 2)
-        receipt = ok(bench.alice.submit(one)).content
-        ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {"reward": 1}}))
-        before = bench.status()
+def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "hub")
+    ok(bench.announce(0))
+    one, two = bench.alice.lease("the-request-id", 2)
+    receipt = ok(bench.alice.submit(one)).content
+    ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {"reward": 1}}))
+    before = bench.status()
 
-        bench = bench.restarted()
-        after = bench.status()
-        assert after.model_copy(update={"waits": before.waits}) == before
-        assert bench.alice.lease("the-request-id", 2) == [one, two]
-        again = bench.alice.submit(one)
-        assert (again.status_code, again.content) == (200, receipt)
-        ok(bench.alice.submit(two))
-        for audit in bench.audits():
-            ok(bench.judge(audit))
-        batch = bench.batch(0)
+    bench = bench.restarted()
+    after = bench.status()
+    assert after.model_copy(update={"waits": before.waits}) == before
+    assert bench.alice.lease("the-request-id", 2) == [one, two]
+    again = bench.alice.submit(one)
+    assert (again.status_code, again.content) == (200, receipt)
+    ok(bench.alice.submit(two))
+    for audit in bench.audits():
+        ok(bench.judge(audit))
+    batch = bench.batch(0)
 
-        bench = bench.restarted()
-        assert bench.batch(0) == batch
-        bench.close()
+    bench = bench.restarted()
+    assert bench.batch(0) == batch
+    bench.close()
 
 
 @contextlib.contextmanager

@@ -76,8 +76,9 @@ def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench)
     assert unit_story(bench, 1).seeds == leases[1].seeds
 
 
-def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Bench) -> None:
-    ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
+def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_have_what_an_appeal_needs(bench) -> None:
+    [lease] = bench.alice.lease(fresh_request())
+    ok(bench.alice.submit(lease))
     ok(bench.judge(bench.audits()[0], **FAILED))
     story = unit_story(bench, 0)
     assert story.sentence == "waits for a worker again, after 1 lease"
@@ -87,12 +88,6 @@ def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Be
     [check] = open_document(submission.verdict, Verdict, VALIDATOR.public_key).checks
     assert check.evidence == {"outside": 812, "limit": 14}
     assert (submission.credit, submission.credit_state) == (0, "none")
-
-
-def test_the_story_of_a_node_has_what_an_appeal_needs(bench: Bench) -> None:
-    [lease] = bench.alice.lease(fresh_request())
-    ok(bench.alice.submit(lease))
-    ok(bench.judge(bench.audits()[0], **FAILED))
     story = node_story(bench, ALICE)
     assert story.run == RUN_ID
     assert story.sentence.startswith("banned: sampling.seed: token 3")

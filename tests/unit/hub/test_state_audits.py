@@ -90,11 +90,10 @@ class TestAccepted:
         assert nodes_in(commands)[0].credit == 7
 
 
-class TestDuplicates:
-    @pytest.mark.parametrize("outcome", list(Outcome))
-    def test_the_same_outcome_again_changes_nothing(self, outcome: Outcome) -> None:
-        decided = case(submission=submission(0, state=SubmissionState(outcome.value)))
-        assert judge(decided, outcome=outcome) == []
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_the_same_outcome_again_changes_nothing(outcome: Outcome) -> None:
+    decided = case(submission=submission(0, state=SubmissionState(outcome.value)))
+    assert judge(decided, outcome=outcome) == []
 
 
 class TestUnsure:
@@ -152,27 +151,25 @@ def trusted(**changes: Any) -> NodeRow:
     return node(1, role="validator", passed=0, **changes)
 
 
-class TestTrusted:
-    @pytest.mark.parametrize("severity", [None, *Severity])
-    def test_its_rejection_sanctions_nobody_and_is_an_alarm(self, severity: Severity | None) -> None:
-        commands = judge(case(node=trusted()), outcome=Outcome.REJECTED, severity=severity, reason="shape.tokens")
-        (row,) = nodes_in(commands)
-        assert (row.state, row.strikes, row.rejected) == (NodeState.ACTIVE, 0, 1)
-        assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["trusted.shape.tokens"]
-        assert (units_in(commands)[0].state, units_in(commands)[0].failures) == (UnitState.OPEN, 1)
+@pytest.mark.parametrize("severity", [None, *Severity])
+def test_rejection_of_a_validators_group_sanctions_nobody_and_is_an_alarm(severity: Severity | None) -> None:
+    commands = judge(case(node=trusted()), outcome=Outcome.REJECTED, severity=severity, reason="shape.tokens")
+    (row,) = nodes_in(commands)
+    assert (row.state, row.strikes, row.rejected) == (NodeState.ACTIVE, 0, 1)
+    assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["trusted.shape.tokens"]
+    assert (units_in(commands)[0].state, units_in(commands)[0].failures) == (UnitState.OPEN, 1)
 
 
-class TestDisagreement:
-    @pytest.mark.parametrize(("stands", "says", "alarms"), [
-        (SubmissionState.ACCEPTED, Outcome.REJECTED, 1), (SubmissionState.PULLED, Outcome.REJECTED, 1),
-        (SubmissionState.REJECTED, Outcome.ACCEPTED, 1), (SubmissionState.ACCEPTED, Outcome.UNSURE, 0),
-        (SubmissionState.UNSURE, Outcome.ACCEPTED, 0), (SubmissionState.ACCEPTED, Outcome.ACCEPTED, 0),
-    ])  # fmt: skip
-    def test_accepted_against_rejected_is_an_alarm(self, stands: SubmissionState, says: Outcome, alarms: int) -> None:
-        row = submission(0, state=stands, validator="a" * 32)
-        ruling = Ruling(verdict(row, outcome=says, reason="proofs.drift"), VALIDATOR, SIGNED)
-        found = audits.disagreement(moment(), row, ruling)
-        assert [alarm.code for alarm in of_type(found, RaiseAlarm)] == ["verdict.disagreement"] * alarms
+@pytest.mark.parametrize(("stands", "says", "alarms"), [
+    (SubmissionState.ACCEPTED, Outcome.REJECTED, 1), (SubmissionState.PULLED, Outcome.REJECTED, 1),
+    (SubmissionState.REJECTED, Outcome.ACCEPTED, 1), (SubmissionState.ACCEPTED, Outcome.UNSURE, 0),
+    (SubmissionState.UNSURE, Outcome.ACCEPTED, 0), (SubmissionState.ACCEPTED, Outcome.ACCEPTED, 0),
+])  # fmt: skip
+def test_accepted_against_rejected_is_an_alarm(stands: SubmissionState, says: Outcome, alarms: int) -> None:
+    row = submission(0, state=stands, validator="a" * 32)
+    ruling = Ruling(verdict(row, outcome=says, reason="proofs.drift"), VALIDATOR, SIGNED)
+    found = audits.disagreement(moment(), row, ruling)
+    assert [alarm.code for alarm in of_type(found, RaiseAlarm)] == ["verdict.disagreement"] * alarms
 
 
 STRIKE: dict[str, Any] = {"outcome": Outcome.REJECTED, "severity": Severity.STATISTICAL, "reason": "proofs.drift"}

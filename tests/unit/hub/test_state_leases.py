@@ -80,21 +80,19 @@ class TestRenewal:
         assert self.renewed(10**9 + 1, progress=2 * 16) == []
 
 
-class TestAbandon:
-    def test_what_its_node_no_longer_knows_ends_and_is_open_again(self) -> None:
-        commands = leases.abandon(moment(), node(1), [held(0), held(1)], "request-2", {"u1a0"})
-        assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}, "late work is still taken; a release refuses it"
-        assert units_in(commands) == {0: unit(0, attempt=1)}
-        assert [(row.window, row.lapses) for row in nodes_in(commands)] == [(1, 1)]
+def test_what_its_node_no_longer_knows_ends_and_is_open_again() -> None:
+    commands = leases.abandon(moment(), node(1), [held(0), held(1)], "request-2", {"u1a0"})
+    assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}, "late work is still taken; a release refuses it"
+    assert units_in(commands) == {0: unit(0, attempt=1)}
+    assert [(row.window, row.lapses) for row in nodes_in(commands)] == [(1, 1)]
 
 
-class TestRelease:
-    def test_a_release_is_no_failure_of_the_unit(self) -> None:
-        commands = leases.release(moment(), node(1, window=8, lapses=7), [held(0), held(1)])
-        assert leases_in(commands) == {"u0a0": LeaseState.RELEASED, "u1a0": LeaseState.RELEASED}
-        assert units_in(commands)[0] == unit(0, attempt=1)
-        (after,) = nodes_in(commands)
-        assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
+def test_a_release_is_no_failure_of_the_unit() -> None:
+    commands = leases.release(moment(), node(1, window=8, lapses=7), [held(0), held(1)])
+    assert leases_in(commands) == {"u0a0": LeaseState.RELEASED, "u1a0": LeaseState.RELEASED}
+    assert units_in(commands)[0] == unit(0, attempt=1)
+    (after,) = nodes_in(commands)
+    assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
 
 
 ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_bytes=12)

@@ -141,9 +141,7 @@ class TestFirstUnits:
         (127, 0, 0, 240_000), (128, 0, 0, 60_000), (16, 1, 20_000, 60_000), (16, 1, 180_000, 360_000),
         (16, 1, 400_000, 600_000), (256, 0, 100_000, 200_000), (256, 0, 180_000, 240_000), (16, 8, 180_000, 360_000),
     ])  # fmt: skip
-    def test_where_a_slow_machine_can_show_nothing_in_lease_s_it_has_longer_at_once(
-        self, tokens: int, passed: int, pace_ms: int, expected_ms: int
-    ) -> None:
+    def test_a_slow_machine_that_can_show_nothing_in_lease_s_has_longer(self, tokens, passed, pace_ms, expected_ms):
         now = moment(progress=Progress(policy=policy()), max_new_tokens=tokens)
         ask = Ask(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
         (row,) = grant(now, [], ask).leases

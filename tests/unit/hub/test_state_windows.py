@@ -56,13 +56,12 @@ class TestWindow:
         assert (row.state, row.lapsed) == (NodeState.SUSPENDED, nodes.LAPSES_TO_SUSPEND)
 
 
-class TestPace:
-    def test_it_is_the_time_of_one_group_of_those_that_came_together(self) -> None:
-        together = lease(0, granted=4)
-        row = nodes.delivered(node(1), together, NOW_MS + 20_000)
-        assert row.pace_ms == 5_000
-        row = nodes.delivered(row, lease(1), NOW_MS + 9_000)
-        assert row.pace_ms == (3 * 5_000 + 9_000) // 4
+def test_pace_is_the_time_of_one_group_of_those_that_came_together() -> None:
+    together = lease(0, granted=4)
+    row = nodes.delivered(node(1), together, NOW_MS + 20_000)
+    assert row.pace_ms == 5_000
+    row = nodes.delivered(row, lease(1), NOW_MS + 9_000)
+    assert row.pace_ms == (3 * 5_000 + 9_000) // 4
 
 
 class TestSanctions:
@@ -113,15 +112,14 @@ class TestLeaseSize:
         assert int(held_leases == 0) <= found <= 8
 
 
-class TestMachines:
-    def test_rows_move_by_the_tables_and_no_other_way(self) -> None:
-        for source, target in product(UnitState, UnitState):
-            row = unit(3, source)
-            if target in UnitRow.MOVES.get(source, ()):
-                assert row.to(target).state == target
-            else:
-                with pytest.raises(IllegalMove, match=f"3 cannot go from {source.value} to {target.value}"):
-                    row.to(target)
+def test_rows_move_by_the_tables_and_no_other_way() -> None:
+    for source, target in product(UnitState, UnitState):
+        row = unit(3, source)
+        if target in UnitRow.MOVES.get(source, ()):
+            assert row.to(target).state == target
+        else:
+            with pytest.raises(IllegalMove, match=f"3 cannot go from {source.value} to {target.value}"):
+                row.to(target)
 
 
 class TestDraws:

@@ -172,29 +172,23 @@ def test_every_truncation_and_every_trailing_byte_is_refused(submission: Submiss
     assert "after the zstd frame" in refused(body + data.draw(st.binary(min_size=1, max_size=8)))
 
 
-def test_a_body_at_a_cap_passes_and_one_byte_more_does_not() -> None:
+def test_a_body_at_a_cap_and_a_large_honest_one_pass_and_one_byte_more_does_not() -> None:
     body, size = pack(example()), len(msgspec.msgpack.encode(example()))
     assert unpack(body, Submission, BodyLimits(len(body), size)) == example()
     message = refused(body, BodyLimits(len(body) - 1, size))
     assert message == f"the body has {len(body)} bytes; at most {len(body) - 1} are allowed"
     message = refused(body, BodyLimits(len(body), size - 1))
     assert message == f"the body inflates to {size} bytes; at most {size - 1} are allowed"
-
-
-def test_a_large_honest_body_passes() -> None:
     noise = np.random.default_rng(0).integers(0, 256, 12 * 2**20, dtype=np.uint8).tobytes()
     large = example(rollouts=[Rollout(b"", b"", "eos", proofs=noise)])
     assert unpack(pack(large), Submission, BodyLimits()) == large
 
 
-def test_a_frame_with_a_dictionary_is_refused() -> None:
+def test_a_frame_with_a_dictionary_and_a_skippable_frame_are_refused() -> None:
     samples = [bytes([i]) * 200 + str(i).encode() * 50 for i in range(200)]
     dictionary = zstandard.train_dictionary(4096, samples)
     body = zstandard.ZstdCompressor(dict_data=dictionary, write_content_size=True).compress(b"x" * 100)
     assert refused(body) == "the zstd frame needs a dictionary"
-
-
-def test_a_skippable_frame_is_no_body() -> None:
     refused(struct.pack("<II", 0x184D2A50, 4) + b"abcd")
     refused(struct.pack("<II", 0x184D2A50, 2**32 - 1) + b"abcd")
 

@@ -68,13 +68,19 @@ MOVES = st.lists(
 )
 
 
-def test_without_jumps_it_is_the_wall_clock() -> None:
+def test_without_jumps_it_is_the_wall_clock_and_continues_from_an_earlier_process() -> None:
     wall = ManualClock()
     steady = SteadyClock(wall)
     for seconds in (0.001, 0.4, 0.0, 3.7, 86_400):
         wall.advance(seconds)
         assert steady.now_ms() == wall.now_ms()
     assert abs(SteadyClock(SystemClock()).now_ms() - SystemClock().now_ms()) < 1000
+    wall = ManualClock()
+    written_ms = wall.now_ms() + 60_000
+    steady = SteadyClock(wall, not_before_ms=written_ms)
+    assert steady.now_ms() == written_ms
+    wall.advance(10)
+    assert steady.now_ms() == written_ms + 9_000, "a tenth slower, until the wall clock has caught up"
 
 
 @given(MOVES)
@@ -88,15 +94,6 @@ def test_it_never_goes_back_and_measures_time_within_a_tenth(moves: list[tuple[s
         # two readings are each rounded to a millisecond
         assert abs(steady.now_ms() - before_ms - passed_ms) <= passed_ms / 10 + 1.01
         assert steady.now_ms() >= before_ms
-
-
-def test_clock_continues_from_an_earlier_process() -> None:
-    wall = ManualClock()
-    written_ms = wall.now_ms() + 60_000
-    steady = SteadyClock(wall, not_before_ms=written_ms)
-    assert steady.now_ms() == written_ms
-    wall.advance(10)
-    assert steady.now_ms() == written_ms + 9_000, "a tenth slower, until the wall clock has caught up"
 
 
 DEADLINE_S = 10.0

@@ -176,15 +176,11 @@ def test_a_rewind_keeps_what_a_row_says_of_its_version_until_the_row_is_written_
     assert again.rows() == []
 
 
-def test_nan_is_never_written(tmp_path: Path) -> None:
+def test_amend_adds_to_the_row_of_its_step_and_nan_is_never_written(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="not JSON compliant"):
         log.append(0, {"loss": float("nan")})
     assert log.rows() == []
-
-
-def test_amend_adds_to_the_row_of_its_step(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
     for step in range(3):
         log.append(step, {"loss": float(step)})
     assert log.amend(1, {"held_out": 0.5}) == {"step": 1, "loss": 1.0, "held_out": 0.5}

@@ -105,10 +105,14 @@ def pretend_public(monkeypatch: pytest.MonkeyPatch, *public: str) -> None:
     monkeypatch.setattr(targets, "nearness", lambda text: Nearness.PUBLIC if text in public else nearness(text))
 
 
-def test_a_name_that_changes_its_address_is_connected_to_where_it_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, ["127.0.0.2"], ["127.0.0.1"])
-    pretend_public(monkeypatch, "127.0.0.2")
-    with socket.create_server(("0.0.0.0", 0)) as server:
+@pytest.mark.parametrize(("rounds", "host"), [
+    pytest.param([["127.0.0.2"], ["127.0.0.1"]], "0.0.0.0", id="a name that changes its address"),
+    pytest.param([["127.0.0.3", "127.0.0.2"]], "127.0.0.2", id="the next address when one does not answer"),
+])  # fmt: skip
+def test_a_name_is_connected_to_where_it_was_checked(monkeypatch, rounds, host):
+    answers(monkeypatch, *rounds)
+    pretend_public(monkeypatch, "127.0.0.2", "127.0.0.3")
+    with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
         with closing(connect("rebind.example", port, 5.0, Reach(Nearness.PUBLIC))) as connection:
             assert connection.getpeername()[0] == "127.0.0.2"
@@ -118,15 +122,6 @@ def test_a_name_with_one_near_address_among_others_is_refused(monkeypatch: pytes
     answers(monkeypatch, ["8.8.8.8", "127.0.0.1"])
     with pytest.raises(TargetRefused, match=r"rebind.example \(127.0.0.1\)"):
         addresses("rebind.example", 80, Reach(Nearness.PUBLIC))
-
-
-def test_the_next_address_is_tried_when_one_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, ["127.0.0.3", "127.0.0.2"])
-    pretend_public(monkeypatch, "127.0.0.2", "127.0.0.3")
-    with socket.create_server(("127.0.0.2", 0)) as server:
-        port = server.getsockname()[1]
-        with closing(connect("rebind.example", port, 5.0, Reach(Nearness.PUBLIC))) as connection:
-            assert connection.getpeername()[0] == "127.0.0.2"
 
 
 def test_where_a_hub_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,7 @@ def test_a_dummy_is_computed_and_adds_exactly_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(("flash", "packed", "compiled"), [(False, True, 0), (True, True, 1), (False, False, 1)])
-def test_packs_are_compiled_only_where_one_program_serves_them_all(
-    groups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flash: bool, packed: bool, compiled: int
-) -> None:
+def test_packs_are_compiled_only_where_one_program_serves_all(groups, monkeypatch, caplog, flash, packed, compiled):
     """Packs as rows of similar lengths are a program for every number of them, until torch compiles no more."""
     calls: list[object] = []
     for name, made in (("attends_by_flash", flash), ("supports_packing", packed)):

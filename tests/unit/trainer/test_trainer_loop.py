@@ -81,9 +81,7 @@ def archived(folder: Path) -> dict[str, bytes]:
     ("announce", 4, SETTINGS), ("rollouts", 1, SPARSE), ("report", 2, SPARSE), ("announce", 2, SPARSE),
     ("report", 4, SPARSE),
 ])  # fmt: skip
-def test_killed_anywhere_and_resumed_gives_the_same_weights_and_files_bit_for_bit(
-    tmp_path: Path, whole, where: str, number: int, settings: TrainerSettings
-) -> None:
+def test_killed_anywhere_and_resumed_gives_the_same_weights_and_files_exactly(tmp_path, whole, where, number, settings):
     hub, torn = FakeHub(STEPS), tmp_path / "trainer" / "rollouts" / "step-00000.parquet"
     killed_at(tmp_path, hub, where, number, settings)
     if settings is SPARSE and torn.exists() and number < 3:

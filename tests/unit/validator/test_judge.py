@@ -132,10 +132,6 @@ def kept(what: AuditJob, **changes: Any) -> KeptSubmission:
     return KeptSubmission(judge().verdicts([what], loaded())[0].model_copy(update=changes), what.audit.lease, what.body)
 
 
-def test_an_honest_verdict_is_the_same_again() -> None:
-    assert recheck(judge(), kept(audit_job(UNIT)), loaded()).state == "same"
-
-
 @pytest.mark.parametrize(("changes", "words"), [
     ({"generated_tokens": 10**6}, "it was accepted with 1000000 tokens"),
     ({"rewards": HALVES}, "its rewards are others now"), ({"rewards": ()}, "its rewards are others now"),
@@ -148,7 +144,8 @@ def test_a_verdict_that_says_more_than_was_done_is_found(changes: dict[str, Any]
     assert words in found.sentence
 
 
-def test_a_lie_that_was_waved_through_is_found() -> None:
+def test_an_honest_verdict_is_the_same_again_and_a_lie_that_was_waved_through_is_found() -> None:
+    assert recheck(judge(), kept(audit_job(UNIT)), loaded()).state == "same"
     lie = audit_job(UNIT, proved(UNIT, submission(UNIT), value=4.0))
     paid = kept(audit_job(UNIT), submission=lie.audit.submission)
     found = recheck(judge(), KeptSubmission(paid.verdict, lie.audit.lease, lie.body), loaded())

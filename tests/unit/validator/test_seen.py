@@ -280,11 +280,8 @@ def test_a_submission_that_begins_otherwise_than_shown_fails_for_certain(depth: 
     rollouts = submission(of).rollouts
     right = cut(of, rollouts[0], 3)
     flipped = bytes([right.proofs[0] ^ 1]) + right.proofs[1:]
-    for other in (
-        cut(of, rollouts[1], 3),
-        msgspec.structs.replace(right, proofs=flipped),
-        msgspec.structs.replace(right, tokens=right.tokens[:-4] + b"\5\0\0\0"),
-    ):
+    edited = msgspec.structs.replace(right, tokens=right.tokens[:-4] + b"\5\0\0\0")
+    for other in (cut(of, rollouts[1], 3), msgspec.structs.replace(right, proofs=flipped), edited):
         verdict = judged_with(of, submission(of), prefix(2, cut(of, rollouts[2], 1)), prefix(0, other), depth=depth)
         assert (verdict.reason, verdict.severity) == ("progress.prefix", Severity.CERTAIN)
         assert verdict.checks[-1].evidence["rollout"] == 0

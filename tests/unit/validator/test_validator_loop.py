@@ -112,8 +112,6 @@ def validator(
 
 
 class Counted(ScriptedEngine):
-    """Counts its prefills."""
-
     prefills = 0
 
     def prefill(self, *arguments: Any) -> list[Prefill]:

@@ -286,9 +286,7 @@ def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_
     assert bench.units == [1]
 
 
-def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_until_the_hub_gives_nothing_for_it(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_until_the_hub_gives_none_for_it(tmp_path):
     bench = Bench(tmp_path, [lease(1)], v1=errors.VersionNotFound("it comes slowly"))
 
     def second() -> list[protocol.Lease]:
@@ -670,13 +668,6 @@ def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: Logs) -> None:
     assert "could not be asked for (gone)" in caplog.text
 
 
-def test_being_shut_out_carries_the_reason() -> None:
-    earnings = heard(status_hub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
-    assert isinstance(earnings.shut_out, errors.ShutOut)
-    assert earnings.shut_out.code == "node.banned"
-    assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
-
-
 def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: Logs) -> None:
     caplog.set_level("INFO")
     suspended = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 70_000, "last_seen_ms": 27_000}
@@ -690,7 +681,11 @@ def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: Logs
     ]
 
 
-def test_a_suspension_from_before_this_start_is_told_too(caplog: Logs) -> None:
+def test_a_suspension_from_before_this_start_is_told_too_and_a_ban_carries_its_reason(caplog: Logs) -> None:
+    earnings = heard(status_hub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
+    assert isinstance(earnings.shut_out, errors.ShutOut)
+    assert earnings.shut_out.code == "node.banned"
+    assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
     view = VIEW.model_copy(update={"state": NodeState.SUSPENDED, "reason": "x"})
     Earnings(status_hub()).hear(protocol.HeartbeatReply(node=view))
     assert "suspended until the run's owner pardons it: x; it waits, and resumes by itself" in caplog.text
