@@ -89,9 +89,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_one_writer_alone_commits_at_once_and_those_who_queue_share_one_commit(bench: Bench) -> None:
     bench.say(10)
     assert (bench.said(), bench.commits) == ([10], 1)
-    calls = (lambda who=who: bench.say(who, durable=who != 1) for who in range(10))  # 1 joins the others
-    assert bench.together(*calls) == [None] * 10
+    assert bench.together(*(lambda who=who: bench.say(who) for who in range(10))) == [None] * 10
     assert (bench.said(), bench.commits) == (list(range(11)), 2)
+
+
+def test_what_need_not_be_durable_joins_whoever_is_there(bench: Bench) -> None:
+    results = bench.together(lambda: bench.say(0), lambda: bench.say(1, durable=False), lambda: bench.say(2))
+    assert results == [None] * 3
+    assert bench.said() == [0, 1, 2]
 
 
 def test_nobody_returns_before_the_commit(bench: Bench) -> None:
