@@ -11,11 +11,14 @@ from shoal.errors import ConfigError, ProtocolError, SignatureError
 from shoal.protocol import SignedDocument, fingerprint
 
 
-def test_the_whole_chain_gives_the_keys_of_every_role() -> None:
+def test_the_whole_chain_gives_the_keys_of_every_role_of_which_the_trainers_is_one() -> None:
     trusted = open_run_info(signed(run_info()), fingerprint(ROOT.public_key))
     assert trusted.run == RUN == f"demo-{fingerprint(ROOT.public_key)[:12]}"
     assert (trusted.root_fingerprint, trusted.hub_keys) == (fingerprint(ROOT.public_key), {HUB.public_key})
     assert (trusted.trainer_key, trusted.validator_keys) == (TRAINER.public_key, {VALIDATOR.public_key})
+    two = (*CERTIFICATES, certificate("trainer", STRANGER))
+    with pytest.raises(ProtocolError, match="2 trainer keys"):
+        _ = open_run_info(signed(run_info(certificates=two)), None).trainer_key
 
 
 def changed(**fields: Any) -> SignedDocument:
@@ -49,13 +52,6 @@ def test_without_a_pin_the_first_answer_is_believed_and_its_root_can_be_remember
 def test_a_broken_link_is_refused(description: SignedDocument, why: str) -> None:
     with pytest.raises((SignatureError, ProtocolError), match=why):
         open_run_info(description, None)
-
-
-def test_two_trainers_cannot_both_sign_policies() -> None:
-    two = (*CERTIFICATES, certificate("trainer", STRANGER))
-    trusted = open_run_info(signed(run_info(certificates=two)), None)
-    with pytest.raises(ProtocolError, match="2 trainer keys"):
-        _ = trusted.trainer_key
 
 
 def test_join_urls_are_taken_apart() -> None:

@@ -218,15 +218,13 @@ class TestCandidates:
 
 
 class TestRows:
-    def test_a_task_moves_between_pools_by_its_recent_rate(self) -> None:
+    def test_a_task_moves_between_pools_by_its_recent_rate_and_wholly_solved_twice_in_a_row_it_is_retired(self) -> None:
         assert history(0.5).pool is Pool.NORMAL
         assert history(0.0).pool is Pool.HARD
         assert history(0.95).pool is Pool.EASY
         assert history(0.0, 0.5, 1.0).rate == 0.625, "the newest group weighs as much as all before it"
         assert history(0.0, 0.5).pool is Pool.NORMAL
         assert history(0.0, 0.5).groups == 2
-
-    def test_wholly_solved_twice_in_a_row_is_retired_and_a_miss_brings_it_back(self) -> None:
         assert history(1.0).pool is Pool.EASY
         assert history(1.0, 1.0).pool is Pool.RETIRED
         assert history(1.0, 0.9, 1.0).pool is not Pool.RETIRED
