@@ -111,7 +111,12 @@ class RowBatch:
             if not is_out_of_memory(error):
                 self._decoder.release()
                 raise
-        left = self._salvaged()
+        self._tell()
+        for row in (held.row for held in self._held.values()):
+            kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
+            row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
+            self._waiting.append(row)
+        left = list(self._waiting)
         self._decoder.release()
         return left
 
@@ -252,7 +257,16 @@ class RowBatch:
                 del self._held[slot]
                 self._leave(held.prefix, held.pages)
         if cuts:
-            self._fold(pool, cuts)
+            # the points of chunks: of which row, in which slot, in which half of its states, of how many tokens
+            assert self._proof is not None
+            rows, device = self._proof.rows, self._decoder.device
+            counts = [count for *_, count in cuts]
+            states = pool.slots.hidden_SCH.view(len(pool.slots), 2, pool.chunk, -1)
+            taken = states[[slot for _, slot, _, _ in cuts], [half for _, _, half, _ in cuts]]
+            kept = torch.arange(pool.chunk, device=device) < torch.tensor(counts, device=device)[:, None]
+            points = top_points(taken[kept], counts, self._proof.topk, rows)
+            for place, (held, *_) in enumerate(cuts):
+                held.points.append(points[place : place + 1])
         if gone:
             slots.clear(torch.tensor(gone, device=self._decoder.device))
             self._compact(pool)
@@ -264,18 +278,6 @@ class RowBatch:
         if prefix.waiting and pages[0] == prefix.rest:
             prefix.is_kept, pages = True, pages[1:]
         self._free += pages if prefix.users or prefix.waiting else pages + prefix.pages
-
-    def _fold(self, pool: PagePool, cuts: Sequence[tuple[HeldRow, int, int, int]]) -> None:
-        """The points of chunks: of which row, in which slot, in which half of its states, of how many tokens."""
-        assert self._proof is not None
-        rows, device = self._proof.rows, self._decoder.device
-        counts = [count for *_, count in cuts]
-        states = pool.slots.hidden_SCH.view(len(pool.slots), 2, pool.chunk, -1)
-        taken = states[[slot for _, slot, _, _ in cuts], [half for _, _, half, _ in cuts]]
-        kept = torch.arange(pool.chunk, device=device) < torch.tensor(counts, device=device)[:, None]
-        points = top_points(taken[kept], counts, self._proof.topk, rows)
-        for place, (held, *_) in enumerate(cuts):
-            held.points.append(points[place : place + 1])
 
     def _compact(self, pool: PagePool) -> None:
         """Move rows into the first slots, where a smaller step would then do for all of them."""
@@ -322,15 +324,6 @@ class RowBatch:
             for row in rows
             if row.proofs
         }
-
-    def _salvaged(self) -> list[Row]:
-        """After memory ran out: the rows that are to be continued, with the whole chunks that there are of them."""
-        self._tell()
-        for row in (held.row for held in self._held.values()):
-            kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
-            row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
-            self._waiting.append(row)
-        return list(self._waiting)
 
 
 def paged_decoder(model: Any, memory_bytes: int, kind: type[PagedDecoder] = PagedDecoder) -> PagedDecoder | None:

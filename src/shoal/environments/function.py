@@ -50,7 +50,18 @@ class FunctionEnvironment:
         self._score, self._parameters = score, len(inspect.signature(score).parameters)
         if self._parameters not in (2, 3):
             raise EnvironmentSetupError(f"score() in {file} takes {self._parameters} parameters; it must be {wanted}")
-        self._tasks = _divide(_collect(module, file), held_out_size, file)
+        # hold out prompts by their hash, at most a fifth; all tasks of a prompt are in the same split
+        tasks = _collect(module, file)
+        train = [task for task, split in tasks if split == "train"]
+        held_out = [task for task, split in tasks if split == "held_out"]
+        free = [task for task, split in tasks if split is None]
+        prompts = sorted({task.prompt for task in free}, key=lambda p: hashlib.sha256(p.encode()).digest())
+        aside = set(prompts[: max(0, min(held_out_size - len(held_out), len(prompts) // 5))])
+        train += [task for task in free if task.prompt not in aside]
+        held_out += [task for task in free if task.prompt in aside]
+        if not train:
+            raise EnvironmentSetupError(f"{file} leaves no task to train on")
+        self._tasks = {"train": tuple(train), "held_out": tuple(held_out)}
         self._by_id = {task.id: task for split in self._tasks.values() for task in split}
         tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", protocol.DEFAULT_TURNS)
         if isinstance(tool, str):
@@ -160,17 +171,3 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
         raise EnvironmentSetupError(f"task {index} in {file} {needs}; it has {sorted(map(str, item))}")
     task_id, answer = str(item.get("id", f"{file.stem}/{index}")), str(item.get("answer", ""))
     return Task(id=task_id, prompt=str(item["prompt"]), answer=answer), split
-
-
-def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Path) -> dict[Split, tuple[Task, ...]]:
-    """Hold out prompts by their hash, at most a fifth; all tasks of a prompt are in the same split."""
-    train = [task for task, split in tasks if split == "train"]
-    held_out = [task for task, split in tasks if split == "held_out"]
-    free = [task for task, split in tasks if split is None]
-    prompts = sorted({task.prompt for task in free}, key=lambda p: hashlib.sha256(p.encode()).digest())
-    aside = set(prompts[: max(0, min(held_out_size - len(held_out), len(prompts) // 5))])
-    train += [task for task in free if task.prompt not in aside]
-    held_out += [task for task in free if task.prompt in aside]
-    if not train:
-        raise EnvironmentSetupError(f"{file} leaves no task to train on")
-    return {"train": tuple(train), "held_out": tuple(held_out)}

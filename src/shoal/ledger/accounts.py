@@ -97,20 +97,17 @@ class Accounts:
             tokens, credit = body["tokens"], body["credit"]
             if not isinstance(tokens, int) or credit != credit_for(tokens) or tokens < 0:
                 raise ValueError(f"{tokens} tokens do not earn {credit} credit")
-            self._credit(kind, str(body["submission"]), str(body["node"]), int(credit), account)
-
-    def _credit(self, kind: str, submission: str, node: str, amount: int, account: Account) -> None:
-        """Credit is given at once, or is pending and then final or void: for the same node, with the same amount."""
-        if kind == "void" or (kind == "credit" and submission in self._pending):
-            if self._pending.pop(submission, None) != (node, amount):
-                raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
-            account.pending -= amount
-        else:
-            self._judge_once(submission)
-            account.accepted += 1
-        if kind == "pending":
-            self._pending[submission] = node, amount
-        setattr(account, kind, getattr(account, kind) + amount)
+            submission, node, amount = str(body["submission"]), str(body["node"]), int(credit)
+            if kind == "void" or (kind == "credit" and submission in self._pending):
+                if self._pending.pop(submission, None) != (node, amount):
+                    raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
+                account.pending -= amount
+            else:
+                self._judge_once(submission)
+                account.accepted += 1
+            if kind == "pending":
+                self._pending[submission] = node, amount
+            setattr(account, kind, getattr(account, kind) + amount)
 
     def _judge_once(self, submission: str) -> None:
         if submission in self._judged:

@@ -166,7 +166,11 @@ class Origin:
 
     def _publish_new(self, draft: Draft, on_progress: OnProgress | None) -> PolicyManifest:
         content, chunk_size = draft.content, draft.chunk_size_bytes
-        routes = self._routes(draft.place)
+        known = {manifest.policy: manifest for other, manifest in self.known().items() if other < draft.place}
+        routes: dict[Place, Route] = {}
+        for manifest in known.values():
+            with suppress(VersionNotFound):
+                routes[manifest.policy.place] = find_route(manifest, (), known.get)
         # A small payload (an adapter) is published whole.
         small = not content.entries or content.size_bytes <= self._settings.delta_from_bytes
         deltas = () if small or not routes else self._deltas(draft, routes[max(routes)])
@@ -192,15 +196,6 @@ class Origin:
         point("trainer.publish.before_manifest")
         self._tree.write(manifest_key(draft.place), signed)
         return manifest
-
-    def _routes(self, place: Place) -> dict[Place, Route]:
-        """The cheapest route from an anchor to each version before `place`."""
-        known = {manifest.policy: manifest for other, manifest in self.known().items() if other < place}
-        routes: dict[Place, Route] = {}
-        for manifest in known.values():
-            with suppress(VersionNotFound):
-                routes[manifest.policy.place] = find_route(manifest, (), known.get)
-        return routes
 
     def _deltas(self, draft: Draft, route: Route) -> tuple[Delta, ...]:
         """The deltas that save enough, nearest base first, written as chunks; none if the delta to the version before
