@@ -211,7 +211,8 @@ class RowBatch:
         ]
         if copies:
             source, target = torch.tensor(copies, device=self._decoder.device).T
-            pool.cache.copy_pages(source, target, max(counts))
+            for each in (each for stored in pool.cache.stored for each in stored):
+                each[target, :, : max(counts)] = each[source, :, : max(counts)]
 
     def _place(self, pool: PagePool, places: Sequence[int]) -> None:
         """Tell the slots what their rows need."""

@@ -12,6 +12,7 @@ machine without an owner. The fraction is exact, and later rows cannot change it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd
@@ -61,14 +62,6 @@ class Accounts:
 
     def holder(self, node: str) -> str:
         return self.by_node[node].owner or node
-
-    def by_holder(self) -> dict[str, Account]:
-        """Accounts by owner; a node without an owner has its own."""
-        sums: dict[str, Account] = {}
-        for node, account in self.by_node.items():
-            holder = self.holder(node)
-            sums[holder] = sums.get(holder, Account()).plus(account)
-        return sums
 
     def add(self, entry: LedgerEntry) -> None:
         try:
@@ -158,9 +151,9 @@ def shares_of(entries: Iterable[LedgerEntry], step: int | None = None) -> Shares
     if step is not None and accounts.steps <= step:
         last = f"the last one is of step {accounts.steps - 1}" if accounts.steps else "no step has a batch yet"
         raise UserError(f"the ledger has no batch of step {step}: {last}")
-    nodes: dict[str, list[str]] = {}
+    nodes, credit, total = dict[str, list[str]](), Counter[str](), accounts.total_credit
     for node in sorted(accounts.by_node):
         nodes.setdefault(accounts.holder(node), []).append(node)
-    total, held = accounts.total_credit, accounts.by_holder().items()
-    found = [Share(who, tuple(nodes[who]), account.credit, total) for who, account in held if account.credit]
+        credit[accounts.holder(node)] += accounts.by_node[node].credit
+    found = [Share(who, tuple(nodes[who]), earned, total) for who, earned in credit.items() if earned]
     return Shares(index, total, tuple(sorted(found, key=lambda share: (-share.credit, share.holder))))

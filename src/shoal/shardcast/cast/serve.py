@@ -61,7 +61,26 @@ class PublishRequest:
 def run_publish(request: PublishRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
     """Publish, report, and serve it until stopped, from `begin` on."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: an unfinished publication has no effect
-    content = _content(request)
+    path, directory = request.path.absolute(), request.directory.absolute()
+    if not path.exists():
+        raise UserError(f"there is no file or folder {request.path} to publish")
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(f"{request.path} is neither a file nor a folder")
+
+    def is_within(inner: Path, folder: Path) -> bool:
+        return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(folder))
+
+    if is_within(request.key_path, directory):
+        raise UserError(f"the key {request.key_path} would lie in {request.directory}, which is served to everybody")
+    for what, where in (("the key", request.key_path), ("the published tree", directory)):
+        if is_within(where, path):
+            raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --folder")
+    try:
+        content = Content.at(path)
+    except BroadcastError as error:
+        raise UserError(f"{error}; rename it and publish again") from error
+    if content.size_bytes == 0:
+        raise UserError(f"{request.path} is empty: there is nothing to publish")
     ensure_folder(request.directory.absolute().parent)
     key = load_or_create_key(request.key_path)
     head = _head(request.directory, key)
@@ -84,30 +103,6 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
         say_commands(terminal, url, request.host, key.public_key, request.own_name)
 
     run_origin(request.directory, request.host, request.port, begin(), say)
-
-
-def _content(request: PublishRequest) -> Content:
-    path, directory = request.path.absolute(), request.directory.absolute()
-    if not path.exists():
-        raise UserError(f"there is no file or folder {request.path} to publish")
-    if not (path.is_file() or path.is_dir()):
-        raise UserError(f"{request.path} is neither a file nor a folder")
-
-    def is_within(inner: Path, folder: Path) -> bool:
-        return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(folder))
-
-    if is_within(request.key_path, directory):
-        raise UserError(f"the key {request.key_path} would lie in {request.directory}, which is served to everybody")
-    for what, where in (("the key", request.key_path), ("the published tree", directory)):
-        if is_within(where, path):
-            raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --folder")
-    try:
-        content = Content.at(path)
-    except BroadcastError as error:
-        raise UserError(f"{error}; rename it and publish again") from error
-    if content.size_bytes == 0:
-        raise UserError(f"{request.path} is empty: there is nothing to publish")
-    return content
 
 
 def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:

@@ -110,7 +110,21 @@ class Comparison:
                 return self.same(items[0], given) if group is gold else self.same(gold, items[0])
             return False
         if kinds in _UNORDERED:
-            return self._matched(gold, given)
+            # in any order, but "x = 1, y = 2" and "1, 2" are compared in order
+            golds, givens = list(gold.items), list(given.items)
+            if "{}" in (gold.kind, given.kind) or (len(golds) > 1 and len(_distinct(golds)) == len(golds)):
+                golds, givens = _distinct(golds), _distinct(givens)
+            if len(golds) != len(givens):
+                return False
+            named = [{label(item.items[0]) for item in items if item.kind == "="} for items in (golds, givens)]
+            if (len(named[0]) > 1 and not named[1]) or (len(named[1]) > 1 and not named[0]):
+                return self._in_order(golds, givens)
+            for wanted in golds:
+                found = next((item for item in givens if self.same(wanted, item)), None)
+                if found is None:
+                    return False
+                givens.remove(found)
+            return True
         clocks = CLOCK.fullmatch(gold.text) and CLOCK.fullmatch(given.text)  # 3:30 may be a time or a ratio
         if kinds == {":"} and not clocks and (first := _ratio(gold)) and (second := _ratio(given)):
             return len(first) == len(second) and all(map(close, first, second))
@@ -118,23 +132,6 @@ class Comparison:
 
     def _in_order(self, gold: Sequence[Form], given: Sequence[Form]) -> bool:
         return len(gold) == len(given) and all(map(self.same, gold, given))
-
-    def _matched(self, gold: Form, given: Form) -> bool:
-        """In any order, but "x = 1, y = 2" and "1, 2" are compared in order."""
-        golds, givens = list(gold.items), list(given.items)
-        if "{}" in (gold.kind, given.kind) or (len(golds) > 1 and len(_distinct(golds)) == len(golds)):
-            golds, givens = _distinct(golds), _distinct(givens)
-        if len(golds) != len(givens):
-            return False
-        named = [{label(item.items[0]) for item in items if item.kind == "="} for items in (golds, givens)]
-        if (len(named[0]) > 1 and not named[1]) or (len(named[1]) > 1 and not named[0]):
-            return self._in_order(golds, givens)
-        for wanted in golds:
-            found = next((item for item in givens if self.same(wanted, item)), None)
-            if found is None:
-                return False
-            givens.remove(found)
-        return True
 
     def _related(self, gold: Form, given: Form) -> bool:
         both = gold.kind in RELATIONS and given.kind in RELATIONS
