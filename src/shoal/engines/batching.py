@@ -175,7 +175,18 @@ class RowBatch:
             self._held[slot] = HeldRow(row, request, prefix, pages, len(row.tokens))
         if found:
             self._prefill(pool, [prefix for prefix in found if self._held[prefix.slots[0]].pages[0] == prefix.rest])
-            self._copy_rests(pool, found)
+            # what does not fill a page, to the first own page of every row that has just been admitted
+            counts = [(len(prefix.tokens) - 1) % pool.cache.page for prefix in found]
+            copies = [
+                (prefix.rest, page)
+                for prefix, count in zip(found, counts, strict=True)
+                for page in (self._held[slot].pages[0] for slot in prefix.slots)
+                if count and page != prefix.rest
+            ]
+            if copies:
+                source, target = torch.tensor(copies, device=self._decoder.device).T
+                for each in (each for stored in pool.cache.stored for each in stored):
+                    each[target, :, : max(counts)] = each[source, :, : max(counts)]
             self._place(pool, [slot for prefix in found for slot in prefix.slots])
         for prefix in found:
             prefix.slots = []
@@ -200,22 +211,7 @@ class RowBatch:
             pool.cache.at = (pages_BL[live_BL], offsets_BL[live_BL], live_BL)
             model.base_model(input_ids=ids_BL, past_key_values=pool.cache, use_cache=True)
 
-    def _copy_rests(self, pool: PagePool, prefixes: Sequence[Prefix]) -> None:
-        """What does not fill a page, to the first own page of every row that has just been admitted."""
-        counts = [(len(prefix.tokens) - 1) % pool.cache.page for prefix in prefixes]
-        copies = [
-            (prefix.rest, page)
-            for prefix, count in zip(prefixes, counts, strict=True)
-            for page in (self._held[slot].pages[0] for slot in prefix.slots)
-            if count and page != prefix.rest
-        ]
-        if copies:
-            source, target = torch.tensor(copies, device=self._decoder.device).T
-            for each in (each for stored in pool.cache.stored for each in stored):
-                each[target, :, : max(counts)] = each[source, :, : max(counts)]
-
     def _place(self, pool: PagePool, places: Sequence[int]) -> None:
-        """Tell the slots what their rows need."""
         held, device = [self._held[slot] for slot in places], self._decoder.device
         index = torch.tensor(places, device=device)
         columns: dict[str, list[Any]] = {
@@ -317,7 +313,6 @@ class RowBatch:
                 request.on_chunks(lambda rows=rows: self._chunks(rows))  # type: ignore[misc]
 
     def _chunks(self, rows: Sequence[Row]) -> dict[int, Chunks]:
-        """The finished chunks of a group, by seed."""
         assert self._proof is not None
         size = self._proof.rows
         return {

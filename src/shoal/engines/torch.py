@@ -324,7 +324,6 @@ class TorchEngine:
         return left
 
     def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
-        """For a row of a request whose turns are answered."""
         request = drawing.requests[row.group]
         respond, sampling = request.respond, request.sampling
         if respond is None:

@@ -174,7 +174,6 @@ def _metadata(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(given: Any, what: str) -> Any:
-    """A value, or the JSON of one."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:

@@ -284,7 +284,6 @@ def number(found: Tree | None) -> Any:
 
 
 def points(names: frozenset[str]) -> list[Point]:
-    """The variables' values at each point."""
     size, order = len(_POINTS), [*enumerate(sorted(names))]
     values = [[Fraction(*_POINTS[(at + shift) % size]) + at // size for at, _ in order] for shift in range(size)]
     return [dict(zip((name for _, name in order), each, strict=True)) for each in values]
