@@ -103,7 +103,18 @@ class RowBatch:
         try:
             pool = self._decoder.pool(rows, needed, self._proof.rows if self._proof else 0, memory_bytes)
             if pool is not None:
-                self._run(pool)
+                self._free, checks = list(range(pool.cache.pages - 1, 0, -1)), checks_of(self._requests)
+                self._admit(pool)
+                while self._held:
+                    longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
+                    steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
+                    ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
+                    size, guesses = size_for(max(self._held) + 1), self._guesses()
+                    self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
+                    self._tell()
+                    self._seen = self._harvest(pool)
+                    self._admit(pool)
+                self._tell()
                 if self._decoder.held_bytes > self._decoder.kept_bytes:
                     self._decoder.release()
             return list(self._waiting)
@@ -119,20 +130,6 @@ class RowBatch:
         left = list(self._waiting)
         self._decoder.release()
         return left
-
-    def _run(self, pool: PagePool) -> None:
-        self._free, checks = list(range(pool.cache.pages - 1, 0, -1)), checks_of(self._requests)
-        self._admit(pool)
-        while self._held:
-            longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
-            steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
-            ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
-            size, guesses = size_for(max(self._held) + 1), self._guesses()
-            self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
-            self._tell()
-            self._seen = self._harvest(pool)
-            self._admit(pool)
-        self._tell()
 
     def _guesses(self) -> dict[int, Guessed] | None:
         """Rows by their slots, where it is worth guessing what they say next."""
@@ -252,7 +249,12 @@ class RowBatch:
             if held.ended:
                 gone.append(slot)
                 del self._held[slot]
-                self._leave(held.prefix, held.pages)
+                # free the pages of a row that has ended, but for what is needed by rows that wait or go on
+                prefix, pages = held.prefix, held.pages
+                prefix.users -= 1
+                if prefix.waiting and pages[0] == prefix.rest:
+                    prefix.is_kept, pages = True, pages[1:]
+                self._free += pages if prefix.users or prefix.waiting else pages + prefix.pages
         if cuts:
             # the points of chunks: of which row, in which slot, in which half of its states, of how many tokens
             assert self._proof is not None
@@ -268,13 +270,6 @@ class RowBatch:
             slots.clear(torch.tensor(gone, device=self._decoder.device))
             self._compact(pool)
         return seen
-
-    def _leave(self, prefix: Prefix, pages: list[int]) -> None:
-        """Free the pages of a row that has ended, but for what is needed by rows that wait or go on."""
-        prefix.users -= 1
-        if prefix.waiting and pages[0] == prefix.rest:
-            prefix.is_kept, pages = True, pages[1:]
-        self._free += pages if prefix.users or prefix.waiting else pages + prefix.pages
 
     def _compact(self, pool: PagePool) -> None:
         """Move rows into the first slots, where a smaller step would then do for all of them."""

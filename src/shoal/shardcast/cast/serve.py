@@ -122,7 +122,16 @@ def _publish(
     request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None, terminal: Terminal
 ) -> None:
     """Publish as the next version, unless the newest has the same content (the server is only started again)."""
-    name, started_s = _name(request, head), time.monotonic()
+    name = request.name or request.own_name
+    problem = name_problem(name) or ("it has a slash" if "/" in name else "")
+    if problem:
+        raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
+    if head is not None and name != head.run:
+        raise UserError(
+            f"{request.directory} is the broadcast {head.run!r}: give another --folder for {name!r}, or, if it is the "
+            f"next version of that, --name {shlex.quote(head.run)}"
+        )
+    started_s = time.monotonic()
     origin = Origin(request.directory, name, key, settings=OriginSettings(keep_versions=request.keep))
     version = FIRST_VERSION
     if head is not None:  # and the next one if what was published has been damaged
@@ -142,19 +151,6 @@ def _publish(
     for delta in manifest.deltas[:1]:
         line += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
     terminal.say(line)
-
-
-def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
-    name = request.name or request.own_name
-    problem = name_problem(name) or ("it has a slash" if "/" in name else "")
-    if problem:
-        raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
-    if head is not None and name != head.run:
-        raise UserError(
-            f"{request.directory} is the broadcast {head.run!r}: give another --folder for {name!r}, or, if it is the "
-            f"next version of that, --name {shlex.quote(head.run)}"
-        )
-    return name
 
 
 @dataclass(frozen=True)
