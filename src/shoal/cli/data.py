@@ -70,7 +70,7 @@ def _show_order(where: str, settings: Sequence[str], seed: int | None, units: ra
 
     source = source_at(where, settings)
     environment = build(source.settings)
-    if source.settings.pools is not None:
+    if source.settings.retire_after is not None:
         echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
     tasks = len(environment.tasks("train"))
     chosen = seed if seed is not None else source.recipe.run.seed if source.recipe else 0

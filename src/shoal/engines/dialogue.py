@@ -133,7 +133,7 @@ class Line:
         return self._queue[0] if self._queue else None
 
     def take(self, token: int) -> bool:
-        """Take the next token, drawn or forced; whether the completion goes on after it."""
+        """Take the next token, drawn or forced; whether the completion continues after it."""
         self.tokens.append(token)
         if self._queue:
             self._queue.popleft()

@@ -406,7 +406,7 @@ class TorchEngine:
         ]
 
     def _hidden_of(self, batch: Sequence[PrefillRequest], lengths: Sequence[int]) -> Tensor:
-        """The hidden state that each given token was drawn from, all requests' one after the other [N, H]."""
+        """The hidden state that each token was drawn from, all requests' one after the other [N, H]."""
         prompts = list(dict.fromkeys(request.prompt_ids for request in batch))
         shared = sum(len(request.prompt_ids) for request in batch) - sum(map(len, prompts))
         worth_it = shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths))

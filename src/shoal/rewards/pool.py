@@ -327,7 +327,7 @@ class ScoringPool:
     ) -> None:  # fmt: skip
         limits, digest = scoring_of(environment), inner_of(environment).digest
         # the parent adds judges and length budgets
-        settings = settings.model_copy(update={"judges": (), "length": None, "pools": None})
+        settings = settings.model_copy(update={"judges": (), "length": None, "retire_after": None})
         self._ground = PoolContext(settings, limits, digest, patience, stop or StopToken())
         self._processes = [ScoringProcess(self._ground) for _ in range(process_count(limits))]
         self._busy = threading.Lock()

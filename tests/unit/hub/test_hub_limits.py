@@ -157,7 +157,6 @@ class Elsewhere:
     """The same app, called from an address, as a server would."""
 
     def __init__(self, bench: Bench) -> None:
-        bench.app.edge.addresses = Addresses()
         self._bench = bench
 
     @contextmanager

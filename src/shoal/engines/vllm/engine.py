@@ -197,7 +197,7 @@ class VllmEngine:
                 proved = prove(seen, proof) if proof is not None else []
                 self._abort([row for row in seen if row.ended])
                 for request, group in zip(asked, groups, strict=True):
-                    _tell(request, group, [row for row in proved if row.request is request], proof)
+                    _report(request, group, [row for row in proved if row.request is request], proof)
         return [[row.completion() for row in group] for group in groups]
 
     @contextmanager
@@ -278,7 +278,7 @@ class VllmEngine:
             raise ValueError(f"{tokens} tokens, prompt included, are more than the {most} that vLLM has room for")
 
 
-def _tell(
+def _report(
     request: GenerationRequest, group: Sequence[DrawnRow], proved: Sequence[DrawnRow], proof: ProofParameters | None
 ) -> None:
     """The caller hears after each step how far a group is, and of its chunks."""

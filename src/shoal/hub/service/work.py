@@ -46,7 +46,7 @@ class Work:
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
     def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
-        """Tasks are made before the decision, which is made anew (`retry`) if others took those units meanwhile. The
+        """Tasks are made before the decision, which is made again (`retry`) if others took those units meanwhile. The
         worker asks from `network` (empty: this very machine), there from `address`."""
         self.drawing.prepare(self._next_unit, request.max_units)
         try:

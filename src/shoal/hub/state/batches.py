@@ -4,7 +4,7 @@ A new incarnation means that the trainer could not reproduce a published digest:
 that are in no batch are void. A batch is the lowest-numbered accepted groups within the staleness bound, in order of
 unit; once written it never changes. With `max_staleness` 0 it is written down only when no lower-numbered unit can
 still come in, so it does not depend on who was fast. What is too old for the following step is void, also what is still
-being generated or checked: others get its place. Its worker submits it all the same, and its credit stays.
+being generated or checked: others get its place. Its worker submits it anyway, and its credit stays.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ LONG_TRIES = 2  # first leases in a row that last long at once: a machine may be
 
 @dataclass(frozen=True)
 class Absence:
-    """Nobody could reach the hub between these times. Leases from before whose deadline falls into them, or into the
+    """The hub could not be reached between these times. Leases from before whose deadline falls into them, or into the
     grace after them, end with the grace, and are nobody's fault."""
 
     from_ms: int

@@ -69,6 +69,9 @@ class ByPolicy:
 
 @dataclass(frozen=True)
 class PoolRules:
+    """Tasks with a recent pass rate of `easy` or more, or `hard` or less; the shares of them, when drawn, that are
+    taken: a task that most groups solve, or fail, teaches little."""
+
     retire_after: int = 2
     easy: float = 0.9
     hard: float = 0.05

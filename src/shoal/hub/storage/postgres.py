@@ -8,7 +8,7 @@
     frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
 
 Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the
-frontier. A deadlock all the same is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
+frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
 """
 
 from __future__ import annotations

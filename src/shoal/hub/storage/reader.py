@@ -25,7 +25,7 @@ from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
 R = TypeVar("R")
 Rank: TypeAlias = Literal["trusted", "sanctioned", "credit", "seen"]
 
-LEASES_TOLD = 200  # newest leases of a unit, which may have thousands
+LEASES_SHOWN = 200  # newest leases of a unit, which may have thousands
 NAMES_PER_QUERY = 500  # databases limit how many parameters a statement may have
 
 
@@ -285,7 +285,7 @@ class Reader:
         return self._find(table.LEASES, where, node=node, request=request)
 
     def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
-        where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_TOLD}"
+        where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_SHOWN}"
         return self._find(table.LEASES, where, unit=unit)[::-1]
 
     def leases_of(self, node: str, limit: int) -> list[rows.LeaseRow]:

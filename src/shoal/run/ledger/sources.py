@@ -140,7 +140,7 @@ class HubLedger(LedgerSource):
         for source in self._sources:
             try:
                 head = self._download(source, HEAD, MAX_HEAD_BYTES)
-                labels = () if head is None else read_head(head, run, key).kept_versions
+                labels = () if head is None else read_head(head, run, key).versions
                 keys = [manifest_key(place) for label in labels if (place := parse_label(label)) is not None]
                 kept = [self._download(source, name, MAX_MANIFEST_BYTES) for name in keys]
                 if found := [data for data in kept if data is not None]:
