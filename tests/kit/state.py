@@ -12,8 +12,8 @@ from shoal.hub.state.rows import (
     LeaseState,
     Moment,
     NodeRow,
-    Progress,
     Rules,
+    RunProgress,
     SubmissionRow,
     SubmissionState,
     UnitRow,
@@ -37,8 +37,8 @@ def policy(version: int = 0, incarnation: int = 0, digest: str = "d" * 64) -> Po
     return PolicyRef(incarnation=incarnation, version=version, digest=digest)
 
 
-def moment(now_ms: int = NOW_MS, progress: Progress | None = None, **changes: Any) -> Moment:
-    return Moment(rules(**changes), progress or Progress(policy=policy()), now_ms)
+def moment(now_ms: int = NOW_MS, progress: RunProgress | None = None, **changes: Any) -> Moment:
+    return Moment(rules(**changes), progress or RunProgress(policy=policy()), now_ms)
 
 
 def node(number: int = 1, **changes: Any) -> NodeRow:
@@ -71,7 +71,7 @@ class Granted:
     plan: leases.LeasePlan
 
 
-def grant(now: Moment, open_units: Sequence[UnitRow], ask: leases.Ask, taskless: Container[int] = ()) -> Granted:
+def grant(now: Moment, open_units: Sequence[UnitRow], ask: leases.Demand, taskless: Container[int] = ()) -> Granted:
     """As the service does it: plan, draw, issue, sign. Units in `taskless` have no task that can be used."""
     plan, fresh = leases.plan(now, open_units, ask), list[UnitRow]()
     for number in range(now.progress.next_unit, now.progress.next_unit + plan.fresh):

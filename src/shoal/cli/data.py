@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Exit, Typer, echo
 
 from shoal.cli import options
-from shoal.cli.help import CONTEXT, Command, Group
+from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask, UserError
 from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.environments import Environment, EnvironmentSettings
     from shoal.environments.dataset import DatasetEnvironment
-    from shoal.run.sources import TaskSource
+    from shoal.run.sources import CommandTasks
 
 PLACE, RIGHT = "{answer}", 1.0 - 1e-9
 
 data = Typer(
     help="Check a data set before training on it; write right answers of tasks as demonstrations.",
-    name="data", cls=Group, epilog="Schemas, options and a first try: docs/guides/data.md.",
+    name="data", cls=CommandGroup, epilog="Schemas, options and a first try: docs/guides/data.md.",
     context_settings=CONTEXT,
 )  # fmt: skip
 WHERE = "A data file or folder, FORMAT:FILE, a recipe, or a run's folder."
@@ -123,7 +123,7 @@ def demos(
         echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")
 
 
-def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
+def source_at(spec: str, overrides: Sequence[str]) -> CommandTasks:
     """An override is of an option of the data set (`keep_solve_rate=[0.1, 0.5]`), or has its whole name."""
     from shoal.run.sources import task_source
 

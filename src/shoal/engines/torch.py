@@ -326,17 +326,7 @@ class TorchEngine:
     def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
         """For a row of a request whose turns are answered."""
         request = drawing.requests[row.group]
-        respond, sampling = request.respond, request.sampling
-        if respond is None:
-            return None
-
-        def known(token_ids: list[int]) -> tuple[int, ...] | None:
-            given = respond(token_ids)
-            if given:
-                self._refuse_unknown(min(given), max(given))
-            return given
-
-        return Line(known, sampling.eos_token_id, sampling.max_new_tokens)
+        return None if request.respond is None else Line.of(request, self.vocabulary_size)
 
     def _decode(self, drawing: GenerationCall, decoding: Decoding) -> None:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""

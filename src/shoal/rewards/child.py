@@ -62,7 +62,7 @@ def _serve(source: int, sink: int) -> None:
     _warm_up(environment)
     write_message(sink, frames.Ready(inner_of(environment).digest, _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
-    while isinstance(work := read_message(source), frames.Work):
+    while isinstance(work := read_message(source), frames.Jobs):
         for task, completion in work.jobs:
             answer = _answer(environment, task, frames.as_text(completion), setup.seconds, sink)
             if os.getpid() != pid:

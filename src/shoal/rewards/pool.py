@@ -267,7 +267,7 @@ class ScoringProcess:
     def _answers(self, jobs: Sequence[Job]) -> Iterator[Result]:
         within_s, limits, patience = SEND_S, self._ground.limits, self._ground.patience
         try:
-            self._channel.send(frames.Work([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
+            self._channel.send(frames.Jobs([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
             for _job in jobs:
                 within_s = 60.0 + 3 * limits.seconds if patience.job_s is None else patience.job_s
                 answer = self._channel.receive(within_s)

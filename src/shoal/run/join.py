@@ -96,7 +96,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     return STOPPED_CODE if supervised and stop.is_set() else 0
 
 
-def _places(request: JoinRequest) -> list[fleet.Place]:
+def _places(request: JoinRequest) -> list[fleet.WorkerPlace]:
     """The workers of this machine, if they are several; what cannot be is refused before a hub is asked."""
     from shoal.engines.registry import ENGINES, TorchEntry
 

@@ -12,7 +12,7 @@ from shoal import ledger, protocol
 from shoal.hub.state import draws, reputation
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
-from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow, SubmissionState
+from shoal.hub.state.rows import Moment, NodeRow, RunProgress, SubmissionRow, SubmissionState
 
 SETTINGS, TIMES = {"audit": "reputation"}, {"credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}
@@ -152,11 +152,11 @@ class TestPendingCredit:
         bench.close()
 
     def test_but_not_while_a_submission_waits_for_its_verdict(self) -> None:
-        over = Progress(policy=policy(3), next_step=3)
+        over = RunProgress(policy=policy(3), next_step=3)
         rules = make_config(Path()).rules
         assert due_until_ms(Moment(rules, over, 5), is_all_judged=False) == 5
         assert due_until_ms(Moment(rules, over, 5), is_all_judged=True) > 10**15
-        going_on = Progress(policy=policy(2), next_step=3)
+        going_on = RunProgress(policy=policy(2), next_step=3)
         assert due_until_ms(Moment(rules, going_on, 5), is_all_judged=True) == 5
 
     def test_after_a_ban_nobody_trains_on_a_group_whose_credit_is_final(self, bench: Bench) -> None:

@@ -203,11 +203,7 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
         Figure("wasted_groups", "Groups that were accepted too late to be trained on.", stale),
         Figure("late_submissions", "Submissions refused since the start: their unit was gone.", late),
         Figure("lapsed_leases", "Leases that were let lapse.", sum(group.lapsed for group in fleet)),
-        Figure(
-            "wasted_fraction",
-            "The part of the submitted groups that was too late.",
-            (stale + late) / max(1, accepted + late),
-        ),
+        Figure("wasted_fraction", "The part of groups that came too late.", (stale + late) / max(1, accepted + late)),
         Figure("unscored", "Groups that the validators known now could not score.", unscored),
         Figure("unusable_tasks", "Tasks passed over since the start: they cannot be used.", unusable),
     ]

@@ -109,7 +109,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """`policy` is the newest one; `next_step` the first step without a batch; `dropped` (equal rewards) and `failed`
     (too many attempts) count the units lost since the batch before it."""
 
@@ -124,7 +124,7 @@ class Progress:
 @dataclass(frozen=True)
 class Moment:
     rules: Rules
-    progress: Progress
+    progress: RunProgress
     now_ms: int
 
 

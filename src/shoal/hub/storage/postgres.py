@@ -25,7 +25,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.rows import NodeRow, Progress
+from shoal.hub.state.rows import NodeRow, RunProgress
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived, Noted
 from shoal.hub.storage.reader import Reader, among
@@ -192,7 +192,7 @@ class PostgresWriter(Writer):
         listed, values = among(sorted(set(nodes)))
         self._rows(f"SELECT node FROM nodes WHERE node IN {listed} ORDER BY node{self._lock('nodes')}", **values)
 
-    def frontier(self) -> Progress:
+    def frontier(self) -> RunProgress:
         self._connection.execute(_AT_FRONTIER)
         return self.progress()
 

@@ -119,11 +119,11 @@ class Reader:
         found = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
         return str(found[0][0]) if found else None
 
-    def progress(self, counted: bool = True) -> rows.Progress:
+    def progress(self, counted: bool = True) -> rows.RunProgress:
         ((step, unit, dropped, failed, incarnation, version, digest),) = self._rows(_PROGRESS)
         newest = None if digest is None else PolicyRef(incarnation=incarnation, version=version, digest=digest)
         alive = sum(self.alive_counts().values()) if counted else 0
-        return rows.Progress(newest, int(step), int(unit), alive, int(dropped), int(failed))
+        return rows.RunProgress(newest, int(step), int(unit), alive, int(dropped), int(failed))
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
         query = "SELECT digest FROM policies WHERE incarnation = :incarnation AND version = :version"

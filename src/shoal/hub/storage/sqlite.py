@@ -9,7 +9,7 @@ process (nonces, presence), go through connections of their own with `synchronou
 
 Counting all rows takes milliseconds with ten thousand workers, so the one process that writes keeps `Counts`:
 
-    where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
+    where the run stands (`RunProgress`)     kept while units are leased and submitted; read again after anything else
     how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
     what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
     nodes                                 rows as they were read or written last: every request asks for one
@@ -36,7 +36,7 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.state import rows
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Save
-from shoal.hub.state.rows import NodeRow, Progress, UnitRow, UnitState
+from shoal.hub.state.rows import NodeRow, RunProgress, UnitRow, UnitState
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.grouping import Busy, GroupCommit
@@ -89,7 +89,7 @@ class UnitsInHand:
 
 class Counts:
     def __init__(self) -> None:
-        self.progress: Progress | None = None
+        self.progress: RunProgress | None = None
         self.alive: Counter[UnitState] | None = None
         self.in_hand: UnitsInHand | None = None
         self.nodes: dict[str, NodeRow] = {}
@@ -125,7 +125,7 @@ class CountingWriter(Writer):
             self._counts.nodes.clear()
         self._counts.nodes[row.node] = row
 
-    def progress(self, counted: bool = True) -> Progress:  # noqa: ARG002  it is kept
+    def progress(self, counted: bool = True) -> RunProgress:  # noqa: ARG002  it is kept
         if self._counts.progress is None:
             self._counts.progress = super().progress()
         return self._counts.progress

@@ -83,7 +83,7 @@ class Writer(Reader):
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         """Until the end no other transaction decides about these nodes. To decide about several, lock them together."""
 
-    def frontier(self) -> rows.Progress:
+    def frontier(self) -> rows.RunProgress:
         """Until the end no other transaction makes units. To be called last: after that, no lock is waited for."""
         return self.progress()
 
