@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.run.progress import duration
-from shoal.runtime.text import printable
+from shoal.runtime.text import duration, printable
 
 UNBOUND = 100_000
 EVERY_S = 10.0

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from shoal.protocol import NodeState, NodeView, RunStatus
 from shoal.run import progress
-from shoal.run.progress import Display, RunView, duration, labels
-from shoal.runtime.text import printable, visible
+from shoal.run.progress import Display, RunView, labels
+from shoal.runtime.text import duration, printable, visible
 from shoal.validator.settings import MEASURING
 
 SILENCE_S = 10.0

@@ -24,7 +24,7 @@ from shoal.protocol import NodeView, RecentVerdict, RunStatus
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.supervise import Ending, ProcessView
-from shoal.runtime.text import printable
+from shoal.runtime.text import duration, printable
 
 RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
 PACE_STEPS = 8
@@ -124,17 +124,6 @@ def reward_of(metrics: Mapping[str, float]) -> float | None:
 
 def tokens_credited(status: RunStatus) -> int:
     return sum(node.credit + node.pending for node in status.nodes)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(63), duration(150), duration(9000)
-    ('63 s', '2.5 min', '2.5 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    amount, unit = (seconds / 60, "min") if seconds < 7200 else (seconds / 3600, "h")
-    return f"{amount:.1f}".removesuffix(".0") + f" {unit}"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -30,12 +30,14 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]  # the second is in every Python, and in no stub
 
-import httpx
-
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_ANSWER_BYTES = 16 * 1024
@@ -227,12 +229,16 @@ def own_address() -> str:
 
 def endpoint_of(url: str | httpx.URL) -> tuple[str, int]:
     """Host, as it is looked up (`xn--bcher-kva.example`), and port of a URL."""
+    import httpx  # a server that never calls anybody does without it
+
     parsed = httpx.URL(url)
     return parsed.raw_host.decode("ascii"), parsed.port or DEFAULT_PORTS.get(parsed.scheme, 0)
 
 
 def is_address(url: str) -> bool:
     """Whether this is an http(s) URL of a host that can be looked up, by every parser that reads it."""
+    import httpx
+
     try:
         parts, host, shown = urlsplit(url), endpoint_of(url)[0], httpx.URL(url).host
         host.encode("idna")  # ValueError for labels that are too long or not valid

@@ -24,6 +24,17 @@ def visible(text: str) -> str:
     return "".join(letter if letter.isprintable() else STAND_IN for letter in line)
 
 
+def duration(seconds: float) -> str:
+    """
+    >>> duration(63), duration(150), duration(9000)
+    ('63 s', '2.5 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    amount, unit = (seconds / 60, "min") if seconds < 7200 else (seconds / 3600, "h")
+    return f"{amount:.1f}".removesuffix(".0") + f" {unit}"
+
+
 def count_of(number: int, noun: str) -> str:
     """`1 row`, `3,000 rows`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -195,6 +195,7 @@ class Worker:
         self._questions = 0  # that the hub may still be asked for it between regular heartbeats
         self._kind = DEFAULT_PROFILE  # of the engine that has the loaded policy
         self._outdated = True  # nothing is given out under the loaded policy
+        self._waiting = ""  # why the hub had no work, when it was last asked
         self._is_over = self.finished = False  # as the hub says; and with nothing left to do here
         self._earnings, self.activity = Earnings(client, folder), Activity(clock)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
@@ -319,7 +320,8 @@ class Worker:
         self.finished = reply.finished
         self._outdated |= self._behind
         if reply.waiting:
-            log.debug("no work: %s", reply.waiting)
+            log.log(logging.DEBUG if reply.waiting == self._waiting else logging.INFO, "no work: %s", reply.waiting)
+            self._waiting = reply.waiting
             # validators may have measured since the start that work of this kind cannot be judged
             if self._may_choose and profile not in self._client.refreshed_run().info.profiles:
                 raise NotTaken(profile)

@@ -1,7 +1,9 @@
 """What one caller may ask for: buckets, connections, bytes in hand; and that each refusal says how long to wait."""
 
 import asyncio
+import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from kit.hub import Actor, Bench, code_of, fresh_request, make_config, ok, worke
 from shoal.errors import ConfigError
 from shoal.hub.buckets import Buckets
 from shoal.hub.http.limits import READ_AT_ONCE, Addresses, Edge, Intake
+from shoal.hub.service import reporting
 from shoal.hub.state.commands import Refusal
 
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,6 +205,11 @@ def metrics_of(bench: Bench) -> dict[str, float]:
     lines = ok(bench.http.get("/metrics")).text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
+
+
+def test_every_figure_of_a_run_is_in_the_operators_guide() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/operate.md").read_text()
+    assert [name for name in re.findall(r'Figure\("(\w+)"', inspect.getsource(reporting)) if name not in guide] == []
 
 
 def test_metrics_tell_requests_refusals_and_how_the_run_stands(bench: Bench) -> None:
