@@ -19,17 +19,8 @@ from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.protocol import (
-    AuditRequest,
-    Calibration,
-    LeaseRequest,
-    MeasuredKind,
-    PolicyRef,
-    SignedDocument,
-    SigningKey,
-    document_hash,
-    sign_document,
-)
+from shoal.protocol import AuditRequest, Calibration, LeaseRequest, MeasuredKind, PolicyRef, SignedDocument, SigningKey
+from shoal.protocol.signing import document_hash, sign_document
 from shoal.shardcast import Content
 from shoal.validator import ValidatorSettings, calibrate
 from shoal.validator import limits as limits_module
@@ -183,9 +174,8 @@ def test_only_validators_and_owner_put_limits_over_known_ones(start: Callable[..
     assert refusal(run, sign_document(later, run.validator_key)) == "calibration.policy"
     first = sign_document(made, run.validator_key)
     run.trainer.publish_calibration(first)
-    assert (
-        refusal(run, sign_document(calibration(run, policy, machines=()), run.validator_key)) == "calibration.outdated"
-    )
+    again = calibration(run, policy, machines=())
+    assert refusal(run, sign_document(again, run.validator_key)) == "calibration.outdated"
     second = sign_document(calibration(run, policy, document_hash(first), kinds={}), run.validator_key)
     run.trainer.publish_calibration(second)
     assert refusal(run, first) == "calibration.outdated", "an old one that is delivered again"

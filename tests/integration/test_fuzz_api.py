@@ -6,8 +6,6 @@
 The hub is in this process, so that thousands of requests take seconds; what sockets add is in tests/adversary.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -222,19 +220,13 @@ def test_submissions_with_changed_bytes_are_refused(bench: Bench) -> None:
     assert_undamaged(bench)
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        pytest.param('{"a":' * 5000 + "1" + "}" * 5000, id="nested"),
-        pytest.param("[" * 20_000 + "]" * 20_000, id="lists"),
-        pytest.param('{"n":' + "9" * 20_000 + "}", id="digits"),
-        pytest.param('{"n":1e999}', id="infinite"),
-        pytest.param('{"n":NaN}', id="nan"),
-        pytest.param('{"s":"\\ud800"}', id="surrogate"),
-        pytest.param('{"n":-0.0,"m":1E400,"k":123456789012345678901234567890}', id="numbers"),
-        pytest.param('{"a":1,"a":2,"":null,"\\u0000":[]}', id="keys"),
-    ],
-)
+@pytest.mark.parametrize("document", [
+    pytest.param('{"a":' * 5000 + "1" + "}" * 5000, id="nested"), pytest.param("[" * 20_000 + "]" * 20_000, id="lists"),
+    pytest.param('{"n":' + "9" * 20_000 + "}", id="digits"), pytest.param('{"n":1e999}', id="infinite"),
+    pytest.param('{"n":NaN}', id="nan"), pytest.param('{"s":"\\ud800"}', id="surrogate"),
+    pytest.param('{"n":-0.0,"m":1E400,"k":123456789012345678901234567890}', id="numbers"),
+    pytest.param('{"a":1,"a":2,"":null,"\\u0000":[]}', id="keys"),
+])  # fmt: skip
 def test_odd_documents_are_refused(bench: Bench, document: str) -> None:
     """In every place that takes a signed document from somebody who may send one."""
     signed = f'{{"kind":"verdict","document":{document},"signed_by":"{"a" * 64}","signature":"{"b" * 128}"}}'

@@ -1,8 +1,6 @@
 """Work that a newer policy has made useless: a real hub, a real origin, torch's engine. The announcement is heard long
 before the next regular heartbeat, the next token of each row is the last, and the lease is free again."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -140,13 +140,9 @@ class Run:
 
     # Roles
 
-    def worker(
-        self, name: str, engine: str = "scripted", settings: WorkerSettings = WORKER, **more: Any
-    ) -> Future[None]:
-        config = WorkerConfig(
-            self.folder / name, settings, engine, URL, self.fingerprint, name, self.http, pace=PACE, **more
-        )
-        return self._start(run_worker, config)
+    def worker(self, name: str, engine: str = "scripted", settings: WorkerSettings = WORKER, **more: Any) -> Future:
+        given = (self.folder / name, settings, engine, URL, self.fingerprint, name, self.http)
+        return self._start(run_worker, WorkerConfig(*given, pace=PACE, **more))
 
     def validator(self, engine: str = "scripted", settings: ValidatorSettings = ValidatorSettings()) -> Future[None]:
         config = ValidatorConfig(

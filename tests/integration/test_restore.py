@@ -172,15 +172,11 @@ def test_copy_that_differs_is_undone(taken: Taken, database_url: str, tmp_path: 
             assert set(extents(reader).values()) == {0}
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("hub.database=mysql://x/y", "not for PostgreSQL"),
-        ("run.steps=4", "a restore sets hub.database, hub.storage, hub.storage_endpoint only"),
-        ("hub.storage", "expected section.key=value"),
-        ("hub.storage=ftp://x", "s3://"),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("hub.database=mysql://x/y", "not for PostgreSQL"),
+    ("run.steps=4", "a restore sets hub.database, hub.storage, hub.storage_endpoint only"),
+    ("hub.storage", "expected section.key=value"), ("hub.storage=ftp://x", "s3://"),
+])  # fmt: skip
 def test_wrong_place_is_refused_before_the_backup_is_read(tmp_path, capsys, override, said):
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
     assert said in capsys.readouterr().err

@@ -28,36 +28,16 @@ def score(prompt, completion, answer):
 """
 
 RECIPE = """
-[run]
-name = "scored"
-steps = 1
-groups_per_step = 8
-group_size = 8
-max_new_tokens = 10
-[model]
-path = "tiny"
+run = {name = "scored", steps = 1, groups_per_step = 8, group_size = 8, max_new_tokens = 10}
+model = {path = "tiny"}
+trainer = {evaluate_every = 0}
+hub = {port = 0}
+worker = {count = 1, units_per_lease = 8}
 [environment]
 file = "reward.py"
-[environment.length]
-targets = [4, 6, 8]
-alpha = 0.01
-text = "{target}"
-[environment.scoring]
-seconds = 0.5
-memory_mb = 200
-processes = 2
-[[environment.judges]]
-label = "taste"
-url = "URL"
-model = "m"
-weight = 0.1
-[trainer]
-evaluate_every = 0
-[hub]
-port = 0
-[worker]
-count = 1
-units_per_lease = 8
+length = {targets = [4, 6, 8], alpha = 0.01, text = "{target}"}
+scoring = {seconds = 0.5, memory_mb = 200, processes = 2}
+judges = [{label = "taste", url = "URL", model = "m", weight = 0.1}]
 """
 
 

@@ -86,18 +86,12 @@ def generate_and_score(
         temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, eos_token_id=tokenizer.eos_token_id
     )
     [completions] = engine.generate([GenerationRequest(prompt, seeds, sampling)])
-    rollouts = [
-        TrainingRollout(
-            tokens=pack_tokens(completion.token_ids),
-            logprobs=pack_logprobs(completion.logprobs),
-            finish=completion.finish,
-            reward=environment.score(task, tokenizer.decode(completion.token_ids.tolist())).value,
-        )
-        for completion in completions
-    ]
-    return TrainingGroup(
-        unit=unit, task=task.id, version=version, prompt=pack_tokens(np.array(prompt)), rollouts=rollouts
-    )
+    rollouts = []
+    for each in completions:
+        reward = environment.score(task, tokenizer.decode(each.token_ids.tolist())).value
+        tokens, logprobs = pack_tokens(each.token_ids), pack_logprobs(each.logprobs)
+        rollouts.append(TrainingRollout(tokens, logprobs, each.finish, reward))
+    return TrainingGroup(unit, task.id, version, pack_tokens(np.array(prompt)), rollouts)
 
 
 def test_every_version_equals_the_plain_loop(run: RunFolder) -> None:

@@ -113,14 +113,10 @@ def leader_of(storage: PostgresStorage) -> str:
     return holder
 
 
-@pytest.mark.parametrize(
-    ("run", "workers"),
-    [
-        ({"steps": 4, "groups_per_step": 12, "max_staleness": 1}, 8),
-        pytest.param({"steps": 10, "groups_per_step": 24, "max_staleness": 1}, 16, marks=pytest.mark.slow),
-    ],
-    ids=["short", "long"],
-)
+@pytest.mark.parametrize(("run", "workers"), [
+    ({"steps": 4, "groups_per_step": 12, "max_staleness": 1}, 8),
+    pytest.param({"steps": 10, "groups_per_step": 24, "max_staleness": 1}, 16, marks=pytest.mark.slow),
+], ids=["short", "long"])  # fmt: skip
 def test_killed_leader_loses_and_doubles_nothing(tmp_path, database_url, run, workers, record_property):
     place = Place(tmp_path / "hub", {"database": database_url}, run=run)
     pair, storage, killed_s = Pair(place), PostgresStorage(database_url), list[float]()

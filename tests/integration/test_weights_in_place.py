@@ -65,9 +65,8 @@ class Run:
             for weight in self.loaded.model.parameters():
                 moved = weight.float() + rate * torch.randn(weight.shape, generator=generator)
                 weight.copy_(moved)
-        return self.origin.publish(
-            version, Content.of(self.loaded.files, list(policy_views(self.loaded.model).values()))
-        )
+        views = list(policy_views(self.loaded.model).values())
+        return self.origin.publish(version, Content.of(self.loaded.files, views))
 
     def request(self) -> GenerationRequest:
         sampling = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=1)
@@ -94,7 +93,6 @@ class Shelf(EngineShelf):
 
     def engine(self, manifest: PolicyManifest) -> Spied:
         engine = self.get(manifest.policy, WITHIN_S).engine
-        assert isinstance(engine, Spied)
         assert engine.policy == manifest.policy
         return engine
 
@@ -136,8 +134,7 @@ def test_several_deltas_give_exactly_the_new_weights(run: Run) -> None:
     for version in range(2, 8):
         manifest = run.step(version)
     shelf.engine(manifest)
-    assert engine.came == ["load", "update"]
-    assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
+    assert (engine.came, digest(engine, manifest, run.loaded.files)) == (["load", "update"], manifest.policy.digest)
 
 
 def test_large_change_costs_a_full_load(run: Run, monkeypatch: Patch) -> None:
@@ -146,8 +143,7 @@ def test_large_change_costs_a_full_load(run: Run, monkeypatch: Patch) -> None:
     engine = shelf.engine(run.step(1))
     manifest = run.step(2)
     shelf.engine(manifest)
-    assert engine.came == ["load", "load"]
-    assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
+    assert (engine.came, digest(engine, manifest, run.loaded.files)) == (["load", "load"], manifest.policy.digest)
 
 
 def test_two_held_engines_keep_their_own_weights(run: Run) -> None:

@@ -7,22 +7,7 @@ from dataclasses import replace
 import fake_run
 import httpx
 import pytest
-from fake_run import (
-    HUB,
-    NODE,
-    REPLY,
-    RUN,
-    STRANGER,
-    VIEW,
-    Network,
-    ScriptedHub,
-    answer,
-    certificate,
-    lease,
-    refusal,
-    run_info,
-    signed,
-)
+from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, Network, ScriptedHub, answer, lease, refusal, run_info, signed
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.transport import FIRST_REST_S, LEAST_ATTEMPT_S, LONGEST_REST_S, Hubs
@@ -90,18 +75,14 @@ def test_named_addresses_come_behind_those_given_and_replace_those_named_before_
     assert hubs.present.url == "http://named-99:1"
     for named, urls in (([C], [A, "http://named-99:1", C]), ([], [A, "http://named-99:1"])):
         hubs.named(named)
-        assert hubs.urls == urls
-        assert hubs.present.url == "http://named-99:1"
+        assert (hubs.urls, hubs.present.url) == (urls, "http://named-99:1")
 
 
-def test_the_last_address_is_not_dropped() -> None:
+def test_the_last_address_is_not_dropped_and_no_address_at_all_is_said_to_be_so() -> None:
     hubs, _ = hubs_of(A, B)
     assert hubs.drop(hubs.present)
     assert not hubs.drop(hubs.present)
     assert hubs.urls == [B]
-
-
-def test_no_address_at_all_is_said_to_be_so() -> None:
     with pytest.raises(ConfigError, match="join URL"):
         Hubs([], ManualClock())
 
@@ -112,9 +93,6 @@ def test_join_urls_of_one_run_are_put_together_and_of_two_refused() -> None:
     assert parse_join_urls([A, B]) == ((A, B), None)
     with pytest.raises(ConfigError, match="different runs"):
         parse_join_urls([f"{A}/#{pin}", f"{B}/#{'cd' * 20}"])
-
-
-# ── through a client ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 HONEST = signed(run_info())
@@ -155,12 +133,8 @@ def test_a_hub_of_another_root_key_is_never_sent_anything_signed() -> None:
         client.heartbeat(Heartbeat())
     assert "b/heartbeat" not in net.asked
     assert net.asked.count("b/run") == 1
-
-
-def test_a_wrong_hub_that_is_the_only_one_is_an_error() -> None:
-    net = Network(a=signed(run_info(), STRANGER))
-    with pytest.raises(SignatureError, match="not certified"):
-        net.client(A).trusted_run()
+    with pytest.raises(SignatureError, match="not certified"):  # the only hub is a wrong one
+        Network(a=signed(run_info(), STRANGER)).client(A).trusted_run()
 
 
 def test_further_hubs_that_the_run_names_are_used() -> None:
@@ -203,8 +177,6 @@ def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
     assert {request.url.host for request in hub.requests} == {"hub"}
 
 
-# ── a hub's key that changes ─────────────────────────────────────────────────────────────────────────────────────
-
 NEW_HUB = fake_run.key(9)
 
 
@@ -212,7 +184,7 @@ def test_rotated_key_is_fetched_once_and_a_revoked_key_stays_untrusted() -> None
     hub = ScriptedHub()
     client = hub.client(fingerprint(fake_run.ROOT.public_key))
     assert client.open_lease(signed(lease())).unit == 7
-    both = (*fake_run.CERTIFICATES, certificate("hub", NEW_HUB))
+    both = (*fake_run.CERTIFICATES, fake_run.certificate("hub", NEW_HUB))
     hub.info = signed(run_info(certificates=both, revoked=(HUB.public_key,)), NEW_HUB)
     assert client.open_lease(signed(lease(), NEW_HUB)).unit == 7
     assert client.patient(1.0).open_lease(signed(lease(), NEW_HUB)).unit == 7, "copies of a client share what it knows"
@@ -243,8 +215,6 @@ def test_reach_of_a_near_hub_stays_after_an_answer_of_a_far_hub() -> None:
         found.append(transport.run().reach)
     assert found == [Reach(Nearness.PUBLIC), Reach(Nearness.PRIVATE), Reach(Nearness.PRIVATE)]
 
-
-# ── a hub that takes connections and never answers ───────────────────────────────────────────────────────────────
 
 PERIOD_S = 5.0
 
@@ -300,25 +270,19 @@ def test_refreshing_the_run_blocks_no_other_call() -> None:
         assert found == [trusted]
 
 
-# ── a page of somebody else ──────────────────────────────────────────────────────────────────────────────────────
-
 PAGES = [
-    httpx.Response(302, headers={"location": "http://portal/login"}),
-    httpx.Response(400, text="Bad Request"),
-    httpx.Response(401, json={"message": "Unauthorized"}),
-    httpx.Response(403, html="<h1>Forbidden</h1>"),
-    httpx.Response(404, json={"code": 404, "message": "no backend"}),
-    httpx.Response(407, text=""),
+    httpx.Response(302, headers={"location": "http://portal/login"}), httpx.Response(400, text="Bad Request"),
+    httpx.Response(401, json={"message": "Unauthorized"}), httpx.Response(403, html="<h1>Forbidden</h1>"),
+    httpx.Response(404, json={"code": 404, "message": "no backend"}), httpx.Response(407, text=""),
     httpx.Response(413, html="<h1>Request Entity Too Large</h1>"),
     httpx.Response(200, html="<h1>Welcome to the hotel</h1>"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
 def test_a_page_that_is_not_the_hubs_is_no_refusal(page: httpx.Response) -> None:
     hub = ScriptedHub(script=[page, page, answer(REPLY)])
-    assert hub.client().heartbeat(Heartbeat()) == REPLY
-    assert len(hub.stop.waits) == 2
+    assert (hub.client().heartbeat(Heartbeat()), len(hub.stop.waits)) == (REPLY, 2)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
@@ -337,30 +301,23 @@ def test_a_page_that_stays_is_told_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
-def test_a_person_is_told_at_once_that_no_hub_answers(page: httpx.Response) -> None:
-    hub = ScriptedHub(script=[page])
+def test_a_person_is_told_at_once_that_no_hub_answers_and_waits_where_a_proxy_cannot_reach_it(page) -> None:
+    hub = ScriptedHub(script=[page, httpx.Response(502, html="<h1>Bad Gateway</h1>"), answer(REPLY)])
     client = hub.client()
     client._transport = replace(client._transport, options=ClientOptions.of_a_person(10.0))
     with pytest.raises(HubUnreachable, match="answers, but it is no shoal hub") as caught:
         client.status()
     assert hub.stop.waits == []
     assert "<" not in str(caught.value)
-
-
-def test_a_person_waits_for_a_hub_that_its_proxy_cannot_reach() -> None:
-    hub = ScriptedHub(script=[httpx.Response(502, html="<h1>Bad Gateway</h1>"), answer(REPLY)])
-    client = hub.client()
-    client._transport = replace(client._transport, options=ClientOptions.of_a_person(10.0))
     assert client.heartbeat(Heartbeat()) == REPLY
 
-
-# ── a hub that was restored from a backup ────────────────────────────────────────────────────────────────────────
 
 FORGOTTEN = refusal(401, "auth.unknown_node", "node is not registered: register it with POST /nodes")
 BODY = b"packed"
 RECEIPT = Receipt(
-    run=RUN, node=NODE.node, lease="lease-1", unit=7, submission=submission_digest(BODY), size_bytes=6, received_at_ms=5
-)
+    run=RUN, node=fake_run.NODE.node, lease="lease-1", unit=7, submission=submission_digest(BODY), size_bytes=6,
+    received_at_ms=5,
+)  # fmt: skip
 CALLS: dict[str, tuple[Callable[[HubClient], object], httpx.Response]] = {
     "/heartbeat": (lambda client: client.heartbeat(Heartbeat()), answer(REPLY)),
     "/leases": (lambda client: client.lease(LeaseRequest(request="request-1", max_units=1)), answer(LeaseReply())),
@@ -381,19 +338,15 @@ def test_a_hub_that_has_forgotten_this_node_is_told_again_and_then_asked_again(p
     assert not hub.stop.waits
 
 
-def test_one_that_forgets_at_once_has_refused() -> None:
-    hub = ScriptedHub(script=[answer(VIEW), FORGOTTEN, answer(VIEW), FORGOTTEN])
+def test_a_hub_that_forgets_at_once_or_was_never_registered_with_has_refused() -> None:
+    hub = ScriptedHub(script=[FORGOTTEN, answer(VIEW), FORGOTTEN, answer(VIEW), FORGOTTEN])
     client = hub.client()
+    with pytest.raises(HubRefused, match="register it"):
+        client.heartbeat(Heartbeat())
     client.register("my-laptop", "worker", None)
     with pytest.raises(HubRefused, match="not registered"):
         client.heartbeat(Heartbeat())
     assert not hub.script
-
-
-def test_unregistered_node_gets_unknown_node() -> None:
-    hub = ScriptedHub(script=[FORGOTTEN])
-    with pytest.raises(HubRefused, match="register it"):
-        hub.client().heartbeat(Heartbeat())
 
 
 def test_concurrent_refused_calls_register_once() -> None:
@@ -401,9 +354,8 @@ def test_concurrent_refused_calls_register_once() -> None:
         assert client.heartbeat(Heartbeat()) == REPLY
         return FORGOTTEN
 
-    hub = ScriptedHub(
-        script=[answer(VIEW), refused_meanwhile, FORGOTTEN, answer(VIEW), answer(REPLY), answer(LeaseReply())]
-    )
+    script = [answer(VIEW), refused_meanwhile, FORGOTTEN, answer(VIEW), answer(REPLY), answer(LeaseReply())]
+    hub = ScriptedHub(script=script)
     client = hub.client()
     client.register("my-laptop", "worker", None)
     client.lease(LeaseRequest(request="request-1", max_units=1))

@@ -11,13 +11,14 @@ from shoal.errors import ConfigError, ProtocolError, SignatureError
 from shoal.protocol import SignedDocument, fingerprint
 
 
-def test_the_whole_chain_gives_the_keys_of_every_role() -> None:
+def test_the_whole_chain_gives_the_keys_of_every_role_of_which_the_trainers_is_one() -> None:
     trusted = open_run_info(signed(run_info()), fingerprint(ROOT.public_key))
     assert trusted.run == RUN == f"demo-{fingerprint(ROOT.public_key)[:12]}"
-    assert trusted.root_fingerprint == fingerprint(ROOT.public_key)
-    assert trusted.hub_keys == {HUB.public_key}
-    assert trusted.trainer_key == TRAINER.public_key
-    assert trusted.validator_keys == {VALIDATOR.public_key}
+    assert (trusted.root_fingerprint, trusted.hub_keys) == (fingerprint(ROOT.public_key), {HUB.public_key})
+    assert (trusted.trainer_key, trusted.validator_keys) == (TRAINER.public_key, {VALIDATOR.public_key})
+    two = (*CERTIFICATES, certificate("trainer", STRANGER))
+    with pytest.raises(ProtocolError, match="2 trainer keys"):
+        _ = open_run_info(signed(run_info(certificates=two)), None).trainer_key
 
 
 def changed(**fields: Any) -> SignedDocument:
@@ -35,42 +36,22 @@ def test_without_a_pin_the_first_answer_is_believed_and_its_root_can_be_remember
         open_run_info(signed(run_info()), fingerprint(STRANGER.public_key))
 
 
-@pytest.mark.parametrize(
-    ("description", "why"),
-    [
-        pytest.param(signed(run_info(), STRANGER), "not certified", id="hub without certificate"),
-        pytest.param(signed(run_info(), TRAINER), "not certified", id="key of another role"),
-        pytest.param(
-            certified(certificate("hub", STRANGER, root=STRANGER), by=STRANGER), "not trusted", id="another root's word"
-        ),
-        pytest.param(
-            certified(certificate("validator", STRANGER, run="other-000000000000")),
-            "other-0000",
-            id="another run's word",
-        ),
-        pytest.param(changed(sources=["http://evil"]), "does not match", id="changed"),
-        pytest.param(
-            signed(run_info(run="demo-abc", certificates=(certificate("hub", HUB, run="demo-abc"),))),
-            "calls itself 'demo-abc'",
-            id="run id without the root key",
-        ),
-        *(
-            pytest.param(changed(root_key=key), "names no root key", id=f"root {key!r}")
-            for key in ("", "zz" * 32, 7, None)
-        ),
-        pytest.param(signed(run_info(protocol_version=99)), "speaks protocol 99", id="another protocol"),
-    ],
-)
+@pytest.mark.parametrize(("description", "why"), [
+    pytest.param(signed(run_info(), STRANGER), "not certified", id="hub without certificate"),
+    pytest.param(signed(run_info(), TRAINER), "not certified", id="key of another role"),
+    pytest.param(certified(certificate("hub", STRANGER, root=STRANGER), by=STRANGER), "not trusted",
+     id="another root's word"),
+    pytest.param(certified(certificate("validator", STRANGER, run="other-000000000000")), "other-0000",
+     id="another run's word"),
+    pytest.param(changed(sources=["http://evil"]), "does not match", id="changed"),
+    pytest.param(signed(run_info(run="demo-abc", certificates=(certificate("hub", HUB, run="demo-abc"),))),
+     "calls itself 'demo-abc'", id="run id without the root key"),
+    *(pytest.param(changed(root_key=key), "names no root key", id=f"root {key!r}") for key in ("", "zz" * 32, 7, None)),
+    pytest.param(signed(run_info(protocol_version=99)), "speaks protocol 99", id="another protocol"),
+])  # fmt: skip
 def test_a_broken_link_is_refused(description: SignedDocument, why: str) -> None:
     with pytest.raises((SignatureError, ProtocolError), match=why):
         open_run_info(description, None)
-
-
-def test_two_trainers_cannot_both_sign_policies() -> None:
-    two = (*CERTIFICATES, certificate("trainer", STRANGER))
-    trusted = open_run_info(signed(run_info(certificates=two)), None)
-    with pytest.raises(ProtocolError, match="2 trainer keys"):
-        _ = trusted.trainer_key
 
 
 def test_join_urls_are_taken_apart() -> None:
@@ -80,20 +61,13 @@ def test_join_urls_are_taken_apart() -> None:
     assert split_join_url("http://[2001:db8::1]:8470/") == ("http://[2001:db8::1]:8470", None)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "h:8470", "ftp://h/", "http://", "http://h/#abc", "http://h/#" + "XY" * 20, "http://h:99999", "http://h:port",
-        "http://h:0", "http://[::1", "http://h[x]:8", "http://a..b:8470", "http://xn--99999:8470",
-        f"http://{'a' * 64}:1",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("url", [
+    "h:8470", "ftp://h/", "http://", "http://h/#abc", "http://h/#" + "XY" * 20, "http://h:99999", "http://h:port",
+    "http://h:0", "http://[::1", "http://h[x]:8", "http://a..b:8470", "http://xn--99999:8470", f"http://{'a' * 64}:1",
+])  # fmt: skip
 def test_bad_join_urls_are_said_to_be_so(url: str) -> None:
     with pytest.raises(ConfigError):
         split_join_url(url)
-
-
-# ── the memory of hubs: by address, in the user's own folder, private ─────────────────────────────────────────────────
 
 
 def test_a_hub_is_believed_once_and_then_held_to_it(own_home: Path) -> None:
@@ -102,18 +76,16 @@ def test_a_hub_is_believed_once_and_then_held_to_it(own_home: Path) -> None:
     remember_root("http://b", "2" * 40)
     assert pinned_root(["http://a"], None) == "1" * 40
     assert pinned_root(["http://b"], None) == "2" * 40
+    with pytest.raises(ConfigError, match="hubs of different runs"):
+        pinned_root(["http://a", "http://b"], None)
     assert (own_home / "known_hubs.json").stat().st_mode & 0o777 == 0o600
     assert own_home.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("spelling", ["http://hub.example/", "HTTP://Hub.Example:80", "http://hub.example.:80/"])
-def test_one_address_in_another_spelling_is_the_same_hub(spelling: str) -> None:
+def test_one_address_in_another_spelling_is_the_same_hub_and_another_port_path_or_scheme_is_another() -> None:
     remember_root("http://hub.example", "1" * 40)
-    assert pinned_root([spelling], None) == "1" * 40
-
-
-def test_another_port_path_or_scheme_is_another_hub() -> None:
-    remember_root("http://hub.example", "1" * 40)
+    spellings = ["http://hub.example/", "HTTP://Hub.Example:80", "http://hub.example.:80/"]
+    assert [pinned_root([spelling], None) for spelling in spellings] == ["1" * 40] * 3
     others = ["http://hub.example:81", "http://hub.example/b", "https://hub.example"]
     assert [pinned_root([other], None) for other in others] == [None] * 3
 
@@ -125,13 +97,6 @@ def test_a_fingerprint_from_the_join_url_goes_before_the_memory(caplog: pytest.L
     assert pinned_root(["http://a"], None) == "3" * 40
     assert "1" * 40 in caplog.text
     assert "3" * 40 in caplog.text
-
-
-def test_addresses_of_different_runs_are_refused_together() -> None:
-    remember_root("http://a", "1" * 40)
-    remember_root("http://b", "2" * 40)
-    with pytest.raises(ConfigError, match="hubs of different runs"):
-        pinned_root(["http://a", "http://b"], None)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"http://a": 1}'])

@@ -86,16 +86,17 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def test_one_writer_alone_commits_at_once(bench: Bench) -> None:
-    bench.say(1)
-    assert (bench.said(), bench.commits) == ([1], 1)
+def test_one_writer_alone_commits_at_once_and_those_who_queue_share_one_commit(bench: Bench) -> None:
+    bench.say(10)
+    assert (bench.said(), bench.commits) == ([10], 1)
+    assert bench.together(*(lambda who=who: bench.say(who) for who in range(10))) == [None] * 10
+    assert (bench.said(), bench.commits) == (list(range(11)), 2)
 
 
-def test_those_who_queue_share_one_commit(bench: Bench) -> None:
-    results = bench.together(*(lambda who=who: bench.say(who) for who in range(10)))
-    assert results == [None] * 10
-    assert bench.said() == list(range(10))
-    assert bench.commits == 1
+def test_what_need_not_be_durable_joins_whoever_is_there(bench: Bench) -> None:
+    results = bench.together(lambda: bench.say(0), lambda: bench.say(1, durable=False), lambda: bench.say(2))
+    assert results == [None] * 3
+    assert bench.said() == [0, 1, 2]
 
 
 def test_nobody_returns_before_the_commit(bench: Bench) -> None:
@@ -133,12 +134,6 @@ def test_a_commit_that_fails_fails_all_its_writers_and_the_next_one_works(bench:
     assert bench.said() == []
     bench.say(9)
     assert bench.said() == [9]
-
-
-def test_what_need_not_be_durable_joins_whoever_is_there(bench: Bench) -> None:
-    results = bench.together(lambda: bench.say(0), lambda: bench.say(1, durable=False), lambda: bench.say(2))
-    assert results == [None] * 3
-    assert bench.said() == [0, 1, 2]
 
 
 def test_whoever_cannot_get_in_says_so(tmp_path: Path) -> None:

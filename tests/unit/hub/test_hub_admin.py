@@ -4,31 +4,19 @@ from typing import Any
 
 import pytest
 
-from kit.hub import (
-    ADMIN,
-    HUB,
-    ROOT,
-    TRAINER,
-    VALIDATOR,
-    Bench,
-    Owner,
-    certificate,
-    code_of,
-    fresh_request,
-    ok,
-    worker_key,
-)
+from kit import hub as kit
+from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, fresh_request, ok
 from shoal.errors import LedgerError
 from shoal.ledger import fold, open_order, verify
 from shoal.protocol import LeaseReply, NodeState, SigningKey
 
-ALICE = worker_key(1).node
+ALICE = kit.worker_key(1).node
 KEY = SigningKey.from_seed(b"w" * 32)
 REFUSED: list[tuple[str, dict[str, Any], tuple[int, str]]] = [
     ("ban", {"target": "f" * 32}, (404, "node.unknown")),
     *((verb, {"target": key.node}, (409, "admin.role")) for verb in ("ban", "suspend") for key in (VALIDATOR, TRAINER)),
     ("revoke", {"target": ROOT.public_key}, (409, "admin.root")),
-    ("revoke", {"target": HUB.public_key}, (409, "admin.in_use")),
+    ("revoke", {"target": kit.HUB.public_key}, (409, "admin.in_use")),
     ("revoke", {"target": TRAINER.public_key}, (409, "admin.trainer")),
     ("revoke", {"target": "0c" * 32}, (403, "admin.root_needed")),
     ("revoke", {"target": "no key"}, (422, "admin.key")),
@@ -48,9 +36,6 @@ def owner(bench: Bench) -> Owner:
 def asked(bench: Bench) -> LeaseReply:
     response = bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1})
     return LeaseReply.model_validate_json(ok(response).content)
-
-
-# ── pause, drain, resume ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_paused_run_gives_out_nothing_and_says_why(bench: Bench, owner: Owner) -> None:
@@ -86,9 +71,6 @@ def test_a_drained_run_trains_on_what_there_is_and_waits_with_the_rest(bench: Be
     assert "0 of 2 groups; the run's owner lets the run drain" in wait
 
 
-# ── who may ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_only_the_owner_gives_orders(bench: Bench, owner: Owner) -> None:
     stranger = SigningKey.from_seed(b"x" * 32)
     assert code_of(owner.post(owner.request("pause", key=stranger))) == (403, "admin.signature")
@@ -118,16 +100,16 @@ def test_an_order_is_carried_out_once_and_only_now(bench: Bench, owner: Owner) -
     assert code_of(owner.post(late)) == (401, "admin.skew")
 
 
-# ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_sanctions_by_order(bench: Bench, owner: Owner) -> None:
+def test_sanctions_by_order_and_a_banned_node_keeps_its_name(bench: Bench, owner: Owner) -> None:
     ok(bench.announce(0))
     bench.alice.lease(fresh_request())
     owner.order("ban", target=ALICE, reason="a bot")
     response = bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1})
     assert code_of(response) == (403, "node.banned")
     assert bench.status().units["open"] == 1  # its lease goes to others
+    again = ok(bench.alice.register(name="somebody else")).json()
+    assert (again["name"], again["state"]) == ("alice", "banned")
+    assert [node.name for node in bench.status().nodes if node.node == ALICE] == ["alice"]
     owner.order("pardon", target=ALICE, reason="a misunderstanding")
     assert len(asked(bench).leases) == 1
     owner.order("suspend", target=ALICE, for_s=120, reason="be slower")
@@ -142,16 +124,6 @@ def test_orders_that_are_refused_change_nothing(bench: Bench, owner: Owner) -> N
         assert code_of(owner.post(owner.request(verb, **fields))) == code, (verb, fields)
     assert {node.state for node in bench.status().nodes} == {NodeState.ACTIVE}
     assert not any(entry.kind == "admin" for entry in bench.ledger().entries)
-
-
-def test_a_banned_node_keeps_the_name_that_it_was_banned_under(bench: Bench, owner: Owner) -> None:
-    owner.order("ban", target=ALICE)
-    again = ok(bench.alice.register(name="somebody else")).json()
-    assert (again["name"], again["state"]) == ("alice", "banned")
-    assert [node.name for node in bench.status().nodes if node.node == ALICE] == ["alice"]
-
-
-# ── relays and keys ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_relays_come_and_go(bench: Bench, owner: Owner) -> None:
@@ -177,9 +149,6 @@ def test_a_validator_is_added_and_its_key_revoked(bench: Bench, owner: Owner) ->
     assert code_of(second.call("POST", "/audits", {"max_audits": 1})) == (403, "node.banned")
     assert code_of(second.register("validator")) == (403, "auth.revoked")
     assert code_of(owner.post(owner.request("certify", certificates=(signed,)))) == (409, "admin.revoked")
-
-
-# ── the ledger ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_order_that_changed_something_is_in_the_ledger_as_it_was_signed(bench: Bench, owner: Owner) -> None:

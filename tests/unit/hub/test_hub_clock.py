@@ -22,7 +22,6 @@ LEASE_S = 60.0
 LATE_S = LEASE_S * 1.1 + 1  # by a clock that follows the wall clock a tenth slower
 SPARED_S = 21
 
-
 pytestmark = pytest.mark.hub()
 
 
@@ -77,9 +76,6 @@ def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: B
     assert len(client.lease(protocol.LeaseRequest(request="request-1")).leases) == 1
 
 
-# A hub that goes on with another key: what it signed before is handed out by the key of now
-
-
 NEXT = protocol.SigningKey.from_seed(b"n" * 32)
 
 
@@ -99,19 +95,13 @@ def test_leases_and_receipts_of_before_are_signed_by_the_key_of_now(bench: Bench
     now.close()
 
 
-# A hub that was restored from a backup has forgotten whoever came later; their workers introduce themselves anew
-
-
 def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None:
     Bench(tmp_path / "hub").close()
     shutil.copytree(tmp_path / "hub", tmp_path / "backup")
     bench = Bench(tmp_path / "hub")
     there = [bench]
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        return there[-1].http.send(request)
-
-    http = httpx.Client(transport=httpx.MockTransport(handle))
+    http = httpx.Client(transport=httpx.MockTransport(lambda request: there[-1].http.send(request)))
     client = HubClient("http://hub", worker_key(3), StopToken(), http=http, clock=bench.clock)
     client.register("late", "worker", None)
     client.heartbeat(protocol.Heartbeat())

@@ -37,5 +37,4 @@ def test_what_was_given_reaches_the_trainer(bench: Bench) -> None:
     answer = ok(bench.trainer.call("GET", "/batches/0/rollouts"))
     batch = unpack(answer.content, TrainingBatch, BodyLimits())
     given = [rollout.given for group in batch.groups for rollout in group.rollouts]
-    assert len(given) == 16
-    assert set(given) == {pack_spans([(2, 1)])}
+    assert (len(given), set(given)) == (16, {pack_spans([(2, 1)])})

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,9 +36,6 @@ def refusal_of(call: Callable[[], Any]) -> tuple[int, str]:
     return caught.value.status, caught.value.code
 
 
-# ── keys that were revoked ───────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("by", [ADMIN, ROOT])
 def test_nobody_is_pardoned_whose_key_was_revoked(bench: Bench, owner: Owner, by: SigningKey) -> None:
     assert owner.order("revoke", key=ROOT, target=VALIDATOR.public_key).changed
@@ -48,14 +46,7 @@ def test_nobody_is_pardoned_whose_key_was_revoked(bench: Bench, owner: Owner, by
     assert code_of(bench.validator.call("POST", "/audits", {"max_audits": 1})) == (403, "node.banned")
 
 
-def test_a_revoked_key_does_not_come_back_as_a_worker(bench: Bench, owner: Owner) -> None:
-    assert owner.order("revoke", key=ROOT, target=SECOND.public_key).changed
-    assert code_of(bench.actor(SECOND).register()) == (403, "auth.revoked")
-
-
-def test_a_key_that_is_revoked_while_it_registers_is_not_taken_in(
-    bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_is_revoked_while_it_registers_is_not_taken_in(bench, owner, monkeypatch):
     hub, revoke = bench.hub, owner.request("revoke", key=ROOT, target=SECOND.public_key)
     decide, orders = hub.context.decision, [revoke]
 
@@ -65,12 +56,12 @@ def test_a_key_that_is_revoked_while_it_registers_is_not_taken_in(
         return decide(**options)
 
     monkeypatch.setattr(hub.context, "decision", late)
-    registration = Registration(
-        public_key=SECOND.public_key, role="validator", certificate=certificate(SECOND, "validator")
-    )
+    signed = certificate(SECOND, "validator")
+    registration = Registration(public_key=SECOND.public_key, role="validator", certificate=signed)
     assert refusal_of(lambda: hub.membership.register(registration)) == (403, "auth.revoked")
     with hub.context.storage.read() as reader:
         assert reader.node(SECOND.node) is None
+    assert code_of(bench.actor(SECOND).register()) == (403, "auth.revoked"), "nor does it come back as a worker"
 
 
 def test_what_was_on_its_way_when_a_key_was_revoked_is_refused(bench: Bench) -> None:
@@ -90,9 +81,7 @@ def test_what_was_on_its_way_when_a_key_was_revoked_is_refused(bench: Bench) -> 
         assert refusal_of(call) == (403, "auth.revoked")
 
 
-def test_who_is_shut_out_while_its_body_comes_in_is_refused(
-    bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_shut_out_while_its_body_comes_in_is_refused(bench, owner, monkeypatch):
     async def slow(*args: Any) -> bytes:
         bench.hub.administration.act(owner.request("revoke", target=VALIDATOR.public_key))
         return await read_body(*args)
@@ -101,12 +90,7 @@ def test_who_is_shut_out_while_its_body_comes_in_is_refused(
     assert code_of(bench.validator.call("POST", "/heartbeat", {})) == (403, "node.banned")
 
 
-# ── what an order costs that was given before ────────────────────────────────────────────────────────────────────
-
-
-def test_an_order_that_is_old_or_was_given_before_stops_nobody(
-    bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_that_is_old_or_was_given_before_stops_nobody(bench, owner, monkeypatch):
     pause = owner.request("pause")
     ok(owner.post(pause))
     late = owner.request("pause", key=ROOT, issued_at_ms=bench.clock.now_ms() - 121_000)
@@ -126,9 +110,6 @@ def test_an_order_that_is_old_or_was_given_before_stops_nobody(
     assert not ok(owner.post(again)).json()["changed"]
     assert code_of(owner.post(late)) == (401, "admin.skew")
     assert True not in made
-
-
-# ── what reading costs ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -177,9 +158,7 @@ def test_readers_make_the_hub_post_now_and_then_only(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("path", ["/units/7", f"/nodes/{'f' * 32}"])
-def test_who_asks_for_what_is_not_there_makes_nobody_post(
-    bench: Bench, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_for_what_is_not_there_makes_nobody_post(bench, path, monkeypatch):
     post = Counted(lambda: None)
     monkeypatch.setattr(bench.hub.posting, "post_for_reader", post)
     assert bench.http.get(path).status_code == 404
@@ -196,10 +175,7 @@ def test_a_heartbeat_has_short_names(bench: Bench, field: str) -> None:
 
 
 def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_self: Reader) -> None:
-        raise AssertionError("all nodes were loaded")
-
-    monkeypatch.setattr(Reader, "nodes", refuse)
+    monkeypatch.setattr(Reader, "nodes", Mock(side_effect=AssertionError("all nodes were loaded")))
     for actor in (bench.trainer, bench.validator, bench.alice, bench.bob):
         ok(actor.call("POST", "/heartbeat", {}))
     text = ok(bench.http.get("/metrics")).text
@@ -276,9 +252,7 @@ def test_a_proxy_that_nobody_named_is_warned_of_once(bench: Bench, caplog: pytes
     assert len(warned) == 1
 
 
-def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(bench, monkeypatch):
     ok(bench.announce(0))
     bench.accept_groups(2)
     about = Counted(Reader.ledger_about)
@@ -286,9 +260,6 @@ def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(
     story = ok(bench.http.get(f"/nodes/{bench.alice.key.node}")).json()
     assert len(story["recent"]) == 2
     assert about.count == 1
-
-
-# ── one seat for each ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @in_loop

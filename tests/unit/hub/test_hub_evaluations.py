@@ -102,27 +102,18 @@ def test_the_mean_of_a_part_is_shown_as_that_and_is_no_figure_of_the_run(bench: 
     assert "held_out_score" not in ok(bench.http.get("/metrics")).text
 
 
-REFUSED = {
-    "another environment": ({"environment_digest": "f0" * 32}, (422, "evaluation.environment")),
-    "another run": ({"run": "other"}, (422, "evaluation.run")),
-    "no such slice": ({"first": 7}, (404, "evaluation.unknown")),
-    "too many scores": ({}, (422, "evaluation.scores")),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(bench: Bench, name: str) -> None:
-    changes, expected = REFUSED[name]
+def test_reports_that_do_not_fit_or_of_others_than_validators_are_refused(bench: Bench) -> None:
     part = slice_of(ask(bench))
-    assert code_of(send(bench, report(part, [1.0] * (1 if changes else 40), **changes))) == expected
-    assert page(bench).evaluations[0].scored == 0
-
-
-def test_only_validators_report_and_only_what_they_signed(bench: Bench) -> None:
-    said = report(slice_of(ask(bench)), [1.0])
+    other = report(part, [1.0], environment_digest="f0" * 32)
+    assert code_of(send(bench, other)) == (422, "evaluation.environment")
+    assert code_of(send(bench, report(part, [1.0], run="other"))) == (422, "evaluation.run")
+    assert code_of(send(bench, report(part, [1.0], first=7))) == (404, "evaluation.unknown")
+    assert code_of(send(bench, report(part, [1.0] * 40))) == (422, "evaluation.scores")
+    said = report(part, [1.0])
     assert send(bench, said, worker_key(1)).status_code == 403
     forged = bench.validator.call("POST", "/evaluations", protocol.sign_document(said, worker_key(1)))
     assert code_of(forged) == (422, "evaluation.signature")
+    assert page(bench).evaluations[0].scored == 0
 
 
 def test_validators_stay_until_the_last_version_is_measured(tmp_path: Path) -> None:
@@ -150,9 +141,6 @@ def test_a_verdict_of_another_environment_or_of_none_is_refused(bench: Bench, di
     assert code_of(bench.judge(audit, environment_digest=digest)) == (422, "verdict.environment")
     assert bench.status().submissions["auditing"] == 1, "it changes nothing"
     ok(bench.judge(audit, environment_digest=lease.environment_digest))
-
-
-# Evaluations while training: which versions are offered, who has which slice, and what is known in the end
 
 
 OPEN, CLAIMED, DONE, VOID = EvaluationState
@@ -199,19 +187,14 @@ class TestOffers:
         assert [(row.incarnation, row.first, row.state) for row in rows] == [(0, 0, VOID), (0, 16, VOID), (1, 0, OPEN)]
 
 
-class TestReports:
-    def test_a_problem_puts_it_back_if_it_is_whose_slice_it_is(self) -> None:
-        held = a_slice(0, 0, state=CLAIMED, validator="v")
-        (row,) = rows_of(evaluations.report(held, said(held, problem="no policy"), "v", "{}", NOW_MS))
-        assert (row.state, row.tries) == (OPEN, 1)
-        assert evaluations.report(held, said(held, problem="no policy"), "w", "{}", NOW_MS) == []
+def test_a_problem_puts_a_slice_back_if_it_is_whose_slice_it_is() -> None:
+    held = a_slice(0, 0, state=CLAIMED, validator="v")
+    (row,) = rows_of(evaluations.report(held, said(held, problem="no policy"), "v", "{}", NOW_MS))
+    assert (row.state, row.tries) == (OPEN, 1)
+    assert evaluations.report(held, said(held, problem="no policy"), "w", "{}", NOW_MS) == []
 
 
-class TestResults:
-    def test_of_two_incarnations_the_newer(self) -> None:
-        rows = [
-            a_slice(4, 0, state=DONE, scores=(1.0,)),
-            a_slice(4, 0, incarnation=1, state=DONE, scores=(0.0,)),
-            a_slice(2, 0, state=DONE, scores=(0.5,)),
-        ]
-        assert [(each.policy.version, each.mean) for each in evaluations.results(rows)] == [(2, 0.5), (4, 0.0)]
+def test_results_of_two_incarnations_are_those_of_the_newer() -> None:
+    made = ((4, 0, 1.0), (4, 1, 0.0), (2, 0, 0.5))
+    rows = [a_slice(version, 0, incarnation=n, state=DONE, scores=(score,)) for version, n, score in made]
+    assert [(each.policy.version, each.mean) for each in evaluations.results(rows)] == [(2, 0.5), (4, 0.0)]

@@ -11,7 +11,6 @@ def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
         leases = bench.accept_groups(2)
         assert [lease.policy.version for lease in leases] == [step, step]
         batch = bench.batch(step)
-        assert batch is not None
         assert [group.unit for group in batch.groups] == [2 * step, 2 * step + 1]
         assert bench.alice.lease("nothing-left-now") == []
     ok(bench.announce(3))
@@ -35,12 +34,10 @@ def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(bench: Bench)
     bench = bench.restarted()
     bench.accept_groups(1)  # the refill
     batch = bench.batch(0)
-    assert batch is not None
     assert (len(batch.groups), batch.dropped_groups, batch.sampled_reward) == (2, 1, (1 + 1 + 0 + 1 + 0 + 1) / 6)
     ok(bench.announce(1))
     bench.accept_groups(2)
     following = bench.batch(1)
-    assert following is not None
     assert following.sampled_reward == 0.5, "what step 0 dropped is no part of step 1"
     bench = bench.restarted()
     assert bench.batch(0) == batch, "once written down it never changes"

@@ -27,11 +27,9 @@ class HubMachine(RuleBasedStateMachine):
     """Workers, a validator and a trainer that do anything at any time, honest or not."""
 
     @initialize(
-        staleness=st.integers(0, 2),
-        refill_cap=st.integers(0, 2),
-        audit=st.sampled_from(["all", "reputation"]),
+        staleness=st.integers(0, 2), refill_cap=st.integers(0, 2), audit=st.sampled_from(["all", "reputation"]),
         share=st.sampled_from([0.0, 0.25, 1.0]),
-    )
+    )  # fmt: skip
     def begin(self, staleness: int, refill_cap: int, audit: str, share: float) -> None:
         self.folder = tempfile.TemporaryDirectory()
         run = {"steps": 4, "max_staleness": staleness}
@@ -67,9 +65,8 @@ class HubMachine(RuleBasedStateMachine):
         with self.play.storage.read() as reader:
             progress, in_hand = reader.progress(), reader.newcomers_in_hand(worker.node)
             since_ms = self.play.hub.context.clock.now_ms() - newcomers.HERE_MS
-            bounded = (
-                reader.is_established_here(since_ms) and before.on_probation and self.play.rules.newcomer_share < 1
-            )
+            bounded = before.on_probation and self.play.rules.newcomer_share < 1
+            bounded = bounded and reader.is_established_here(since_ms)
         now_ms = self.play.hub.context.clock.now_ms()
         found = self.play.lease(worker, count)
         assert not (before.state == NodeState.BANNED and found), "a banned node gets no work"
@@ -106,7 +103,6 @@ class HubMachine(RuleBasedStateMachine):
         lease = self.play.leases[which % len(self.play.leases)]
         with self.play.storage.read() as reader:
             holding = reader.holding(lease.lease)
-        assert holding is not None
         worker = next(row for row in self.play.workers if row.node == lease.node)
         assert lease in self.play.lease(worker, 4, request=holding.lease.request)
 
@@ -142,8 +138,6 @@ class HubMachine(RuleBasedStateMachine):
         reply = self.play.beat(worker, {lease.lease: tokens})
         with self.play.storage.read() as reader:
             after = reader.holding(lease.lease)
-        assert before is not None
-        assert after is not None
         assert after.lease.deadline_ms <= max(lease.deadline_ms, lease.hard_deadline_ms)
         if after.lease != before.lease:
             assert (before.lease.node, before.lease.state) == (worker.node, LeaseState.ACTIVE)
@@ -192,7 +186,6 @@ class HubMachine(RuleBasedStateMachine):
         rewards = (0.0, 1.0) if useful else (0.0, 0.0)
         with self.play.storage.read() as reader:
             row = reader.submission(audit.submission)
-        assert row is not None
         struck = self.play._node(row.node).strikes
         refusal = self.play.judge(audit, outcome, rewards, severity if outcome == Outcome.REJECTED else None)
         if refusal is not None:
@@ -213,7 +206,6 @@ class HubMachine(RuleBasedStateMachine):
             self.check_draw(lease)
             with self.play.storage.read() as reader:
                 held = reader.holding(lease.lease)
-            assert held is not None
             assert held.unit.failures >= TRUSTED_AFTER
         if answers is None:
             self.play.entrust(left=tuple(before))
@@ -255,8 +247,7 @@ class HubMachine(RuleBasedStateMachine):
         row = self.play._node(node)
         with self.play.storage.read() as reader:
             untrained = reader.untrained(node)
-            assert reader.light_audits(node) == []
-            assert reader.pending_credit(node) == []
+            assert (reader.light_audits(node), reader.pending_credit(node)) == ([], [])
         assert (row.pending, row.streak) == (0, 0)
         assert all(filled.submission.depth == "full" for filled in untrained)
         if self.play.rules.audit == "reputation" and row.state == NodeState.BANNED:
@@ -319,10 +310,8 @@ class HubMachine(RuleBasedStateMachine):
                     assert group.policy.version <= step
                     assert group.submission in self.accepted_tokens
                     filled = reader.submission(group.submission)
-                    assert filled is not None
                     assert filled.state == SubmissionState.ACCEPTED, "what is in a batch is not pulled, nor the reverse"
                     row = reader.unit(group.unit)
-                    assert row is not None
                     assert row.step == step
                     assert row.state in (UnitState.ACCEPTED, UnitState.TRAINED)
                 assert len({group.policy.incarnation for group in batch.groups}) <= 1, "incarnations never mix"
@@ -357,7 +346,6 @@ class HubMachine(RuleBasedStateMachine):
         with self.play.storage.read() as reader:
             for lease in self.play.leases:
                 held = reader.holding(lease.lease)
-                assert held is not None
                 assert (held.lease.ended_at_ms is None) == (held.lease.state == LeaseState.ACTIVE)
                 assert held.lease.ended_at_ms is None or held.lease.ended_at_ms <= now_ms
                 answer = reader.submission_of_lease(lease.lease)

@@ -41,21 +41,18 @@ def submit(play: Play, *numbers: int) -> None:
 def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks_and_delivers(play: Play) -> None:
     units(play, 0, 1)
     submit(play, 0)
-    assert units(play, 0, 1) == [1]
-    assert units(play, 1, 1) == [2]
+    assert (units(play, 0, 1), units(play, 1, 1)) == ([1], [2])
     play.release(play.leases[-1])
     assert units(play, 2, 1) == [3], "not the one that bob had"
     assert units(play, 0, 1) == [2]
 
 
 def test_an_established_node_at_its_limit_is_not_asking(play: Play) -> None:
-    with_all = {"leases_per_node": 1}
-    small = Play(play.config.folder / "small", {"groups_per_step": 8}, with_all)
+    small = Play(play.config.folder / "small", {"groups_per_step": 8}, {"leases_per_node": 1})
     small.join(streak=PROVEN)
     small.join()
     small.announce(0)
-    assert units(small, 0, 1) == [0]
-    assert units(small, 1, 1) == [1]
+    assert (units(small, 0, 1), units(small, 1, 1)) == ([0], [1])
     small.release(small.leases[-1])
     small.restart()  # forgets that alice asked
     assert units(small, 0, 1) == []
@@ -84,9 +81,7 @@ def test_a_key_that_asks_with_an_unknown_policy_keeps_no_newcomer_waiting(tmp_pa
     assert asks(second, "203.0.113.0/24") == 1, "another machine behind the same router"
 
 
-def test_in_a_flooded_network_what_comes_free_goes_to_the_address_that_had_nothing_and_stays_with_who_delivers(
-    tmp_path: Path,
-) -> None:
+def test_what_comes_free_in_a_flooded_network_goes_to_the_address_that_had_none_and_stays_with_who_delivers(tmp_path):
     """16 units may be alive, 4 of them with newcomers, 2 with the new keys of a network: two sitters have these."""
     play = Play(tmp_path, {"groups_per_step": 16, "steps": 50}, {"lease_s": 60})
     play.join(streak=PROVEN)

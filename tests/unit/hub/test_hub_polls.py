@@ -1,11 +1,12 @@
 """Long polls: answered on the change they wait for, at their deadline, and when the hub stops."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,69 +24,59 @@ from shoal.protocol import Registration
 from shoal.runtime.clock import ManualClock
 
 
-class Background:
-    """A call in a thread, and what it answered."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.answer: Any = None
-        self._thread = threading.Thread(target=self._run, args=(call,))
-        self._thread.start()
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        self.answer = call()
-
-    def result(self) -> Any:
-        self._thread.join(10)
-        assert not self._thread.is_alive(), "the poll did not end"
-        return self.answer
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Future[Any]]]:
+    """Makes a call in a thread, and promises its answer."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit
 
 
 def waiting(bench: Bench, what: str) -> Callable[[], bool]:
     return lambda: any(what in wait.what for wait in bench.status().waits)
 
 
-def test_a_worker_gets_its_lease_when_a_policy_comes_out(bench: Bench) -> None:
-    poll = Background(lambda: bench.alice.lease(fresh_request(), wait_s=20))
+def test_a_worker_gets_its_lease_when_a_policy_comes_out(bench, begin):
+    poll = begin(lambda: bench.alice.lease(fresh_request(), wait_s=20))
     eventually(waiting(bench, "a unit: no policy has been published yet"))
     ok(bench.announce(0))
-    assert [lease.unit for lease in poll.result()] == [0]
+    assert [lease.unit for lease in poll.result(10)] == [0]
 
 
-def test_a_validator_gets_a_submission_when_it_arrives(bench: Bench) -> None:
+def test_a_validator_gets_a_submission_when_it_arrives(bench, begin):
     ok(bench.announce(0))
     (lease,) = bench.alice.lease(fresh_request())
-    poll = Background(lambda: ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json())
+    poll = begin(lambda: ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json())
     eventually(waiting(bench, "submissions"))
     ok(bench.alice.submit(lease))
-    assert len(poll.result()["audits"]) == 1
+    assert len(poll.result(10)["audits"]) == 1
 
 
-def test_the_trainer_gets_its_batch_with_the_last_verdict(bench: Bench) -> None:
+def test_the_trainer_gets_its_batch_with_the_last_verdict(bench, begin):
     ok(bench.announce(0))
-    poll = Background(lambda: bench.batch(0, wait_s=20))
+    poll = begin(lambda: bench.batch(0, wait_s=20))
     eventually(waiting(bench, "a batch: step 0: 0 of 2 groups"))
     bench.accept_groups(2)
-    assert len(poll.result().groups) == 2
+    assert len(poll.result(10).groups) == 2
 
 
-def test_a_worker_gets_what_another_let_run_out(bench: Bench) -> None:
+def test_a_worker_gets_what_another_let_run_out(bench, begin):
     ok(bench.announce(0))
     bench.alice.lease(fresh_request(), 2)
-    poll = Background(lambda: bench.bob.lease(fresh_request(), 2, wait_s=20))
+    poll = begin(lambda: bench.bob.lease(fresh_request(), 2, wait_s=20))
     eventually(waiting(bench, "a unit: all 2 units"))
     for _ in range(61):  # a tick in each second: the hub is there, and alice is not heard of
         bench.clock.advance(1)
         bench.hub.upkeep.tick()
-    assert [lease.unit for lease in poll.result()] == [0, 1], "the upkeep noticed, nobody had to ask"
+    assert [lease.unit for lease in poll.result(10)] == [0, 1], "the upkeep noticed, nobody had to ask"
 
 
-def test_a_worker_gets_what_another_lost(bench: Bench) -> None:
+def test_a_worker_gets_what_another_lost(bench, begin):
     ok(bench.announce(0))
     bench.alice.lease(fresh_request(), 2)
-    poll = Background(lambda: bench.bob.lease(fresh_request(), wait_s=20))
+    poll = begin(lambda: bench.bob.lease(fresh_request(), wait_s=20))
     eventually(waiting(bench, "a unit: all 2 units of step 0"))
     ok(bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1, "held": []}))
-    assert [lease.unit for lease in poll.result()] == [1]
+    assert [lease.unit for lease in poll.result(10)] == [1]
 
 
 def test_a_poll_ends_at_its_deadline_with_a_reason(bench: Bench) -> None:
@@ -95,11 +86,11 @@ def test_a_poll_ends_at_its_deadline_with_a_reason(bench: Bench) -> None:
     assert time.monotonic() - before >= 0.2
 
 
-def test_polls_end_when_the_hub_stops(bench: Bench) -> None:
-    poll = Background(lambda: bench.alice.lease(fresh_request(), wait_s=30))
+def test_polls_end_when_the_hub_stops(bench, begin):
+    poll = begin(lambda: bench.alice.lease(fresh_request(), wait_s=30))
     eventually(waiting(bench, "a unit"))
     bench.hub.context.changes.close()
-    assert poll.result() == []
+    assert poll.result(10) == []
 
 
 def test_a_client_that_left_is_given_no_work() -> None:
@@ -136,9 +127,6 @@ def test_waits_count_from_the_first_poll_in_a_row_and_are_forgotten() -> None:
     for number in range(100):  # strangers under ever new names, while nobody asks who waits
         waits.waiting(f"worker {number}", "a unit", 200_000 + number * 1000)
     assert len(waits._entries) == FORGET_AFTER_MS // 1000 + 1
-
-
-# A crowd of long polls: a change wakes a few of them, who waited longest comes first, nobody is forgotten
 
 
 CROWD = 200
@@ -233,10 +221,8 @@ async def test_a_crowd_that_may_not_take_it_keeps_nothing_from_who_may() -> None
     async def in_vain() -> tuple[bool, bool]:
         return False, False
 
-    kept = [
-        asyncio.create_task(shop.polls.poll(Topic.LEASES, WAIT_S, in_vain, is_held_back=lambda _found: True))
-        for _ in range(CROWD)
-    ]
+    asking = (Topic.LEASES, WAIT_S, in_vain)
+    kept = [asyncio.create_task(shop.polls.poll(*asking, is_held_back=lambda _: True)) for _ in range(CROWD)]
     await shop.settle(lambda: len(shop.polls._waiting[Topic.LEASES]) == CROWD)
     free = asyncio.create_task(shop.poll(7))
     await shop.settle(lambda: len(shop.polls._waiting[Topic.LEASES]) == CROWD + 1)
@@ -267,9 +253,6 @@ async def test_without_notice_one_looks_again_by_itself() -> None:
     await shop.settle(lambda: shop.looks >= 3)
     shop.stock = 1
     assert await asyncio.wait_for(task, WAIT_S)
-
-
-# Calls that were overtaken are made again; long polls look again where nobody tells them; the ledger's outbox
 
 
 class TestRetry:
@@ -334,10 +317,7 @@ class TestPosting:
         assert self.outgoing(hub) == 0
 
     def test_a_hub_that_could_not_post_stops_all_the_same(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full() -> None:
-            raise ResourceError("the disk is full")
-
-        monkeypatch.setattr(hub.posting, "post", full)
+        monkeypatch.setattr(hub.posting, "post", Mock(side_effect=ResourceError("the disk is full")))
         hub.close()
         monkeypatch.undo()
         assert self.outgoing(hub) == 5, "for the next start"

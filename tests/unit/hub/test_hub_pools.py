@@ -165,10 +165,9 @@ class TestUnusable:
         assert any("no task that was drawn for unit 0 can be used" in wait.what for wait in status.waits)
 
     def test_a_prompt_that_is_too_long_is_passed_over(self, tmp_path: Path) -> None:
-        def encode(task: Task) -> list[int]:
-            return [5] * (200_000 if task.id != "row-7" else 3)
-
-        play = begun(tmp_path, {**RUN, "groups_per_step": 1}, environment=RowEnvironment(count=8), encode=encode)
+        made, size = RowEnvironment(count=8), {"row-7": 3}
+        encode = lambda task: [5] * size.get(task.id, 200_000)  # noqa: E731
+        play = begun(tmp_path, {**RUN, "groups_per_step": 1}, environment=made, encode=encode)
         (lease,) = play.lease(play.workers[0], 1)
         assert (lease.task, lease.prompt_ids) == ("row-7", (5, 5, 5))
 
@@ -181,9 +180,6 @@ def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
         Hub(replace(config, pools=kept), ManualClock(), storage)
         with pytest.raises(ConfigError, match="whose pools is"):
             Hub(replace(config, pools=other), ManualClock(), storage)
-
-
-# Difficulty: what groups say about their tasks, and which of the tasks that are drawn is taken
 
 
 RULES = PoolRules(retire_after=2, easy=0.9, hard=0.05, easy_share=0.25, hard_share=0.5)
@@ -221,15 +217,13 @@ class TestCandidates:
 
 
 class TestRows:
-    def test_a_task_moves_between_pools_by_its_recent_rate(self) -> None:
+    def test_a_task_moves_between_pools_by_its_recent_rate_and_wholly_solved_twice_in_a_row_it_is_retired(self) -> None:
         assert history(0.5).pool is Pool.NORMAL
         assert history(0.0).pool is Pool.HARD
         assert history(0.95).pool is Pool.EASY
         assert history(0.0, 0.5, 1.0).rate == 0.625, "the newest group weighs as much as all before it"
         assert history(0.0, 0.5).pool is Pool.NORMAL
         assert history(0.0, 0.5).groups == 2
-
-    def test_wholly_solved_twice_in_a_row_is_retired_and_a_miss_brings_it_back(self) -> None:
         assert history(1.0).pool is Pool.EASY
         assert history(1.0, 1.0).pool is Pool.RETIRED
         assert history(1.0, 0.9, 1.0).pool is not Pool.RETIRED

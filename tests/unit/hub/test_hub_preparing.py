@@ -73,7 +73,6 @@ def measure(stage: Play, evaluate: Any = "idle") -> AuditReply:
 
 
 def slice_in(reply: AuditReply) -> EvaluationSlice:
-    assert reply.evaluation is not None
     return EvaluationSlice.model_validate(reply.evaluation.document)
 
 
@@ -96,9 +95,7 @@ def test_so_are_those_of_units_that_are_given_out_again(tmp_path: Path) -> None:
     stage.clock.advance(stage.rules.lease_ms / 1000 + 60)  # they run out in the decision that gives them out again
     del slow.made[:]
     after = stage.lease(stage.workers[1], 3)
-    assert [(lease.unit, lease.task, lease.attempt) for lease in after] == [
-        (lease.unit, lease.task, 1) for lease in before
-    ]
+    assert [(each.unit, each.task, each.attempt) for each in after] == [(each.unit, each.task, 1) for each in before]
     assert [slow.made.count(lease.task) for lease in before] == [1, 1, 1]
 
 
@@ -183,9 +180,6 @@ class TestSlices:
         assert slow.made.count("held_out-0") == 1
 
 
-# Staleness 0: what a step is trained on does not depend on who was fast, slow, or failed on the way
-
-
 STEPS = 3
 PROVEN = 200  # audited fully one time in twenty
 
@@ -262,16 +256,13 @@ class Schedule:
 
 @settings(max_examples=6, deadline=None)
 @given(
-    seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
-    world=st.integers(0, 10),
-    refill_cap=st.sampled_from([0, 1, 4]),
-    audit=st.sampled_from(["all", "reputation"]),
-)
+    seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), world=st.integers(0, 10),
+    refill_cap=st.sampled_from([0, 1, 4]), audit=st.sampled_from(["all", "reputation"]),
+)  # fmt: skip
 def test_two_schedules_of_one_world_train_on_the_same(tmp_path_factory, seeds, world, refill_cap, audit):
     """Groups that are pulled are generated again under the same seeds: by reputation, too, it makes no difference."""
     first, second = (Schedule(tmp_path_factory.mktemp("run"), seed, world, refill_cap, audit).run() for seed in seeds)
-    assert first == second
-    assert len(first) == STEPS
+    assert (first, len(first)) == (second, STEPS)
     if refill_cap == 4:
         assert [len(groups) for groups in first] == [3, 3, 3]
 
@@ -279,8 +270,7 @@ def test_two_schedules_of_one_world_train_on_the_same(tmp_path_factory, seeds, w
 def test_without_refills_a_step_takes_what_there_is(tmp_path: Path) -> None:
     schedule = Schedule(tmp_path, seed=1, world=0, refill_cap=0)
     told = schedule.run()
-    useful = [
-        [unit for unit in range(step * 3, step * 3 + 3) if rewards_of(unit, step, 0)[0] == 0] for step in range(3)
-    ]
+    units = [range(step * 3, step * 3 + 3) for step in range(3)]
+    useful = [[unit for unit in of if rewards_of(unit, step, 0)[0] == 0] for step, of in enumerate(units)]
     assert [[unit for unit, _, _ in groups] for groups in told] == useful
     assert "step 0 was written down with 2 of 3 groups" in schedule.play.hub.reporting.status().alarms

@@ -70,13 +70,16 @@ def running(tmp_path: Path) -> Iterator[Running]:
     running.end()
 
 
-def test_it_serves_on_a_free_port_and_refuses_a_taken_one(running: Running, tmp_path: Path) -> None:
+def test_it_serves_on_a_free_port_and_refuses_a_taken_or_foreign_one(running: Running, tmp_path: Path) -> None:
     assert httpx.get(f"{running.url}/health").json() == {"ok": True}
     port = int(running.url.rsplit(":", 1)[1])
     config = make_config(tmp_path / "other", settings={"port": port})
     with pytest.raises(ResourceError, match=rf"port {port} on 127\.0\.0\.1 is taken: .*choose another"):
         run_hub(config, StopToken(), lambda _url: None)
     assert not (tmp_path / "other").exists(), "the port is checked first"
+    config = make_config(tmp_path / "third", settings={"host": "192.0.2.1"})
+    with pytest.raises(ResourceError, match=r"cannot listen on port 0 on 192\.0\.2\.1"):
+        run_hub(config, StopToken(), lambda _url: None)
 
 
 def test_stopping_answers_what_is_in_flight_and_is_quick(tmp_path: Path) -> None:
@@ -94,15 +97,7 @@ def test_stopping_answers_what_is_in_flight_and_is_quick(tmp_path: Path) -> None
     assert [answer.status_code for answer in answers] == [200]
 
 
-def test_an_address_that_is_not_ours(tmp_path: Path) -> None:
-    config = make_config(tmp_path / "hub", settings={"host": "192.0.2.1"})
-    with pytest.raises(ResourceError, match=r"cannot listen on port 0 on 192\.0\.2\.1"):
-        run_hub(config, StopToken(), lambda _url: None)
-
-
-def test_a_second_hub_on_the_same_folder_is_refused(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_hub_on_the_same_folder_is_refused(running, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "LOCK_WAIT_S", 0)
     with pytest.raises(ResourceError, match=r"in use by process \d+; stop that one first"):
         run_hub(make_config(tmp_path / "hub"), StopToken(), lambda _url: None)
@@ -123,9 +118,7 @@ class TestFolder:
         assert secret.read_bytes() == before
 
     @pytest.mark.parametrize("content", ["nonsense", "aabb", None])
-    def test_a_lost_or_damaged_secret_would_change_the_seeds_and_is_refused(
-        self, tmp_path: Path, content: str | None
-    ) -> None:
+    def test_a_lost_or_damaged_secret_would_change_the_seeds_and_is_refused(self, tmp_path, content):
         App(make_config(tmp_path)).hub.close()
         (tmp_path / "secret").unlink()
         if content is not None:
@@ -146,29 +139,28 @@ class TestFolder:
             App(config)
 
 
-class TestRestart:
-    def test_everything_is_there_again(self, tmp_path: Path) -> None:
-        bench = Bench(tmp_path / "hub")
-        ok(bench.announce(0))
-        one, two = bench.alice.lease("the-request-id", 2)
-        receipt = ok(bench.alice.submit(one)).content
-        ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {"reward": 1}}))
-        before = bench.status()
+def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "hub")
+    ok(bench.announce(0))
+    one, two = bench.alice.lease("the-request-id", 2)
+    receipt = ok(bench.alice.submit(one)).content
+    ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {"reward": 1}}))
+    before = bench.status()
 
-        bench = bench.restarted()
-        after = bench.status()
-        assert after.model_copy(update={"waits": before.waits}) == before
-        assert bench.alice.lease("the-request-id", 2) == [one, two]
-        again = bench.alice.submit(one)
-        assert (again.status_code, again.content) == (200, receipt)
-        ok(bench.alice.submit(two))
-        for audit in bench.audits():
-            ok(bench.judge(audit))
-        batch = bench.batch(0)
+    bench = bench.restarted()
+    after = bench.status()
+    assert after.model_copy(update={"waits": before.waits}) == before
+    assert bench.alice.lease("the-request-id", 2) == [one, two]
+    again = bench.alice.submit(one)
+    assert (again.status_code, again.content) == (200, receipt)
+    ok(bench.alice.submit(two))
+    for audit in bench.audits():
+        ok(bench.judge(audit))
+    batch = bench.batch(0)
 
-        bench = bench.restarted()
-        assert bench.batch(0) == batch
-        bench.close()
+    bench = bench.restarted()
+    assert bench.batch(0) == batch
+    bench.close()
 
 
 @contextlib.contextmanager
@@ -199,15 +191,10 @@ def test_idle_sockets_of_strangers_take_no_upload_slot(running: Running) -> None
             assert worker.submit(lease).status_code == 201
 
 
-# The hub on a disk that is full: it promises nothing that it cannot keep, ends with a sentence, and loses nothing
-
-
 FULL = "the disk is full: free some space"
 
 
-def test_a_full_database_is_undone_and_works_again_when_there_is_room(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_full_database_is_undone_and_works_again_when_there_is_room(tmp_path, request):
     if in_own_namespace(request):
         return
     with small_disk(tmp_path / "disk", "4m") as disk:
@@ -267,17 +254,11 @@ def test_the_process_ends_and_says_why(tmp_path: Path, request: pytest.FixtureRe
             ended.result(timeout=20)
 
 
-# How large a submission may be: as large as an honest one of this run can be, and no larger
-
-
 @settings(max_examples=30, deadline=None)
 @given(
-    group=st.integers(2, 32),
-    tokens=st.integers(1, 100),
-    topk=st.integers(8, 512),
-    rows=st.integers(1, 64),
+    group=st.integers(2, 32), tokens=st.integers(1, 100), topk=st.integers(8, 512), rows=st.integers(1, 64),
     seed=st.integers(0, 2**32),
-)
+)  # fmt: skip
 def test_an_honest_submission_is_never_too_big(group: int, tokens: int, topk: int, rows: int, seed: int) -> None:
     """Nothing in it can be compressed, every completion has its full length and every proof all its points."""
     noise = random.Random(seed)
@@ -297,12 +278,9 @@ def test_an_honest_submission_is_never_too_big(group: int, tokens: int, topk: in
     assert compressed <= limits.compressed_bytes or limits.compressed_bytes == MAX_SUBMISSION_BYTES
 
 
-def test_it_is_not_much_larger_either() -> None:
+def test_it_is_not_much_larger_either_and_nobody_may_send_more_than_the_limits() -> None:
     """16 tokens at 128 points: one proof of 258 bytes for each rollout, which eight bytes a token would not hold."""
     config = make_config(Path("unused"), {"group_size": 16, "max_new_tokens": 16})
     assert config.submission_limits.inflated_bytes == 1024 * 1024 + 16 * (256 + 8 * 16 + 258)
-
-
-def test_nobody_may_send_more_than_the_limits() -> None:
     limits = make_config(Path("unused"), {"group_size": 256, "max_new_tokens": 131_072}).submission_limits
     assert (limits.compressed_bytes, limits.inflated_bytes) == (MAX_SUBMISSION_BYTES, MAX_INFLATED_BYTES)

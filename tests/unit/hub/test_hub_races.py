@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -17,18 +19,8 @@ pytestmark = pytest.mark.hub(run={"groups_per_step": 12})
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """The results of calls that start together."""
     barrier = threading.Barrier(len(calls))
-    results: list[Any] = [None] * len(calls)
-
-    def run(index: int) -> None:
-        barrier.wait(10)
-        results[index] = calls[index]()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: (barrier.wait(10), call())[1], calls, timeout=20))
 
 
 def test_no_unit_goes_to_two_nodes(bench: Bench) -> None:
@@ -60,10 +52,8 @@ class TestFailures:
     def test_a_full_disk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         (lease,) = bench.alice.lease(fresh_request())
 
-        def full(_body: bytes) -> str:
-            raise ResourceError("cannot write blobs/x: the disk is full: free some space")
-
-        monkeypatch.setattr(bench.hub.context.blobs, "put", full)
+        full = ResourceError("cannot write blobs/x: the disk is full: free some space")
+        monkeypatch.setattr(bench.hub.context.blobs, "put", Mock(side_effect=full))
         answer = bench.alice.submit(lease)
         assert code_of(answer) == (503, "hub.resource")
         assert bench.hub.context.failure is None, "a bucket may be there again"
@@ -78,12 +68,8 @@ class TestFailures:
     def test_a_database_that_fails(self, bench: Bench) -> None:
         storage = bench.hub.context.storage
 
-        def broken() -> None:
-            with storage.write():
-                raise OperationalError("COMMIT", {}, Exception("disk I/O error"))
-
-        with pytest.raises(ResourceError, match=r"hub\.db: disk I/O error; check the disk"):
-            broken()
+        with pytest.raises(ResourceError, match=r"hub\.db: disk I/O error; check the disk"), storage.write():
+            raise OperationalError("COMMIT", {}, Exception("disk I/O error"))
         assert bench.status().units["open"] == 0, "the lock was given back"
 
     def test_upkeep_goes_on_after_a_failure(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,7 @@ class TestPulls:
         hand_in(bench, bench.alice)
         (caught,) = bench.audits()
         ok(bench.judge(caught, severity=protocol.Severity.CERTAIN, **CAUGHT))
-        assert bench.status().submissions["pulled"] == 0
-        assert bench.batch(0) == batch
+        assert (bench.status().submissions["pulled"], bench.batch(0)) == (0, batch)
 
 
 class TestPendingCredit:
@@ -172,9 +171,6 @@ class TestPendingCredit:
         assert (units["accepted"], units["void"]) == (0, 1), "paid for, so it is not given out again"
         assert bench.status().submissions["pulled"] == 0
         assert self.view(bench, bench.alice) == (6, 0)
-
-
-# Reputation: how often a node is audited fully, what audits do to its record, and how pending credit moves
 
 
 REPUTATION = rules(audit="reputation")
@@ -249,8 +245,7 @@ class TestRecord:
 
     def test_a_statistical_strike_is_forgiven_after_a_thousand_full_audits_in_a_row(self) -> None:
         struck = reputation.failed(node(1), protocol.Severity.STATISTICAL)
-        assert passes(struck, 999).statistical == 1
-        assert passes(struck, 1000).statistical == 0
+        assert (passes(struck, 999).statistical, passes(struck, 1000).statistical) == (1, 0)
         soft = passes(reputation.failed(passes(struck, 999), None), 1)
         assert soft.statistical == 0, "a soft rejection costs no trust"
         interrupted = passes(reputation.failed(passes(struck, 999), protocol.Severity.STATISTICAL), 999)

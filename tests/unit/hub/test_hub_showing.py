@@ -26,7 +26,6 @@ from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
 ROWS = 32
 LEASE_S = 10.0
 
-
 pytestmark = pytest.mark.hub(run={"max_new_tokens": 128, "groups_per_step": 8}, settings={"lease_s": LEASE_S})
 
 
@@ -105,12 +104,8 @@ def test_a_validator_is_given_one_shown_rollout_and_again_after_each_doubling(be
     [body] = bodies(bench, audit.submission)
     assert submission_digest(body) == audit.submission
     claim = unpack(body, Submission, BodyLimits())
-    assert (claim.lease, claim.unit, claim.node, claim.policy_digest) == (
-        lease.lease,
-        0,
-        lease.node,
-        lease.policy.digest,
-    )
+    named = (claim.lease, claim.unit, claim.node, claim.policy_digest)
+    assert named == (lease.lease, 0, lease.node, lease.policy.digest)
     assert sorted(rollout.tokens for rollout in claim.rollouts) == [b"", chunks().tokens]
     assert sorted(rollout.proofs for rollout in claim.rollouts) == [b"", chunks().proofs]
     assert bench.audits() == ()
@@ -174,17 +169,10 @@ def _require_ledger_verifies(bench: Bench, kinds: set[str]) -> None:
     assert kinds <= {entry.kind for entry in entries}
 
 
-@pytest.mark.parametrize(
-    ("end", "meanwhile"),
-    [
-        (_release, "open"),
-        (_release, "leased"),
-        (_release, "accepted"),
-        (_lapse, "leased"),
-        (_lapse, "submitted"),
-        (_lapse, "accepted"),
-    ],
-)
+@pytest.mark.parametrize(("end", "meanwhile"), [
+    (_release, "open"), (_release, "leased"), (_release, "accepted"), (_lapse, "leased"), (_lapse, "submitted"),
+    (_lapse, "accepted"),
+])  # fmt: skip
 def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit_alone(bench, end, meanwhile):
     ok(bench.alice.submit(leased(bench)))
     [first] = bench.audits()
@@ -243,9 +231,6 @@ def test_while_submissions_wait_shown_progress_gets_a_small_share_of_the_bytes(b
     assert [audit.depth for audit in bench.audits()] == ["full"], "claimed before, and given again"
 
 
-# Shown progress in the decision core: which chunks are taken, whose lease is looked at, which rollout of it
-
-
 PROOF = ProofParameters(topk=8, rows=4)
 RULES = rules(group_size=2, max_new_tokens=16)
 
@@ -259,17 +244,12 @@ def take(last: ShownRow | None, *said: ShownChunks) -> tuple[tuple[int, ...], Sh
     return submissions.take_shown(RULES, PROOF, "u0a0", last, said)
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        (cut_chunks(2, 0, range(4)), "groups have 2 rollouts"),
-        (cut_chunks(0, 0, range(17)), "17 tokens; at most 16"),
-        (cut_chunks(0, 0, range(4), proofs=bytes(19)), "19 bytes of proofs do not fit 1 chunks"),
-        (cut_chunks(0, 0, range(8), proofs=bytes(7)), "7 bytes of proofs do not fit 2 chunks"),
-        (cut_chunks(0, 0, ()), "0 bytes of tokens"),
-        (ShownChunks(0, 0, b"\0" * 5, bytes(4)), "5 bytes of tokens"),
-    ],
-)
+@pytest.mark.parametrize(("said", "why"), [
+    (cut_chunks(2, 0, range(4)), "groups have 2 rollouts"), (cut_chunks(0, 0, range(17)), "17 tokens; at most 16"),
+    (cut_chunks(0, 0, range(4), proofs=bytes(19)), "19 bytes of proofs do not fit 1 chunks"),
+    (cut_chunks(0, 0, range(8), proofs=bytes(7)), "7 bytes of proofs do not fit 2 chunks"),
+    (cut_chunks(0, 0, ()), "0 bytes of tokens"), (ShownChunks(0, 0, b"\0" * 5, bytes(4)), "5 bytes of tokens"),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_refused(said, why):
     with pytest.raises(Refusal, match=why) as caught:
         take(None, said)

@@ -41,18 +41,15 @@ def test_a_missed_canary_alarms_once_for_each(bench: Bench) -> None:
     assert len(alarms(bench)) == 1
 
 
-@pytest.mark.parametrize(
-    ("counters", "said"),
-    [
-        pytest.param({"accepted": 253, "rejected": 1, "unsure": 1}, "", id="255 audits without a canary"),
-        pytest.param({"accepted": 254, "rejected": 1, "unsure": 1}, "made 256 audits", id="256 audits without one"),
-        pytest.param({"accepted": 254, "rejected": 1, "unsure": 1, "canaries_caught": 1}, "", id="one caught"),
-        pytest.param({"unscored": 7, "unsure": 7}, "", id="7 unscored"),
-        pytest.param({"unscored": 8, "unsure": 8, "accepted": 100}, "not score 8 of 108", id="8 of 108 unscored"),
-        pytest.param({"unscored": 8, "unsure": 8, "accepted": 152}, "", id="5 % unscored"),
-        pytest.param({"abstained": 1}, "has another environment, or other data", id="abstains"),
-    ],
-)
+@pytest.mark.parametrize(("counters", "said"), [
+    pytest.param({"accepted": 253, "rejected": 1, "unsure": 1}, "", id="255 audits without a canary"),
+    pytest.param({"accepted": 254, "rejected": 1, "unsure": 1}, "made 256 audits", id="256 audits without one"),
+    pytest.param({"accepted": 254, "rejected": 1, "unsure": 1, "canaries_caught": 1}, "", id="one caught"),
+    pytest.param({"unscored": 7, "unsure": 7}, "", id="7 unscored"),
+    pytest.param({"unscored": 8, "unsure": 8, "accepted": 100}, "not score 8 of 108", id="8 of 108 unscored"),
+    pytest.param({"unscored": 8, "unsure": 8, "accepted": 152}, "", id="5 % unscored"),
+    pytest.param({"abstained": 1}, "has another environment, or other data", id="abstains"),
+])  # fmt: skip
 def test_a_validator_whose_audits_say_little_alarms_once(bench: Bench, counters: dict[str, float], said: str) -> None:
     for _ in range(2):
         beat(bench, **counters)

@@ -14,13 +14,10 @@ from shoal.protocol.status import EvidencePage, NodeStory, UnitStory, behind
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {
-    "outcome": Outcome.REJECTED,
-    "reason": "sampling.seed",
-    "severity": Severity.CERTAIN,
+    "outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.CERTAIN,
     "message": "token 3 of sample 0 was not drawn with its seed",
     "checks": (CheckResult(check="sampling", passed=False, evidence={"outside": 812, "limit": 14}, message="no"),),
-}
-
+}  # fmt: skip
 
 pytestmark = pytest.mark.hub()
 
@@ -79,8 +76,9 @@ def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench)
     assert unit_story(bench, 1).seeds == leases[1].seeds
 
 
-def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Bench) -> None:
-    ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
+def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_have_what_an_appeal_needs(bench) -> None:
+    [lease] = bench.alice.lease(fresh_request())
+    ok(bench.alice.submit(lease))
     ok(bench.judge(bench.audits()[0], **FAILED))
     story = unit_story(bench, 0)
     assert story.sentence == "waits for a worker again, after 1 lease"
@@ -90,12 +88,6 @@ def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Be
     [check] = open_document(submission.verdict, Verdict, VALIDATOR.public_key).checks
     assert check.evidence == {"outside": 812, "limit": 14}
     assert (submission.credit, submission.credit_state) == (0, "none")
-
-
-def test_the_story_of_a_node_has_what_an_appeal_needs(bench: Bench) -> None:
-    [lease] = bench.alice.lease(fresh_request())
-    ok(bench.alice.submit(lease))
-    ok(bench.judge(bench.audits()[0], **FAILED))
     story = node_story(bench, ALICE)
     assert story.run == RUN_ID
     assert story.sentence.startswith("banned: sampling.seed: token 3")
@@ -148,11 +140,7 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
     assert len(shown) == 6
     assert {node.role for node in status.nodes[:2]} == {"trainer", "validator"}
     assert shown[2:4] == [BOB, ALICE]
-    assert sum(status.node_counts.values()) == 13
-    assert status.node_counts["worker.banned"] == 1
-
-
-# Which verdicts a status shows: the newest, and refusals that hundreds of acceptances would hide
+    assert (sum(status.node_counts.values()), status.node_counts["worker.banned"]) == (13, 1)
 
 
 def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(bench, monkeypatch):
@@ -169,9 +157,6 @@ def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(bench, mon
     ok(bench.judge(audit))
     shown = [(verdict.unit, verdict.outcome) for verdict in bench.status().verdicts]
     assert shown == [(good[0].unit, "accepted"), (bad[0].unit, "rejected")]
-
-
-# Owners: a vouch that the node itself brings is checked, written down once, and stays
 
 
 OWNER, OTHER = SigningKey.from_seed(b"o" * 32), SigningKey.from_seed(b"p" * 32)
@@ -210,16 +195,13 @@ def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
     assert fold(bench.ledger().entries).by_node[CAROL.node].owner == OWNER.public_key
 
 
-@pytest.mark.parametrize(
-    ("signed", "code"),
-    [
-        (vouch(node="0" * 32), "vouch.other"),  # for another node
-        (vouch(by=OTHER), "vouch.other"),  # in the name of somebody else
-        (vouch().model_copy(update={"signature": "0" * 128}), "vouch.signature"),
-        (vouch().model_copy(update={"kind": "lease"}), "vouch.signature"),
-        (certificate(CAROL, "worker"), "vouch.signature"),
-    ],
-)
+@pytest.mark.parametrize(("signed", "code"), [
+    (vouch(node="0" * 32), "vouch.other"),  # for another node
+    (vouch(by=OTHER), "vouch.other"),  # in the name of somebody else
+    (vouch().model_copy(update={"signature": "0" * 128}), "vouch.signature"),
+    (vouch().model_copy(update={"kind": "lease"}), "vouch.signature"),
+    (certificate(CAROL, "worker"), "vouch.signature"),
+])  # fmt: skip
 def test_a_vouch_that_does_not_hold_is_refused_and_leaves_nothing(bench, signed, code):
     assert code_of(register(bench, CAROL, signed)) == (403, code)
     assert vouches(bench) == []

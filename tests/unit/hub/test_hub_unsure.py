@@ -41,7 +41,6 @@ def let_pass(play: Play, seconds: int) -> None:
 def state_of(play: Play, unit: int) -> tuple[str, int]:
     with play.storage.read() as reader:
         row = reader.unit(unit)
-    assert row is not None
     return row.state.value, row.failures
 
 
@@ -90,7 +89,6 @@ def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(play, caplo
         (audit,) = [each for each in play.claim(4) if each.lease.document["node"] == worker.node]
         with play.storage.write() as transaction:
             row = transaction.node(worker.node)
-            assert row is not None
             transaction.apply([Save(replace(row, accepted=8), row.state)])
         assert play.judge(audit, Outcome.REJECTED, (0.0, 1.0), Severity.STATISTICAL) is None
     rows = [play._node(worker.node) for worker in workers]
@@ -156,12 +154,8 @@ def test_a_refused_path_is_closed_while_the_other_path_of_its_format_is_open() -
     assert (refused.calibration, "int8 passes" in refused.waiting) == ("", True)
 
 
-# What the hub does with what branches show: evidence of nodes, owners and newer nodes; strikes, distrust, alarms
-
-
 STEERED = {"outcome": Outcome.REJECTED, "reason": "sampling.steered", "severity": Severity.STATISTICAL, "rewards": ()}
 SIXTEEN = (1.0,) * 16
-
 
 pytestmark = pytest.mark.hub(
     run={"groups_per_step": 40, "group_size": 16, "max_staleness": 2}, settings={"newcomer_share": 1.0}
@@ -190,21 +184,18 @@ def judged(bench: Bench, actor: Actor, differences: Sequence[float], **changes: 
     return audit
 
 
-def test_a_nodes_evidence_grows_and_comes_with_its_next_audit(bench: Bench) -> None:
+def test_a_nodes_evidence_grows_comes_with_its_next_audit_and_the_same_verdict_again_counts_once(bench: Bench) -> None:
     first = judged(bench, bench.alice, [1.0, -0.5])
     assert first.gains == GainEvidence()
     assert bench.row(bench.alice).gains == GainEvidence().after([1.0, -0.5])
     assert judged(bench, bench.alice, []).gains == GainEvidence().after([1.0, -0.5])
     assert bench.row(bench.bob).gains == GainEvidence()
 
-
-def test_the_same_verdict_again_counts_once(bench: Bench) -> None:
-    audit = audit_of(bench, bench.alice)
+    audit = audit_of(bench, bench.bob)
     verdict = bench.verdict(audit, [0.0, 1.0] * 8, branches=Branches(looked=1, differences=(1.0,)))
     for _ in range(2):
         ok(bench.report(verdict))
-    assert bench.row(bench.alice).gains.differing == 1
-    assert newer(bench).evidence.differing == 1
+    assert (bench.row(bench.bob).gains.differing, newer(bench).evidence.differing) == (1, 3)
 
 
 def test_a_strike_begins_the_nodes_evidence_anew_and_is_not_held_against_the_others(bench: Bench) -> None:

@@ -1,5 +1,7 @@
 """Workers that are gone: their leases end soon, nobody else's do, and coming back costs nothing but the work."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from kit.hub import Bench, code_of, fresh_request, ok
@@ -7,7 +9,6 @@ from shoal.errors import ResourceError
 
 SECONDS = 30
 LEASE_S = 600
-
 
 pytestmark = pytest.mark.hub(settings={"lease_s": LEASE_S, "requests_per_key_s": 0})
 
@@ -53,9 +54,7 @@ def test_after_a_pause_of_its_own_the_hub_gives_everybody_time_to_be_heard(bench
 
 
 @pytest.mark.parametrize("how", ["suspended", "restarted"])
-def test_what_runs_out_while_the_hub_is_away_has_a_little_longer_and_costs_nobody_anything(
-    bench: Bench, how: str
-) -> None:
+def test_what_runs_out_while_the_hub_is_away_has_a_little_longer_and_costs_nobody_anything(bench, how):
     first, second = bench.alice.lease(fresh_request(), 2)
     bench.clock.advance(LEASE_S + 100)
     again = bench.restarted() if how == "restarted" else bench
@@ -85,11 +84,8 @@ def test_while_its_database_is_away_the_hub_is_away(bench: Bench, monkeypatch: p
     bench.alice.lease(fresh_request())
     pass_time(bench, 1, heard=True)
 
-    def gone(*_arguments: object) -> bool:
-        raise ResourceError("the database is away")
-
     with monkeypatch.context() as outage:
-        outage.setattr(bench.hub.context.storage, "lead", gone)
+        outage.setattr(bench.hub.context.storage, "lead", Mock(side_effect=ResourceError("the database is away")))
         for _ in range(LEASE_S + 60):
             bench.clock.advance(1)
             with pytest.raises(ResourceError, match="is away"):
@@ -103,10 +99,7 @@ def test_while_its_database_is_away_the_hub_is_away(bench: Bench, monkeypatch: p
 def test_one_part_that_fails_does_not_keep_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = bench.app.hub
 
-    def broken(_now_ms: int) -> None:
-        raise ResourceError("cannot end anything")
-
-    monkeypatch.setattr(hub.upkeep, "_end_overdue", broken)
+    monkeypatch.setattr(hub.upkeep, "_end_overdue", Mock(side_effect=ResourceError("cannot end anything")))
     with pytest.raises(ResourceError, match="cannot end anything"):
         hub.upkeep.tick()
     with hub.context.storage.read() as reader:

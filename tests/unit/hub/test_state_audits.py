@@ -56,8 +56,7 @@ class TestAccepted:
         commands = judge(case(), rewards=(0.5, 0.5))
         dropped = units_in(commands)[0]
         assert (dropped.state, dropped.lost_step) == (UnitState.DROPPED, 0)
-        assert nodes_in(commands)[0].credit == 7
-        assert of_type(commands, RaiseAlarm) == []
+        assert (nodes_in(commands)[0].credit, of_type(commands, RaiseAlarm)) == (7, [])
 
     def test_the_tasks_part_decides_what_is_equal(self) -> None:
         def reward(value: float, **parts: float) -> RolloutReward:
@@ -91,11 +90,10 @@ class TestAccepted:
         assert nodes_in(commands)[0].credit == 7
 
 
-class TestDuplicates:
-    @pytest.mark.parametrize("outcome", list(Outcome))
-    def test_the_same_outcome_again_changes_nothing(self, outcome: Outcome) -> None:
-        decided = case(submission=submission(0, state=SubmissionState(outcome.value)))
-        assert judge(decided, outcome=outcome) == []
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_the_same_outcome_again_changes_nothing(outcome: Outcome) -> None:
+    decided = case(submission=submission(0, state=SubmissionState(outcome.value)))
+    assert judge(decided, outcome=outcome) == []
 
 
 class TestUnsure:
@@ -144,9 +142,8 @@ class TestUnsure:
         """Groups of 16 x 8,192 tokens have 4,096 parts: by limits of 2e-3 each the rate is 1, and doubt never grew."""
         row = node(1, window=8)
         for _ in range(7):
-            (row,) = nodes_in(
-                judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident", unsure_rate=1.0)
-            )
+            commands = judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident", unsure_rate=1.0)
+            (row,) = nodes_in(commands)
         assert nodes.window(state.rules(), row) == 1
 
 
@@ -154,33 +151,25 @@ def trusted(**changes: Any) -> NodeRow:
     return node(1, role="validator", passed=0, **changes)
 
 
-class TestTrusted:
-    @pytest.mark.parametrize("severity", [None, *Severity])
-    def test_its_rejection_sanctions_nobody_and_is_an_alarm(self, severity: Severity | None) -> None:
-        commands = judge(case(node=trusted()), outcome=Outcome.REJECTED, severity=severity, reason="shape.tokens")
-        (row,) = nodes_in(commands)
-        assert (row.state, row.strikes, row.rejected) == (NodeState.ACTIVE, 0, 1)
-        assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["trusted.shape.tokens"]
-        assert (units_in(commands)[0].state, units_in(commands)[0].failures) == (UnitState.OPEN, 1)
+@pytest.mark.parametrize("severity", [None, *Severity])
+def test_rejection_of_a_validators_group_sanctions_nobody_and_is_an_alarm(severity: Severity | None) -> None:
+    commands = judge(case(node=trusted()), outcome=Outcome.REJECTED, severity=severity, reason="shape.tokens")
+    (row,) = nodes_in(commands)
+    assert (row.state, row.strikes, row.rejected) == (NodeState.ACTIVE, 0, 1)
+    assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["trusted.shape.tokens"]
+    assert (units_in(commands)[0].state, units_in(commands)[0].failures) == (UnitState.OPEN, 1)
 
 
-class TestDisagreement:
-    @pytest.mark.parametrize(
-        ("stands", "says", "alarms"),
-        [
-            (SubmissionState.ACCEPTED, Outcome.REJECTED, 1),
-            (SubmissionState.PULLED, Outcome.REJECTED, 1),
-            (SubmissionState.REJECTED, Outcome.ACCEPTED, 1),
-            (SubmissionState.ACCEPTED, Outcome.UNSURE, 0),
-            (SubmissionState.UNSURE, Outcome.ACCEPTED, 0),
-            (SubmissionState.ACCEPTED, Outcome.ACCEPTED, 0),
-        ],
-    )
-    def test_accepted_against_rejected_is_an_alarm(self, stands: SubmissionState, says: Outcome, alarms: int) -> None:
-        row = submission(0, state=stands, validator="a" * 32)
-        ruling = Ruling(verdict(row, outcome=says, reason="proofs.drift"), VALIDATOR, SIGNED)
-        found = audits.disagreement(moment(), row, ruling)
-        assert [alarm.code for alarm in of_type(found, RaiseAlarm)] == ["verdict.disagreement"] * alarms
+@pytest.mark.parametrize(("stands", "says", "alarms"), [
+    (SubmissionState.ACCEPTED, Outcome.REJECTED, 1), (SubmissionState.PULLED, Outcome.REJECTED, 1),
+    (SubmissionState.REJECTED, Outcome.ACCEPTED, 1), (SubmissionState.ACCEPTED, Outcome.UNSURE, 0),
+    (SubmissionState.UNSURE, Outcome.ACCEPTED, 0), (SubmissionState.ACCEPTED, Outcome.ACCEPTED, 0),
+])  # fmt: skip
+def test_accepted_against_rejected_is_an_alarm(stands: SubmissionState, says: Outcome, alarms: int) -> None:
+    row = submission(0, state=stands, validator="a" * 32)
+    ruling = Ruling(verdict(row, outcome=says, reason="proofs.drift"), VALIDATOR, SIGNED)
+    found = audits.disagreement(moment(), row, ruling)
+    assert [alarm.code for alarm in of_type(found, RaiseAlarm)] == ["verdict.disagreement"] * alarms
 
 
 STRIKE: dict[str, Any] = {"outcome": Outcome.REJECTED, "severity": Severity.STATISTICAL, "reason": "proofs.drift"}
@@ -219,8 +208,7 @@ class TestKinds:
     def test_another_check_or_one_long_ago_does_not_count(self) -> None:
         other = kin(5, accepted=8, passed=0, failed_check="sampling.seed", failed_at_ms=NOW_MS)
         old = kin(5, accepted=8, passed=0, failed_check="proofs.drift", failed_at_ms=NOW_MS - 3_600_001)
-        assert self.outcome(*other) == SubmissionState.REJECTED
-        assert self.outcome(*old) == SubmissionState.REJECTED
+        assert (self.outcome(*other), self.outcome(*old)) == (SubmissionState.REJECTED, SubmissionState.REJECTED)
 
     def test_a_certain_failure_bans_whatever_others_fail(self) -> None:
         subject = case(kin=kin(9, accepted=8, **FAILED))
@@ -238,12 +226,9 @@ class TestRejected:
     def test_one_certain_failure_bans(self) -> None:
         holding = state.held(4)
         commands = judge(
-            case(holdings=(holding,), node=node(1, accepted=3)),
-            outcome=Outcome.REJECTED,
-            severity=Severity.CERTAIN,
-            reason="sampling.seed",
-            message="token 3",
-        )
+            case(holdings=(holding,), node=node(1, accepted=3)), outcome=Outcome.REJECTED, severity=Severity.CERTAIN,
+            reason="sampling.seed", message="token 3",
+        )  # fmt: skip
         (row,) = nodes_in(commands)
         assert (row.state, row.rejected, row.certain, row.credit) == (NodeState.BANNED, 1, 1, 0)
         assert row.reason == "sampling.seed: token 3"
@@ -307,21 +292,14 @@ class TestRejected:
         assert (struck.state, struck.until_ms) == (NodeState.BANNED, None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"unit": 1}, "verdict.mismatch"),
-        ({"node": "0" * 31 + "2"}, "verdict.mismatch"),
-        ({"rewards": (1.0,)}, "verdict.rewards"),
-        ({"branches": Branches(looked=3)}, "verdict.branches"),
-        ({"depth": "light"}, "verdict.depth"),
-        ({"generated_tokens": 33}, "verdict.tokens"),
-        ({"generated_tokens": -1}, "verdict.tokens"),
-        ({"tally": Tally(tokens=33)}, "verdict.tally"),
-        ({"tally": Tally(tokens=30, proofs=2, accidents=3)}, "verdict.tally"),
-        ({"tally": Tally(tokens=33), "outcome": Outcome.UNSURE}, "verdict.tally"),  # it would join the record, too
-    ],
-)
+@pytest.mark.parametrize(("changes", "code"), [
+    ({"unit": 1}, "verdict.mismatch"), ({"node": "0" * 31 + "2"}, "verdict.mismatch"),
+    ({"rewards": (1.0,)}, "verdict.rewards"), ({"branches": Branches(looked=3)}, "verdict.branches"),
+    ({"depth": "light"}, "verdict.depth"), ({"generated_tokens": 33}, "verdict.tokens"),
+    ({"generated_tokens": -1}, "verdict.tokens"), ({"tally": Tally(tokens=33)}, "verdict.tally"),
+    ({"tally": Tally(tokens=30, proofs=2, accidents=3)}, "verdict.tally"),
+    ({"tally": Tally(tokens=33), "outcome": Outcome.UNSURE}, "verdict.tally"),  # it would join the record, too
+])  # fmt: skip
 def test_a_verdict_that_does_not_fit_changes_nothing(changes: dict[str, Any], code: str) -> None:
     with pytest.raises(Refusal) as refusal:
         judge(case(), **changes)

@@ -27,8 +27,7 @@ class TestGrant:
         assert {row.state for row in after.values()} == {UnitState.LEASED}
         assert (after[5].attempt, after[5].task) == (3, "task-5")
         assert after[6].task == "drawn-6"
-        assert found.leases[0].document == "signed u3a0"
-        assert found.leases[0].deadline_ms == NOW_MS + 60_000
+        assert (found.leases[0].document, found.leases[0].deadline_ms) == ("signed u3a0", NOW_MS + 60_000)
         assert {row.hard_deadline_ms for row in found.leases} == {NOW_MS + 600_000}
         assert {row.granted for row in found.leases} == {4}
 
@@ -81,21 +80,19 @@ class TestRenewal:
         assert self.renewed(10**9 + 1, progress=2 * 16) == []
 
 
-class TestAbandon:
-    def test_what_its_node_no_longer_knows_ends_and_is_open_again(self) -> None:
-        commands = leases.abandon(moment(), node(1), [held(0), held(1)], "request-2", {"u1a0"})
-        assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}, "late work is still taken; a release refuses it"
-        assert units_in(commands) == {0: unit(0, attempt=1)}
-        assert [(row.window, row.lapses) for row in nodes_in(commands)] == [(1, 1)]
+def test_what_its_node_no_longer_knows_ends_and_is_open_again() -> None:
+    commands = leases.abandon(moment(), node(1), [held(0), held(1)], "request-2", {"u1a0"})
+    assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}, "late work is still taken; a release refuses it"
+    assert units_in(commands) == {0: unit(0, attempt=1)}
+    assert [(row.window, row.lapses) for row in nodes_in(commands)] == [(1, 1)]
 
 
-class TestRelease:
-    def test_a_release_is_no_failure_of_the_unit(self) -> None:
-        commands = leases.release(moment(), node(1, window=8, lapses=7), [held(0), held(1)])
-        assert leases_in(commands) == {"u0a0": LeaseState.RELEASED, "u1a0": LeaseState.RELEASED}
-        assert units_in(commands)[0] == unit(0, attempt=1)
-        (after,) = nodes_in(commands)
-        assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
+def test_a_release_is_no_failure_of_the_unit() -> None:
+    commands = leases.release(moment(), node(1, window=8, lapses=7), [held(0), held(1)])
+    assert leases_in(commands) == {"u0a0": LeaseState.RELEASED, "u1a0": LeaseState.RELEASED}
+    assert units_in(commands)[0] == unit(0, attempt=1)
+    (after,) = nodes_in(commands)
+    assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
 
 
 ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_bytes=12)
@@ -127,8 +124,7 @@ class TestReceive:
             leases.release(moment(), node(1), [overtaken]),
             nodes.ban(node(1), "x", [overtaken], NOW_MS),
         ):
-            assert len(leases_in(commands)) == 1
-            assert units_in(commands) == {}
+            assert (len(leases_in(commands)), units_in(commands)) == (1, {})
 
     def test_late_and_too_stale(self) -> None:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))

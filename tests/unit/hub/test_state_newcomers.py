@@ -37,21 +37,15 @@ def declined(found: Granted) -> tuple[bool, str, bool]:
 
 class TestLeases:
     def test_newcomers_together_hold_their_share_while_established_nodes_are_here(self) -> None:
-        assert len(granted(HERE).leases) == 4
-        assert len(granted(replace(HERE, in_hand=hands(3))).leases) == 1
+        assert (len(granted(HERE).leases), len(granted(replace(HERE, in_hand=hands(3))).leases)) == (4, 1)
         none = granted(replace(HERE, in_hand=hands(4)))
         assert (none.leases, none.commands) == ((), ())
         assert none.plan.waiting.startswith("nodes on probation have 4 units in hand, and may have 4")
 
-    @pytest.mark.parametrize(
-        ("crowd", "changes"),
-        [
-            (Crowd(in_hand=hands(99)), {}),
-            (replace(HERE, in_hand=hands(99), asking=True), {"passed": 8}),
-            (replace(HERE, in_hand=hands(99, 1, 9), asking=True), {"newcomer_share": 1.0, "passed": 0}),
-        ],
-        ids=["nobody else is here", "an established node", "no share"],
-    )
+    @pytest.mark.parametrize(("crowd", "changes"), [
+        (Crowd(in_hand=hands(99)), {}), (replace(HERE, in_hand=hands(99), asking=True), {"passed": 8}),
+        (replace(HERE, in_hand=hands(99, 1, 9), asking=True), {"newcomer_share": 1.0, "passed": 0}),
+    ], ids=["nobody else is here", "an established node", "no share"])  # fmt: skip
     def test_otherwise_there_is_no_bound(self, crowd: Crowd, changes: dict[str, Any]) -> None:
         assert [row.unit for row in granted(crowd, **changes).leases] == [0, 1, 4, 5, 6, 7, 8, 9]
 
@@ -96,34 +90,24 @@ class TestFirstUnits:
     def test_how_many_units_a_new_key_gets(self, in_hand: InHand, changes: dict[str, Any], units: int) -> None:
         assert len(self.grant(in_hand, **changes).leases) == units
 
-    @pytest.mark.parametrize(
-        ("in_hand", "changes", "short", "why"),
-        [
-            (hands(1, 1, 1, HOME), {}, "", "one unit in hand, the most that it may have until its first group"),
-            (hands(1, 1, 1, HOME), {"here": False}, "", "one unit in hand, the most that it may have until its first"),
-            (hands(2, 0, 2, HOME), {}, "inside", "other new keys of this network have 2 units in hand"),
-            (InHand(0, FLOOD_8 | {HOME: 2}, FLOOD_8), {}, "everywhere", "have 4 units in hand, and may have 4"),
-            (InHand(0, *[{"a": 2, "b": 2}] * 3), {"groups": 32, "lapses": 1}, "everywhere", "last lease came to noth"),
-        ],
-    )
+    @pytest.mark.parametrize(("in_hand", "changes", "short", "why"), [
+        (hands(1, 1, 1, HOME), {}, "", "one unit in hand, the most that it may have until its first group"),
+        (hands(1, 1, 1, HOME), {"here": False}, "", "one unit in hand, the most that it may have until its first"),
+        (hands(2, 0, 2, HOME), {}, "inside", "other new keys of this network have 2 units in hand"),
+        (InHand(0, FLOOD_8 | {HOME: 2}, FLOOD_8), {}, "everywhere", "have 4 units in hand, and may have 4"),
+        (InHand(0, *[{"a": 2, "b": 2}] * 3), {"groups": 32, "lapses": 1}, "everywhere", "last lease came to noth"),
+    ])  # fmt: skip
     def test_a_new_key_that_gets_none_is_told_why(self, in_hand, changes, short, why):
         found = self.grant(in_hand, **changes)
         assert declined(found) == (True, short, False)
         assert why in found.plan.waiting
 
-    @pytest.mark.parametrize(
-        ("long", "network", "hard_s"),
-        [
-            ({}, HOME, 240),
-            ({HOME: 1}, HOME, 240),
-            ({HOME: 2}, HOME, 60),
-            ({HOME: 3}, HOME, 60),
-            ({"a": 2, "b": 1}, HOME, 240),
-            ({"a": 2, "b": 2}, HOME, 60),
-            ({"a": 4, "b": 1}, HOME, 240),  # more than two of one network are from another time
-            ({"a": 2, "b": 2}, "", 240),  # this machine's own processes are no flood
-        ],
-    )
+    @pytest.mark.parametrize(("long", "network", "hard_s"), [
+        ({}, HOME, 240), ({HOME: 1}, HOME, 240), ({HOME: 2}, HOME, 60), ({HOME: 3}, HOME, 60),
+        ({"a": 2, "b": 1}, HOME, 240), ({"a": 2, "b": 2}, HOME, 60),
+        ({"a": 4, "b": 1}, HOME, 240),  # more than two of one network are from another time
+        ({"a": 2, "b": 2}, "", 240),  # this machine's own processes are no flood
+    ])  # fmt: skip
     def test_half_of_what_new_keys_may_have_is_lent_for_lease_s_only(self, long, network, hard_s):
         """Of 8 for newcomers a network may have 4, of these 2 for longer, and all networks together 4."""
         (row,) = self.grant(InHand(0, long, long, long), network=network, groups=32, units=1).leases
@@ -153,24 +137,13 @@ class TestFirstUnits:
         assert len(with_alive(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
         assert not with_alive(alive=16, ahead=2).plan.yields, "there is nothing to leave to others"
 
-    @pytest.mark.parametrize(
-        ("tokens", "passed", "pace_ms", "expected_ms"),
-        [
-            (127, 0, 0, 240_000),
-            (128, 0, 0, 60_000),
-            (16, 1, 20_000, 60_000),
-            (16, 1, 180_000, 360_000),
-            (16, 1, 400_000, 600_000),
-            (256, 0, 100_000, 200_000),
-            (256, 0, 180_000, 240_000),
-            (16, 8, 180_000, 360_000),
-        ],
-    )
-    def test_where_a_slow_machine_can_show_nothing_in_lease_s_it_has_longer_at_once(
-        self, tokens: int, passed: int, pace_ms: int, expected_ms: int
-    ) -> None:
-        now = moment(progress=RunProgress(policy=policy()), max_new_tokens=tokens)
-        ask = Demand(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
+    @pytest.mark.parametrize(("tokens", "passed", "pace_ms", "expected_ms"), [
+        (127, 0, 0, 240_000), (128, 0, 0, 60_000), (16, 1, 20_000, 60_000), (16, 1, 180_000, 360_000),
+        (16, 1, 400_000, 600_000), (256, 0, 100_000, 200_000), (256, 0, 180_000, 240_000), (16, 8, 180_000, 360_000),
+    ])  # fmt: skip
+    def test_a_slow_machine_that_can_show_nothing_in_lease_s_has_longer(self, tokens, passed, pace_ms, expected_ms):
+        now = moment(progress=Progress(policy=policy()), max_new_tokens=tokens)
+        ask = Ask(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
         (row,) = grant(now, [], ask).leases
         assert row.deadline_ms - now.now_ms == expected_ms
 

@@ -25,8 +25,7 @@ def lapse(row: NodeRow, count: int = 1, now_ms: int = NOW_MS) -> NodeRow:
 class TestWindow:
     def test_it_begins_with_a_quarter_and_widens_by_one(self) -> None:
         row = node(1)
-        assert nodes.window(RULES, row) == 16
-        assert nodes.window(rules(leases_per_node=3), row) == 1
+        assert (nodes.window(RULES, row), nodes.window(rules(leases_per_node=3), row)) == (16, 1)
         for _ in range(100):
             row = nodes.widened(RULES, row)
         assert nodes.window(RULES, row) == 64
@@ -57,13 +56,12 @@ class TestWindow:
         assert (row.state, row.lapsed) == (NodeState.SUSPENDED, nodes.LAPSES_TO_SUSPEND)
 
 
-class TestPace:
-    def test_it_is_the_time_of_one_group_of_those_that_came_together(self) -> None:
-        together = lease(0, granted=4)
-        row = nodes.delivered(node(1), together, NOW_MS + 20_000)
-        assert row.pace_ms == 5_000
-        row = nodes.delivered(row, lease(1), NOW_MS + 9_000)
-        assert row.pace_ms == (3 * 5_000 + 9_000) // 4
+def test_pace_is_the_time_of_one_group_of_those_that_came_together() -> None:
+    together = lease(0, granted=4)
+    row = nodes.delivered(node(1), together, NOW_MS + 20_000)
+    assert row.pace_ms == 5_000
+    row = nodes.delivered(row, lease(1), NOW_MS + 9_000)
+    assert row.pace_ms == (3 * 5_000 + 9_000) // 4
 
 
 class TestSanctions:
@@ -90,23 +88,18 @@ class TestLeaseSize:
         now = moment(progress=progress, max_staleness=staleness)
         return pacing.lease_size(now, Tempo(10_000, NOW_MS - since_ms), pace_ms, held_leases, 8)
 
-    @pytest.mark.parametrize(
-        ("pace_ms", "changes", "expected"),
-        [
-            (1_000, {}, 8),
-            (3_000, {}, 5),  # 20 s are left, 15 of them are sure
-            (3_000, {"step": 4}, 2),  # only one step is left
-            (3_000, {"since_ms": 6_000}, 3),  # and part of one is over
-            (60_000, {}, 1),  # the slowest gets one
-            (3_000, {"held_leases": 4}, 1),
-            (3_000, {"held_leases": 5}, 0),
-            (500, {"step": 4, "since_ms": 100_000}, 3),  # a step that is overdue still has a quarter
-            (0, {}, 8),
-            (50_000, {"staleness": 0}, 8),
-            (100_000, {"staleness": 0}, 4),  # the hard deadline: 600 s, of which 450 are sure
-            (1_000_000, {"staleness": 0}, 1),
-        ],
-    )
+    @pytest.mark.parametrize(("pace_ms", "changes", "expected"), [
+        (1_000, {}, 8),
+        (3_000, {}, 5),  # 20 s are left, 15 of them are sure
+        (3_000, {"step": 4}, 2),  # only one step is left
+        (3_000, {"since_ms": 6_000}, 3),  # and part of one is over
+        (60_000, {}, 1),  # the slowest gets one
+        (3_000, {"held_leases": 4}, 1), (3_000, {"held_leases": 5}, 0),
+        (500, {"step": 4, "since_ms": 100_000}, 3),  # a step that is overdue still has a quarter
+        (0, {}, 8), (50_000, {"staleness": 0}, 8),
+        (100_000, {"staleness": 0}, 4),  # the hard deadline: 600 s, of which 450 are sure
+        (1_000_000, {"staleness": 0}, 1),
+    ])  # fmt: skip
     def test_a_node_gets_what_it_can_return_in_time(self, pace_ms: int, changes: dict[str, int], expected: int) -> None:
         assert self.size(pace_ms, **changes) == expected
 
@@ -119,18 +112,14 @@ class TestLeaseSize:
         assert int(held_leases == 0) <= found <= 8
 
 
-# State machines, draws and pacing: tables, permutations and counts
-
-
-class TestMachines:
-    def test_rows_move_by_the_tables_and_no_other_way(self) -> None:
-        for source, target in product(UnitState, UnitState):
-            row = unit(3, source)
-            if target in UnitRow.MOVES.get(source, ()):
-                assert row.to(target).state == target
-            else:
-                with pytest.raises(IllegalMove, match=f"3 cannot go from {source.value} to {target.value}"):
-                    row.to(target)
+def test_rows_move_by_the_tables_and_no_other_way() -> None:
+    for source, target in product(UnitState, UnitState):
+        row = unit(3, source)
+        if target in UnitRow.MOVES.get(source, ()):
+            assert row.to(target).state == target
+        else:
+            with pytest.raises(IllegalMove, match=f"3 cannot go from {source.value} to {target.value}"):
+                row.to(target)
 
 
 class TestDraws:
@@ -139,10 +128,8 @@ class TestDraws:
         assert [len(seed) for seed in seeds] == [16, 16, 16]
         assert seeds == unit_seeds(b"secret", "run", 7, 3)
         others = [
-            unit_seeds(b"Secret", "run", 7, 1),
-            unit_seeds(b"secret", "nur", 7, 1),
-            unit_seeds(b"secret", "run", 8, 1),
-        ]
+            unit_seeds(b"Secret", "run", 7, 1), unit_seeds(b"secret", "nur", 7, 1), unit_seeds(b"secret", "run", 8, 1),
+        ]  # fmt: skip
         assert len({*seeds, *(other[0] for other in others)}) == 6
         assert unit_seeds(b"secret", "run", 1, 23)[2] != unit_seeds(b"secret", "run", 12, 3)[2]
 
@@ -161,20 +148,17 @@ class TestDraws:
 
 
 class TestPacing:
-    @pytest.mark.parametrize(
-        ("staleness", "version", "next_step", "expected"),
-        [
-            (0, 0, 0, 4),  # synchronous: one step's groups
-            (0, 0, 1, 0),  # its batch is written: wait for the next version
-            (1, 0, 0, 8),  # one step ahead
-            (1, 3, 4, 4),  # batch 3 is written: groups of version 3 may still serve step 4
-            (2, 3, 3, 12),
-            (1, 3, 5, 0),  # version 3 is too old for step 5
-            (1, 9, 9, 4),  # the last step has nothing after it
-            (5, 8, 8, 8),
-            (1, 10, 10, 0),  # finished
-        ],
-    )
+    @pytest.mark.parametrize(("staleness", "version", "next_step", "expected"), [
+        (0, 0, 0, 4),  # synchronous: one step's groups
+        (0, 0, 1, 0),  # its batch is written: wait for the next version
+        (1, 0, 0, 8),  # one step ahead
+        (1, 3, 4, 4),  # batch 3 is written: groups of version 3 may still serve step 4
+        (2, 3, 3, 12),
+        (1, 3, 5, 0),  # version 3 is too old for step 5
+        (1, 9, 9, 4),  # the last step has nothing after it
+        (5, 8, 8, 8),
+        (1, 10, 10, 0),  # finished
+    ])  # fmt: skip
     def test_how_many_may_be_alive(self, staleness: int, version: int, next_step: int, expected: int) -> None:
         progress = RunProgress(policy=policy(version), next_step=next_step)
         assert pacing.cap(rules(max_staleness=staleness), progress) == expected

@@ -11,6 +11,7 @@ from shoal.protocol.verdict import BETS, ENOUGH, FORGOTTEN, LEAST_LOG, MARGIN, G
 def test_nothing_seen_is_a_wealth_of_one() -> None:
     assert GainEvidence().value == 1.0
     assert not GainEvidence().suffices
+    assert GainEvidence().after([0.0, 0.0]) == GainEvidence(), "equal rewards change nothing"
 
 
 def test_one_and_two_differences_by_hand() -> None:
@@ -23,21 +24,14 @@ def test_one_and_two_differences_by_hand() -> None:
     assert (two.differing, two.gained) == (2, 0.5)
 
 
-def test_equal_rewards_change_nothing_and_order_of_audits_is_kept() -> None:
-    assert GainEvidence().after([0.0, 0.0]) == GainEvidence()
+def test_order_of_audits_is_kept_and_differences_beyond_the_range_count_as_the_range() -> None:
     assert GainEvidence().after([1.0, -1.0, 1.0]) == GainEvidence().after([1.0]).after([-1.0, 1.0])
-
-
-def test_differences_beyond_the_range_count_as_the_range() -> None:
     assert GainEvidence().after([7.0, -9.0]) == GainEvidence().after([1.0, -1.0])
 
 
-def test_28_gains_in_a_row_suffice_and_27_do_not() -> None:
+def test_28_gains_in_a_row_suffice_27_do_not_and_evidence_is_bounded_whatever_is_seen() -> None:
     assert not GainEvidence().after([1.0] * 27).suffices
     assert GainEvidence().after([1.0] * 28).suffices
-
-
-def test_evidence_is_bounded_whatever_is_seen() -> None:
     assert math.isfinite(GainEvidence().after([1.0] * 5_000).value)
     falling = GainEvidence().after([-1.0] * 5_000)
     assert min(falling.stakes) >= LEAST_LOG

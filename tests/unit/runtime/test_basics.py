@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -23,10 +24,7 @@ def test_a_failed_write_keeps_the_old_bytes_and_leaves_nothing(tmp_path: Path, m
     path = tmp_path / "x"
     write_atomically(path, b"old")
 
-    def full(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ResourceError, match="the disk is full"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
@@ -54,7 +52,6 @@ import time; time.sleep(60)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_sets_the_token_and_a_second_one_ends_a_process_that_hangs(number: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
         assert process.stdout.readline() == f"stopping: {number.name}\n".encode()
@@ -71,13 +68,19 @@ MOVES = st.lists(
 )
 
 
-def test_without_jumps_it_is_the_wall_clock() -> None:
+def test_without_jumps_it_is_the_wall_clock_and_continues_from_an_earlier_process() -> None:
     wall = ManualClock()
     steady = SteadyClock(wall)
     for seconds in (0.001, 0.4, 0.0, 3.7, 86_400):
         wall.advance(seconds)
         assert steady.now_ms() == wall.now_ms()
     assert abs(SteadyClock(SystemClock()).now_ms() - SystemClock().now_ms()) < 1000
+    wall = ManualClock()
+    written_ms = wall.now_ms() + 60_000
+    steady = SteadyClock(wall, not_before_ms=written_ms)
+    assert steady.now_ms() == written_ms
+    wall.advance(10)
+    assert steady.now_ms() == written_ms + 9_000, "a tenth slower, until the wall clock has caught up"
 
 
 @given(MOVES)
@@ -88,19 +91,9 @@ def test_it_never_goes_back_and_measures_time_within_a_tenth(moves: list[tuple[s
         before_ms, before_s = steady.now_ms(), wall.monotonic_s()
         (wall.advance if kind == "advance" else wall.jump)(seconds)
         passed_ms = (wall.monotonic_s() - before_s) * 1000
-        assert (
-            abs(steady.now_ms() - before_ms - passed_ms) <= passed_ms / 10 + 1.01
-        )  # two readings are each rounded to a millisecond
+        # two readings are each rounded to a millisecond
+        assert abs(steady.now_ms() - before_ms - passed_ms) <= passed_ms / 10 + 1.01
         assert steady.now_ms() >= before_ms
-
-
-def test_clock_continues_from_an_earlier_process() -> None:
-    wall = ManualClock()
-    written_ms = wall.now_ms() + 60_000
-    steady = SteadyClock(wall, not_before_ms=written_ms)
-    assert steady.now_ms() == written_ms
-    wall.advance(10)
-    assert steady.now_ms() == written_ms + 9_000, "a tenth slower, until the wall clock has caught up"
 
 
 DEADLINE_S = 10.0
@@ -142,9 +135,8 @@ def test_flag_is_set_by_a_signal_handler_in_its_waiter() -> None:
     """`threading.Event` cannot: `set` would wait for the lock that the interrupted `wait` holds."""
     moments = interrupted(Flag(), 0)
     flags = [Flag() for _ in range(moments)]
-    waiters = [
-        threading.Thread(target=interrupted, args=(flag, moment), daemon=True) for moment, flag in enumerate(flags, 1)
-    ]
+    asked = [(flag, moment) for moment, flag in enumerate(flags, 1)]
+    waiters = [threading.Thread(target=interrupted, args=each, daemon=True) for each in asked]
     for thread in waiters:
         thread.start()
     end_s = time.monotonic() + DEADLINE_S

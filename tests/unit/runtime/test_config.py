@@ -53,33 +53,28 @@ def refused(text: str, *overrides: str) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
-    [
-        ("[trainer]\nlearning_rat = 1", (), "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
-        ("[environment]\nzzz = 1", (), "[environment] has no key 'zzz'; it may have: name, options, words"),
-        ("[trainr]\nx = 1", (), "there is no section [trainr]; did you mean [trainer]?"),
-        ("[trainer]\nlearning_rate = -1", (), "[trainer] learning_rate = -1: input should be greater than 0"),
-        ("[trainer]\nminibatches = '4'", (), '[trainer] minibatches = "4": input should be a valid integer'),
-        ("[trainer]\nminibatches = true", (), "[trainer] minibatches = true: input should be a valid integer"),
-        ("[trainer]\nminibatches = 1.5", (), "[trainer] minibatches = 1.5: input should be a valid integer"),
-        ("[trainer]\nloss = 'klip'", (), "[trainer] loss = \"klip\": input should be 'clip' or 'cispo'"),
-        ("[trainer]\nbetas = [1]", (), "[trainer] betas.1 is missing"),
-        ("[environment]\nwords = 'sun'", (), '[environment] words = "sun": a list is wanted, such as ["sun"]'),
-        ("trainer = 3", (), "[trainer] = 3: input should be"),
-        ("[trainer]\nlearning_rate = = 3", (), "not valid TOML: invalid value (at line 2"),
-        ("[trainer]\ncompile = true\nloss = 'cispo'", (), "[trainer]: cispo cannot be compiled; set compile = false"),
-        ("", ("trainer.minibatches=many",), '[trainer] minibatches = "many": input should be'),
-        ("", ("trainer.minibatch=2",), "[trainer] has no key 'minibatch'; did you mean 'minibatches'?"),
-        ("[trainer]\nminibatches = 4", ("trainer.minibatches.x=1",), "minibatches is a value, not a section"),
-        ("", ("trainer.minibatches=",), "nothing sets it"),
-        ("[trainer]\nminibatches = 2", ("trainer.minibatchs=",), "nothing sets it"),
-        *(("", (bad,), "expected section.key=value") for bad in ("", "steps", "steps=3", "run.=3", ".s=3", "a..s=1")),
-    ],
-)
-def test_a_mistake_is_named_with_where_it_is_and_what_is_allowed(
-    text: str, overrides: tuple[str, ...], expected: str
-) -> None:
+@pytest.mark.parametrize(("text", "overrides", "expected"), [
+    ("[trainer]\nlearning_rat = 1", (), "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
+    ("[environment]\nzzz = 1", (), "[environment] has no key 'zzz'; it may have: name, options, words"),
+    ("[trainr]\nx = 1", (), "there is no section [trainr]; did you mean [trainer]?"),
+    ("[trainer]\nlearning_rate = -1", (), "[trainer] learning_rate = -1: input should be greater than 0"),
+    ("[trainer]\nminibatches = '4'", (), '[trainer] minibatches = "4": input should be a valid integer'),
+    ("[trainer]\nminibatches = true", (), "[trainer] minibatches = true: input should be a valid integer"),
+    ("[trainer]\nminibatches = 1.5", (), "[trainer] minibatches = 1.5: input should be a valid integer"),
+    ("[trainer]\nloss = 'klip'", (), "[trainer] loss = \"klip\": input should be 'clip' or 'cispo'"),
+    ("[trainer]\nbetas = [1]", (), "[trainer] betas.1 is missing"),
+    ("[environment]\nwords = 'sun'", (), '[environment] words = "sun": a list is wanted, such as ["sun"]'),
+    ("trainer = 3", (), "[trainer] = 3: input should be"),
+    ("[trainer]\nlearning_rate = = 3", (), "not valid TOML: invalid value (at line 2"),
+    ("[trainer]\ncompile = true\nloss = 'cispo'", (), "[trainer]: cispo cannot be compiled; set compile = false"),
+    ("", ("trainer.minibatches=many",), '[trainer] minibatches = "many": input should be'),
+    ("", ("trainer.minibatch=2",), "[trainer] has no key 'minibatch'; did you mean 'minibatches'?"),
+    ("[trainer]\nminibatches = 4", ("trainer.minibatches.x=1",), "minibatches is a value, not a section"),
+    ("", ("trainer.minibatches=",), "nothing sets it"),
+    ("[trainer]\nminibatches = 2", ("trainer.minibatchs=",), "nothing sets it"),
+    *(("", (bad,), "expected section.key=value") for bad in ("", "steps", "steps=3", "run.=3", ".s=3", "a..s=1")),
+])  # fmt: skip
+def test_a_mistake_is_named_with_where_it_is_and_what_is_allowed(text, overrides, expected):
     where = f"--set {overrides[0]}" if overrides else "recipe.toml"  # an override is blamed, not the file
     assert refused(text, *overrides).startswith(f"{where}: {expected}")
 

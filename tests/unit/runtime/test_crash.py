@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,10 +45,7 @@ class Died(BaseException):
 
 @pytest.fixture(autouse=True)
 def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def die() -> None:
-        raise Died
-
-    monkeypatch.setattr(crash, "die", die)
+    monkeypatch.setattr(crash, "die", Mock(side_effect=Died))
     yield
     crash.arm({})
 
@@ -72,16 +70,11 @@ def test_a_point_that_has_struck_leaves_a_file_and_is_over_for_everybody(tmp_pat
     crash.point(ONE)
 
 
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        ("hub.submit.after_blop", "names 'hub.submit.after_blop'.*did you mean hub.submit.after_blob"),
-        ("nonsense", "no crash point; there are hub.start.after_secret, "),
-        (f"{ONE}:", "a number from 1, not ''"),
-        (f"{ONE}:0", "a number from 1, not '0'"),
-        (f"{OTHER},{ONE}:two", "a number from 1, not 'two'"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "sentence"), [
+    ("hub.submit.after_blop", "names 'hub.submit.after_blop'.*did you mean hub.submit.after_blob"),
+    ("nonsense", "no crash point; there are hub.start.after_secret, "), (f"{ONE}:", "a number from 1, not ''"),
+    (f"{ONE}:0", "a number from 1, not '0'"), (f"{OTHER},{ONE}:two", "a number from 1, not 'two'"),
+])  # fmt: skip
 def test_unknown_crash_points_are_refused(asked: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         crash.arm({crash.CRASH_AT: asked})

@@ -1,7 +1,5 @@
 """Locks of folders, full disks, and the rows of metrics.jsonl."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -44,7 +42,6 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ResourceError, match=f"process {holder.pid}"):
             FolderLock(tmp_path).acquire(StopToken())
@@ -76,18 +73,15 @@ logging.getLogger("shoal.hub").warning("a sentence")
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "hint"),
-    [
-        (OSError(errno.ENOSPC, "No space left"), DiskError, SENTENCE),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), DiskError, SENTENCE),
-        (OSError(errno.EROFS, "Read-only"), DiskError, "the file system is read-only: choose another folder"),
-        (OSError(errno.EIO, "I/O"), DiskError, "the disk fails"),
-        (OSError(errno.EACCES, "no"), ResourceError, "permission denied: choose a folder that this user may write to"),
-        (OSError(errno.EMFILE, "Too many open files"), ResourceError, "Too many open files"),
-        (RuntimeError("the header is too long"), ResourceError, "the header is too long"),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind", "hint"), [
+    (OSError(errno.ENOSPC, "No space left"), DiskError, SENTENCE),
+    (RuntimeError("I/O error: No space left on device (os error 28)"), DiskError, SENTENCE),
+    (OSError(errno.EROFS, "Read-only"), DiskError, "the file system is read-only: choose another folder"),
+    (OSError(errno.EIO, "I/O"), DiskError, "the disk fails"),
+    (OSError(errno.EACCES, "no"), ResourceError, "permission denied: choose a folder that this user may write to"),
+    (OSError(errno.EMFILE, "Too many open files"), ResourceError, "Too many open files"),
+    (RuntimeError("the header is too long"), ResourceError, "the header is too long"),
+])  # fmt: skip
 def test_full_disk_has_one_message_for_every_library(error: Exception, kind: type[ResourceError], hint: str) -> None:
     said = resource_error("write", Path("/data/x"), error)
     assert type(said) is kind
@@ -133,9 +127,7 @@ class TestNowhereToSayIt:
         assert ran.stderr.endswith("WARN  hub        a sentence\n")
 
     @pytest.mark.parametrize("supervised", [{}, {"SHOAL_SUPERVISED": "1"}])
-    def test_a_command_ends_with_the_right_code_although_nobody_hears_why(
-        self, tmp_path: Path, supervised: dict[str, str]
-    ) -> None:
+    def test_a_command_ends_with_the_right_code_although_nobody_hears_why(self, tmp_path, supervised):
         command = [sys.executable, "-m", "shoal.cli", "hub", str(tmp_path / "none")]
         with DEV_FULL.open("wb") as full:
             ran = subprocess.run(command, stdin=subprocess.PIPE, stdout=full, stderr=full, env=supervised, timeout=60)
@@ -151,9 +143,6 @@ def test_a_log_that_could_not_say_why_does_not_stand_for_it(tmp_path: Path, requ
         assert f"the disk of {disk.path} is full" in last_line(disk.path / "hub.log")
         disk.free()
         assert last_line(disk.path / "hub.log").endswith("all is well")
-
-
-# ── metrics.jsonl: every step once, whatever happened ─────────────────────────────────────────────────────────────────
 
 
 def test_a_rewind_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> None:
@@ -187,15 +176,11 @@ def test_a_rewind_keeps_what_a_row_says_of_its_version_until_the_row_is_written_
     assert again.rows() == []
 
 
-def test_nan_is_never_written(tmp_path: Path) -> None:
+def test_amend_adds_to_the_row_of_its_step_and_nan_is_never_written(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="not JSON compliant"):
         log.append(0, {"loss": float("nan")})
     assert log.rows() == []
-
-
-def test_amend_adds_to_the_row_of_its_step(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
     for step in range(3):
         log.append(step, {"loss": float(step)})
     assert log.amend(1, {"held_out": 0.5}) == {"step": 1, "loss": 1.0, "held_out": 0.5}

@@ -1,7 +1,5 @@
 """The small HTTP server, over real sockets: what it parses, frames, refuses, and when it hangs up."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import socket
@@ -27,7 +25,7 @@ async def echo(request: HttpRequest) -> Reply:
 
 
 @asynccontextmanager
-async def connected(answer: Answer = echo, **limits: float) -> AsyncIterator[tuple[Wire, OpenConnections]]:
+async def connected(answer: Answer = echo, **limits: float) -> AsyncIterator[tuple["Wire", OpenConnections]]:
     refused: list[str] = []
     limits = {"per_client": math.inf, "in_all": math.inf, **limits}
     connections = OpenConnections(answer, refused.append, lambda peer: peer, **limits)
@@ -133,13 +131,11 @@ async def test_a_body_that_ends_early_is_an_error_for_its_reader() -> None:
         assert isinstance(await asyncio.wait_for(seen.get(), WAIT_S), ConnectionError)
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [("nonsense\r\n\r\n", 400), ("GET / HTTP/1.1\r\nhost: x\r\nx: " + "y" * 20_000, 431),
-     ("GET / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
-     ("GET / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 501)],
-    ids=["nonsense", "a long head", "two lengths", "an unknown coding"],
-)  # fmt: skip
+@pytest.mark.parametrize(("sent", "status"), [
+    ("nonsense\r\n\r\n", 400), ("GET / HTTP/1.1\r\nhost: x\r\nx: " + "y" * 20_000, 431),
+    ("GET / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
+    ("GET / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 501),
+], ids=["nonsense", "a long head", "two lengths", "an unknown coding"])  # fmt: skip
 @in_loop
 async def test_what_is_no_request_is_refused_and_the_connection_ends(sent: str, status: int) -> None:
     async with connected() as (wire, _):

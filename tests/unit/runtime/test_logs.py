@@ -73,18 +73,11 @@ def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
 
 
 NASTY = {
-    "clear the screen": "\x1b[2J",
-    "title": "\x1b]0;title\x07",
-    "clipboard": "\x1b]52;c;cm0gLXJm\x1b\\",
-    "CSI of one byte": "\x9b31m",
-    "back": "password\x08\x08\x08",
-    "return": "real\rfake",
-    "lines": "one\ntwo\r\nthree\x0bfour\x85five\u2028six",
-    "bidi": "a\u202eb\u2066c",
-    "zero width": "a\u200bb\ufeffc",
-    "surrogate": "\udcff",
-    "delete": "\x7f",
-}
+    "clear the screen": "\x1b[2J", "title": "\x1b]0;title\x07", "clipboard": "\x1b]52;c;cm0gLXJm\x1b\\",
+    "CSI of one byte": "\x9b31m", "back": "password\x08\x08\x08", "return": "real\rfake",
+    "lines": "one\ntwo\r\nthree\x0bfour\x85five\u2028six", "bidi": "a\u202eb\u2066c", "zero width": "a\u200bb\ufeffc",
+    "surrogate": "\udcff", "delete": "\x7f",
+}  # fmt: skip
 
 
 @given(st.text())
@@ -103,9 +96,7 @@ def test_spaces_stay_where_a_line_is_shown_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
-def test_no_log_holds_what_others_wrote_uncleaned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_no_log_holds_what_others_wrote_uncleaned(tmp_path, capsys, text):
     logs.setup("worker", tmp_path / "worker.log", verbose=True)
     log = logging.getLogger("shoal.worker")
     log.warning("the hub says: %s", text)

@@ -32,24 +32,17 @@ def test_how_near_an_address_is(address: str, near: Nearness) -> None:
     assert nearness(address) is near
 
 
-@pytest.mark.parametrize(
-    ("address", "source", "near"),
-    [
-        ("8.8.8.8", "8.8.8.8", Nearness.LOOPBACK), ("8.8.8.8", "8.8.8.9", Nearness.PUBLIC),
-        ("8.8.8.8", None, Nearness.PUBLIC), ("2606:4700::1", "2606:4700::1", Nearness.LOOPBACK),
-        ("2606:4700::1", "2606:4700:0:0:8000::2", Nearness.PRIVATE),
-        ("2606:4700::1", "2606:4700:0:1::1", Nearness.PUBLIC), ("::ffff:8.8.8.8", "8.8.8.8", Nearness.LOOPBACK),
-    ],
-)  # fmt: skip
-def test_global_addresses_of_this_machine_and_its_link_are_near(
-    monkeypatch: pytest.MonkeyPatch, address: str, source: str | None, near: Nearness
-) -> None:
+@pytest.mark.parametrize(("address", "source", "near"), [
+    ("8.8.8.8", "8.8.8.8", Nearness.LOOPBACK), ("8.8.8.8", "8.8.8.9", Nearness.PUBLIC),
+    ("8.8.8.8", None, Nearness.PUBLIC), ("2606:4700::1", "2606:4700::1", Nearness.LOOPBACK),
+    ("2606:4700::1", "2606:4700:0:0:8000::2", Nearness.PRIVATE), ("2606:4700::1", "2606:4700:0:1::1", Nearness.PUBLIC),
+    ("::ffff:8.8.8.8", "8.8.8.8", Nearness.LOOPBACK),
+])  # fmt: skip
+def test_global_addresses_of_this_machine_and_its_link_are_near(monkeypatch, address, source, near):
     """A firewall that keeps the internet out lets this machine through: to itself, and to what is on its link."""
     monkeypatch.setattr(targets, "_source_of", lambda _: None if source is None else ipaddress.ip_address(source))
     assert nearness(address) is near
-    assert targets.nearness_of_hub("http://hub.example", address) is near, (
-        "whoever runs the hub here may name this machine"
-    )
+    assert targets.nearness_of_hub("http://hub.example", address) is near, "its owner here may name this machine"
 
 
 MAY_NAME = {
@@ -85,14 +78,11 @@ def test_targets_given_by_the_user_are_not_checked() -> None:
         addresses("127.0.0.1", 81, reach)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "ftp://8.8.8.8/", "file:///etc/passwd", "http://a:b@8.8.8.8/", "http://a@8.8.8.8", "http://", "http://h:x/", "",
-        "http://h:0/", "http://h:65536/", "http://[::1", "http://[v1.a]/", "http://xn--99999/", "http://a b/",
-        "http://a..b/", "http://a^b/", "http://b\u00fccher.example/",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("url", [
+    "ftp://8.8.8.8/", "file:///etc/passwd", "http://a:b@8.8.8.8/", "http://a@8.8.8.8", "http://", "http://h:x/", "",
+    "http://h:0/", "http://h:65536/", "http://[::1", "http://[v1.a]/", "http://xn--99999/", "http://a b/",
+    "http://a..b/", "http://a^b/", "http://b\u00fccher.example/",
+])  # fmt: skip
 def test_only_plain_urls_are_targets(url: str) -> None:
     with pytest.raises(TargetRefused):
         check_url(url)
@@ -115,10 +105,14 @@ def pretend_public(monkeypatch: pytest.MonkeyPatch, *public: str) -> None:
     monkeypatch.setattr(targets, "nearness", lambda text: Nearness.PUBLIC if text in public else nearness(text))
 
 
-def test_a_name_that_changes_its_address_is_connected_to_where_it_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, ["127.0.0.2"], ["127.0.0.1"])
-    pretend_public(monkeypatch, "127.0.0.2")
-    with socket.create_server(("0.0.0.0", 0)) as server:
+@pytest.mark.parametrize(("rounds", "host"), [
+    pytest.param([["127.0.0.2"], ["127.0.0.1"]], "0.0.0.0", id="a name that changes its address"),
+    pytest.param([["127.0.0.3", "127.0.0.2"]], "127.0.0.2", id="the next address when one does not answer"),
+])  # fmt: skip
+def test_a_name_is_connected_to_where_it_was_checked(monkeypatch, rounds, host):
+    answers(monkeypatch, *rounds)
+    pretend_public(monkeypatch, "127.0.0.2", "127.0.0.3")
+    with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
         with closing(connect("rebind.example", port, 5.0, Reach(Nearness.PUBLIC))) as connection:
             assert connection.getpeername()[0] == "127.0.0.2"
@@ -128,15 +122,6 @@ def test_a_name_with_one_near_address_among_others_is_refused(monkeypatch: pytes
     answers(monkeypatch, ["8.8.8.8", "127.0.0.1"])
     with pytest.raises(TargetRefused, match=r"rebind.example \(127.0.0.1\)"):
         addresses("rebind.example", 80, Reach(Nearness.PUBLIC))
-
-
-def test_the_next_address_is_tried_when_one_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, ["127.0.0.3", "127.0.0.2"])
-    pretend_public(monkeypatch, "127.0.0.2", "127.0.0.3")
-    with socket.create_server(("127.0.0.2", 0)) as server:
-        port = server.getsockname()[1]
-        with closing(connect("rebind.example", port, 5.0, Reach(Nearness.PUBLIC))) as connection:
-            assert connection.getpeername()[0] == "127.0.0.2"
 
 
 def test_where_a_hub_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,14 +185,11 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "said"),
-    [
-        ("llama4_text", {**COMMON, **FEW}, "Llama4ForCausalLM does not separate its layers from its head"),
-        ("openai-gpt", {"vocab_size": 96, "n_embd": 16, "n_layer": 1, "n_head": 2}, "GPTLMHeadModel does not support"),
-        *((kind, changes, "cannot be decoded in batches") for kind, changes in RECURRENT.items()),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes", "said"), [
+    ("llama4_text", {**COMMON, **FEW}, "Llama4ForCausalLM does not separate its layers from its head"),
+    ("openai-gpt", {"vocab_size": 96, "n_embd": 16, "n_layer": 1, "n_head": 2}, "GPTLMHeadModel does not support"),
+    *((kind, changes, "cannot be decoded in batches") for kind, changes in RECURRENT.items()),
+])  # fmt: skip
 def test_unsupported_models_are_refused_with_a_reason(kind: str, changes: dict[str, Any], said: str) -> None:
     config = AutoConfig.for_model(kind, **changes)
     sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_id=1)

@@ -25,9 +25,8 @@ from shoal.trainer.step import StepWork, check_policy, train_step
 
 def test_healthy_steps_are_not_touched_by_guards(tmp_path: Path) -> None:
     """All guards at their most severe, and weights as of a plain loop: hub, publisher and files add nothing to them."""
-    severe = {
-        name: {"action": "stop"} for name in ("gradient_spike", "clip_fraction", "mismatch_kl", "reward_collapse")
-    }
+    names = ("gradient_spike", "clip_fraction", "mismatch_kl", "reward_collapse")
+    severe = {name: {"action": "stop"} for name in names}
     run, made = training_run(tmp_path, FakeHub(4), changed(guards=severe))
     run.run()
     plain, hub = learner(), FakeHub(4)

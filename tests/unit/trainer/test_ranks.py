@@ -80,16 +80,11 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"objective": {"kl": 0.05, "ratio_base": "recomputed"}, "memory": {"recompute": True}},
-        {"memory": {"precision": "bfloat16"}},
-        {"lora": LORA, "objective": {"kl": 0.05}},
-        {"lora": LORA, "memory": {"precision": "bfloat16"}},
-    ],
-    ids=["kl-recomputed", "bfloat16", "lora-kl", "lora-bfloat16"],
-)
+@pytest.mark.parametrize("changes", [
+    {"objective": {"kl": 0.05, "ratio_base": "recomputed"}, "memory": {"recompute": True}},
+    {"memory": {"precision": "bfloat16"}}, {"lora": LORA, "objective": {"kl": 0.05}},
+    {"lora": LORA, "memory": {"precision": "bfloat16"}},
+], ids=["kl-recomputed", "bfloat16", "lora-kl", "lora-bfloat16"])  # fmt: skip
 def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, object]) -> None:
     """The reference's pass, recomputed layers, rounded weights, adapters: as in one process. Then one process goes on
     where the two have ended. In bfloat16, sums of another order round otherwise, and AdamW may move a weight whose
@@ -140,17 +135,11 @@ def test_parts_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
         list(read_tensors(tmp_path, TRAINING))
 
 
-@pytest.mark.parametrize(
-    ("failures", "code", "said"),
-    [
-        ({0: (1, "has lost another"), 1: (3, "the disk is full")}, 3, "the disk is full"),
-        ({1: (-9, "")}, 1, "rank 1 of the trainer was killed by SIGKILL"),
-    ],
-    ids=["a full disk, and one that nobody answered", "killed"],
-)
-def test_the_code_that_ends_a_run_is_not_lost_among_others(
-    failures: dict[int, tuple[int, str]], code: int, said: str
-) -> None:
+@pytest.mark.parametrize(("failures", "code", "said"), [
+    ({0: (1, "has lost another"), 1: (3, "the disk is full")}, 3, "the disk is full"),
+    ({1: (-9, "")}, 1, "rank 1 of the trainer was killed by SIGKILL"),
+], ids=["a full disk, and one that nobody answered", "killed"])  # fmt: skip
+def test_the_code_that_ends_a_run_is_not_lost_among_others(failures, code, said):
     error = ranks.group_error(failures)
     assert (error.exit_code, str(error)) == (code, said)
 

@@ -25,7 +25,6 @@ from shoal.trainer.demonstrations.selection import EnvironmentFilters, Schedule
 HI = {"role": "user", "content": "hi"}
 HO = {"role": "assistant", "content": "ho"}
 
-
 LOST = ("tool_calls", "function_call", "reasoning_content")
 
 
@@ -70,15 +69,10 @@ def test_several_files_of_several_kinds_are_one(tmp_path: Path) -> None:
     assert [data.where(row) for row in range(3)] == ["a.jsonl line 1", "a.jsonl line 2", "b.parquet row 0"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "good", "bad"),
-    [
-        ("thinking", "<think>a\nb</think>\nc", "<think>a</think> "),
-        ("boxed", "so \\boxed{7}", "so 7"),
-        ("answer", "<answer>7</answer>", "<answer> </answer>"),
-        (r"^\d+$", "12", "twelve"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "good", "bad"), [
+    ("thinking", "<think>a\nb</think>\nc", "<think>a</think> "), ("boxed", "so \\boxed{7}", "so 7"),
+    ("answer", "<answer>7</answer>", "<answer> </answer>"), (r"^\d+$", "12", "twelve"),
+])  # fmt: skip
 def test_form(tmp_path: Path, wanted: str, good: str, bad: str) -> None:
     rows = [{"text": good}, {"text": bad}]
     _, outcome = chosen(tmp_path, rows, files=chat_files(), require=(wanted,))
@@ -149,16 +143,13 @@ def after(role: str) -> dict[str, Any]:
     return {"prompt": [{"role": role, "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
 
 
-@pytest.mark.parametrize(
-    ("rows", "left_out"),
-    [
-        pytest.param([{"prompt": "1", "completion": "23"}, {"prompt": "12", "completion": "3"}], [], id="border"),
-        pytest.param(asked("add 1 11=", "add 11 1=", "add  1 \n11="), [2], id="space, but not how much"),
-        pytest.param(asked("Two plus", "three", " two plus"), [2], id="not case"),
-        pytest.param([talk("hi", "yo", system=each) for each in ("french", "german", "french")], [2], id="system"),
-        pytest.param([after("user"), after("assistant")], [], id="who says it"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "left_out"), [
+    pytest.param([{"prompt": "1", "completion": "23"}, {"prompt": "12", "completion": "3"}], [], id="border"),
+    pytest.param(asked("add 1 11=", "add 11 1=", "add  1 \n11="), [2], id="space, but not how much"),
+    pytest.param(asked("Two plus", "three", " two plus"), [2], id="not case"),
+    pytest.param([talk("hi", "yo", system=each) for each in ("french", "german", "french")], [2], id="system"),
+    pytest.param([after("user"), after("assistant")], [], id="who says it"),
+])  # fmt: skip
 def test_digest_of_demonstrations(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
     assert sorted(chosen(tmp_path, rows, files=chat_files())[1].left_out) == left_out
 
@@ -256,8 +247,7 @@ def test_each_turn_stands_behind_the_very_prompt_of_a_rollout(turns: list[tuple[
 
 def test_words_that_look_like_control_tokens_are_spelt_out() -> None:
     (found,) = encode(("user", "a<|end|>"), ("assistant", "b<|end|><|user|>c"))
-    assert found.ids.tolist().count(END) == 2
-    assert found.ids.tolist().count(USER) == 1
+    assert (found.ids.tolist().count(END), found.ids.tolist().count(USER)) == (2, 1)
     assert learnt(found) == [*spelt("b<|end|><|user|>c"), END]
 
 
@@ -276,8 +266,7 @@ def test_an_answer_that_the_prompt_has_begun_is_not_begun_twice() -> None:
     assert learnt(found) == [*spelt("b</think>c"), END]
     begun = CHAT.removesuffix("{% endif %}") + "<think>\n{% endif %}"
     (by_template,) = encode(("user", "a"), ("assistant", "<think>\nb</think>c"), template=begun)
-    assert learnt(by_template) == [*spelt("b</think>c"), END]
-    assert by_template.ids.tolist().count(think) == 1
+    assert (learnt(by_template), by_template.ids.tolist().count(think)) == ([*spelt("b</think>c"), END], 1)
 
 
 def test_prompt_and_completion_without_a_template_are_their_texts() -> None:

@@ -218,9 +218,7 @@ def ruin_at(run: SftRun, monkeypatch: Patch, step: int, rate: float) -> None:
 @pytest.mark.parametrize(
     ("rate", "said"), [(10.0, "nats per token higher than that of the first step"), (1e30, "are NaN, infinite or huge")]
 )
-def test_an_only_step_that_destroys_the_model_is_no_success(
-    tmp_path: Path, corpus: Corpus, rate: float, said: str
-) -> None:
+def test_an_only_step_that_destroys_the_model_is_no_success(tmp_path, corpus, rate, said):
     message = diverges(tmp_path, warm_start(tmp_path, corpus, settings(learning_rate=rate), steps=1))
     assert message.startswith("after step 0, the last: ")
     assert said in message
@@ -231,9 +229,7 @@ def test_an_only_step_that_destroys_the_model_is_no_success(
     assert diverges(tmp_path, again) == message, "and so it is when it is started again"
 
 
-def test_destructive_last_step_leaves_the_earlier_checkpoint(
-    tmp_path: Path, corpus: Corpus, monkeypatch: Patch
-) -> None:
+def test_destructive_last_step_leaves_the_earlier_checkpoint(tmp_path, corpus, monkeypatch):
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=3)
     ruin_at(run, monkeypatch, 2, 10.0)
     assert "after step 2, the last: " in diverges(tmp_path, run)
@@ -249,12 +245,9 @@ def test_damage_of_an_earlier_step_is_found_at_the_end(tmp_path: Path, corpus: C
 
 
 @pytest.mark.parametrize("action", ["warn", "off", ""])
-def test_a_guard_that_does_not_stop_lets_it_out_and_a_sound_end_is_in_the_rows(
-    tmp_path: Path, corpus: Corpus, action: str
-) -> None:
-    guarded = (
-        {"learning_rate": 10.0, "guards": {"divergence": {"action": action}}} if action else {"learning_rate": 1e-3}
-    )
+def test_a_guard_that_does_not_stop_lets_it_out_and_a_sound_end_is_in_the_rows(tmp_path, corpus, action):
+    ruined = {"learning_rate": 10.0, "guards": {"divergence": {"action": action}}}
+    guarded = ruined if action else {"learning_rate": 1e-3}
     assert warm_start(tmp_path, corpus, settings(**guarded), steps=2).run()
     assert (tmp_path / "out").exists()
     first, last_step, end = rows(tmp_path)

@@ -18,7 +18,7 @@ from shoal.algorithms.registry import LOSSES
 from shoal.errors import ConfigError, ProtocolError, TrainingDiverged
 from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.protocol.submission import drawn_mask, pack_spans
-from shoal.trainer.learner import Learner, choose_device, learning_rate
+from shoal.trainer.learner import choose_device, learning_rate
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import ObjectiveSettings, TrainerSettings
 from shoal.trainer.step import StepWork, Stopped, train_samples, train_step
@@ -151,16 +151,13 @@ FOREIGN = pack_tokens([3, 4_000_000_000])
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 1.0]])
-@pytest.mark.parametrize(
-    ("of_group", "of_rollout", "said"),
-    [
-        ({"prompt": FOREIGN}, {}, "unit 7 holds token 4000000000; the policy"),
-        ({}, {"tokens": FOREIGN, "logprobs": pack_logprobs([-1.0, -1.0])}, "unit 7 holds token 4000000000; the policy"),
-        ({"prompt": b""}, {}, "unit 7 has an empty prompt"),
-        ({}, {"logprobs": pack_logprobs([0.0] * 9)}, "unit 7: a rollout has . tokens but 9 logprobs"),
-        ({}, {"given": pack_spans([(8, 9)])}, "unit 7: the spans of a rollout cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("of_group", "of_rollout", "said"), [
+    ({"prompt": FOREIGN}, {}, "unit 7 holds token 4000000000; the policy"),
+    ({}, {"tokens": FOREIGN, "logprobs": pack_logprobs([-1.0, -1.0])}, "unit 7 holds token 4000000000; the policy"),
+    ({"prompt": b""}, {}, "unit 7 has an empty prompt"),
+    ({}, {"logprobs": pack_logprobs([0.0] * 9)}, "unit 7: a rollout has . tokens but 9 logprobs"),
+    ({}, {"given": pack_spans([(8, 9)])}, "unit 7: the spans of a rollout cannot be read"),
+])  # fmt: skip
 def test_invalid_batches_are_refused_with_a_reason(rewards, of_group, of_rollout, said: str) -> None:
     """Tokens also in a group without signal, which only the closing look would compute."""
     group = make_group(7, 0, tiny_model(), rewards)
@@ -174,11 +171,8 @@ def test_invalid_batches_are_refused_with_a_reason(rewards, of_group, of_rollout
 def test_the_step_knows_no_algorithm(groups) -> None:
     """A loss that nobody has heard of is trained with, and its numbers are reported under its own names."""
 
-    def odd(tokens, parameters) -> LossOutput:
-        return LossOutput(tokens.logprobs_N * 0 + 3.0, {"odd": tokens.advantages_N * 0 + 7.0}, {})
-
-    made: Learner = replace(learner(), loss=odd)
-    metrics = train_step(made, work(groups))
+    odd = {"loss": lambda of, _: LossOutput(of.logprobs_N * 0 + 3.0, {"odd": of.advantages_N * 0 + 7.0}, {})}
+    metrics = train_step(replace(learner(), **odd), work(groups))
     assert (metrics["odd"], metrics["loss"]) == (7.0, 3.0)
     assert "ratio_mean" not in metrics
 

@@ -184,23 +184,15 @@ def most_allocated(work: Any) -> int:
     """The largest sum of bytes that were allocated and not freed again, since `work` began."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    assert profiled.profiler is not None
     events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
     changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
     return int(np.cumsum(changes).max())
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"memory": {"recompute": True}},
-        {"lora": {"rank": 4}},
-        {"memory": {"precision": "bfloat16"}},
-        {"objective": {"entropy": 0.1}},
-    ],
-    ids=["float32", "recomputed", "adapters", "bfloat16", "entropy"],
-)
+@pytest.mark.parametrize("changed", [
+    {}, {"memory": {"recompute": True}}, {"lora": {"rank": 4}}, {"memory": {"precision": "bfloat16"}},
+    {"objective": {"entropy": 0.1}},
+], ids=["float32", "recomputed", "adapters", "bfloat16", "entropy"])  # fmt: skip
 def test_a_step_on_a_cpu_takes_what_is_planned(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is allocated; what the allocator keeps beside it is measured by benchmarks/memory_plan.py."""
     for module in (logprobs, memory):
@@ -255,7 +247,6 @@ def test_only_adapters_change_and_only_they_travel(finished) -> None:
     assert {name for name in before if not torch.equal(before[name], after[name])} == adapters
     origin = Origin(folder / "origin", stubs.RUN, stubs.KEY, settings=OriginSettings(delta_from_bytes=0))
     published = origin._published((0, STEPS))
-    assert published is not None
     smallest = min(delta.size_bytes for delta in published.deltas)
     assert smallest < sum(after[name].nbytes for name in adapters) + 2048  # positions and headers
     assert smallest < published.size_bytes / 4
@@ -297,9 +288,7 @@ def test_in_bfloat16_the_base_is_saved_and_published_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("settings", "models"), [(LORA, 1), (SETTINGS, 2)])
-def test_several_processes_spread_a_second_model_only_without_adapters(
-    monkeypatch: pytest.MonkeyPatch, settings: TrainerSettings, models: int
-) -> None:
+def test_several_processes_spread_a_second_model_only_without_adapters(monkeypatch, settings, models):
     held = settings.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
     made: list[Any] = []
     monkeypatch.setattr(shards, "shard_model", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])

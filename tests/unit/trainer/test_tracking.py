@@ -113,16 +113,11 @@ def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch
         check_machine(recipe)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "key", "mode"),
-    [
-        ("", None, "offline"), ("", "k", "online"), ("offline", "k", "offline"), ("disabled", "k", "disabled"),
-        ("online", None, "offline"),
-    ],
-)  # fmt: skip
-def test_no_key_means_no_network_and_no_question(
-    tmp_path: Path, wanted: str, key: str | None, mode: str, monkeypatch: Patch
-) -> None:
+@pytest.mark.parametrize(("wanted", "key", "mode"), [
+    ("", None, "offline"), ("", "k", "online"), ("offline", "k", "offline"), ("disabled", "k", "disabled"),
+    ("online", None, "offline"),
+])  # fmt: skip
+def test_no_key_means_no_network_and_no_question(tmp_path, wanted, key, mode, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", wanted)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "unset")
     wandb = SimpleNamespace(api=SimpleNamespace(api_key=key), Settings=dict, init=lambda **given: given["mode"])
@@ -254,9 +249,7 @@ def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monk
     assert pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet").num_rows == 12
 
 
-def test_a_batch_that_cannot_be_put_down_ends_the_run_before_its_row_is_written(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_batch_that_cannot_be_put_down_ends_the_run_before_its_row_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(RolloutArchive, "write", Mock(side_effect=ResourceError("cannot write: the disk is full")))
     with pytest.raises(ResourceError, match="disk is full"):
         training_run(tmp_path, FakeHub(1))[0].run()

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -44,9 +43,7 @@ def test_restored_learner_continues_bit_for_bit(tmp_path: Path, groups: list[Tra
     assert same(weights(whole), weights(resumed))
 
 
-def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(
-    tmp_path: Path, groups: list[TrainingGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(tmp_path, groups, monkeypatch):
     monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
     made, other = learner(), learner()
     train(made, groups, range(2))
@@ -95,9 +92,7 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
-    two_saved: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(two_saved, tmp_path, name, damage, caplog):
     folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
     damage(folder / "2.0" / name)
     with caplog.at_level(logging.WARNING):
@@ -157,7 +152,6 @@ def test_damaged_checkpoint_does_not_count_towards_retention(tmp_path: Path) -> 
     assert (3, 0) in store.places(), "also where nobody has read the stray one yet"
     again = CheckpointStore(tmp_path, keep=1)
     stored = again.newest()
-    assert stored is not None
     assert stored.progress.version == 3
     for version in (4, 5):
         again.save(made, TrainerProgress(RUN, version), {})
@@ -182,7 +176,6 @@ def test_a_copy_does_not_follow_the_model_and_the_next_one_uses_its_memory(group
     made, copies = learner(settings=changed(publish_dtype=dtype)), Copies()
     train(made, groups)
     exact, copied = weights(made), copies.take(made, with_training=True)
-    assert copied.captured is not None
     assert same(copied.weights, {name: value.to(getattr(torch, dtype)) for name, value in exact.items()})
     moments = {name: value.clone() for name, value in copied.captured[TRAINING].items()}
     places = {value.data_ptr() for value in copied.weights.values()}
@@ -236,7 +229,6 @@ def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late, groups:
     assert not late.begun
     assert not same(weights(made), before)
     assert same(copied.weights, before)
-    assert copied.captured is not None
     saved = copied.captured[TRAINING]
     assert same({name: value for name, value in saved.items() if name.startswith(MOMENTS)}, moments)
 

@@ -54,8 +54,7 @@ def test_the_card_says_where_the_model_came_from_as_the_hugging_face_hub_reads_i
     (tmp_path / "card.md").write_text(ModelCard(TrainerProgress(RUN, 12), "Qwen/Qwen3-0.6B").as_readme("float32"))
     assert HubCard.load(tmp_path / "card.md").data.base_model == "Qwen/Qwen3-0.6B"
     facts = json.loads((folder / "shoal.json").read_text())
-    assert facts["ledger_head"]["index"] == 99
-    assert facts["progress"] == {"run": RUN, "version": 12, "incarnation": 1}
+    assert (facts["ledger_head"]["index"], facts["progress"]) == (99, {"run": RUN, "version": 12, "incarnation": 1})
 
 
 def test_an_older_export_is_replaced_and_what_others_put_there_is_kept(tmp_path: Path) -> None:
@@ -150,14 +149,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("which", "version", "why"),
-    [
-        ("newest", 5, "the newest that was saved (not measured itself; the run's best is 0.9, of version 6)"),
-        ("best", 2, "the best of 3 kept, by held-out score (held-out score 0.8; the run's best is 0.9, of version 6)"),
-        (4, 4, "the one that was asked for (held-out score 0.3; the run's best is 0.9, of version 6)"),
-    ],
-)
+@pytest.mark.parametrize(("which", "version", "why"), [
+    ("newest", 5, "the newest that was saved (not measured itself; the run's best is 0.9, of version 6)"),
+    ("best", 2, "the best of 3 kept, by held-out score (held-out score 0.8; the run's best is 0.9, of version 6)"),
+    (4, 4, "the one that was asked for (held-out score 0.3; the run's best is 0.9, of version 6)"),
+])  # fmt: skip
 def test_the_newest_the_best_or_any_version_and_the_card_says_why(trained, tmp_path, which, version, why, caplog):
     folder = export_checkpoint(trained, tmp_path / "out", which=which)
     facts = json.loads((folder / "shoal.json").read_text())
@@ -194,14 +190,11 @@ def test_without_a_checkpoint_a_score_or_that_version_it_says_so(trained: Path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("card", "said", "unsaid"),
-    [
-        pytest.param({"trained_on": "demonstrations"}, "imitate demonstrations", ("reinforcement", "ledger"), id="sft"),
-        pytest.param({}, "not trained yet", ("reinforcement", "Trained by"), id="untrained"),
-        pytest.param({"base_model": "begun"}, "begun (a local model)", ("\nbase_model:",), id="local base"),
-    ],
-)
+@pytest.mark.parametrize(("card", "said", "unsaid"), [
+    pytest.param({"trained_on": "demonstrations"}, "imitate demonstrations", ("reinforcement", "ledger"), id="sft"),
+    pytest.param({}, "not trained yet", ("reinforcement", "Trained by"), id="untrained"),
+    pytest.param({"base_model": "begun"}, "begun (a local model)", ("\nbase_model:",), id="local base"),
+])  # fmt: skip
 def test_a_card_claims_no_more_than_there_is(card: dict[str, Any], said: str, unsaid: tuple[str, ...]) -> None:
     made = ModelCard(TrainerProgress(RUN, 1 if card else 0), **card)
     text = made.as_readme("float32")

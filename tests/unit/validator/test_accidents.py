@@ -45,15 +45,12 @@ def with_wrong_tokens(count: int) -> Submission:
     return msgspec.structs.replace(honest, rollouts=rollouts)
 
 
-@pytest.mark.parametrize(
-    ("count", "profile", "outcome", "reason"),
-    [
-        pytest.param(1, COARSE, Outcome.UNSURE, "sampling.accident", id="one is unsure"),
-        pytest.param(4, COARSE, Outcome.UNSURE, "sampling.accident", id="a few are unsure"),
-        pytest.param(12, COARSE, Outcome.REJECTED, "logprobs.mismatch", id="many are a failure"),
-        pytest.param(1, BUILT_IN[KEY], Outcome.REJECTED, "logprobs.mismatch", id="one, where that does not happen"),
-    ],
-)
+@pytest.mark.parametrize(("count", "profile", "outcome", "reason"), [
+    pytest.param(1, COARSE, Outcome.UNSURE, "sampling.accident", id="one is unsure"),
+    pytest.param(4, COARSE, Outcome.UNSURE, "sampling.accident", id="a few are unsure"),
+    pytest.param(12, COARSE, Outcome.REJECTED, "logprobs.mismatch", id="many are a failure"),
+    pytest.param(1, BUILT_IN[KEY], Outcome.REJECTED, "logprobs.mismatch", id="one, where that does not happen"),
+])  # fmt: skip
 def test_a_group_with_tokens_that_are_far_off(count: int, profile: Profile, outcome: Outcome, reason: str) -> None:
     """Whoever may place one such token chooses an end, an answer, or a ratio that ruins a step."""
     verdict = judged(with_wrong_tokens(count), profile)
@@ -134,18 +131,11 @@ def test_one_rollout_of_chosen_tokens_is_certain() -> None:
         assert (verdict.reason, verdict.severity) == ("sampling.seed", Severity.CERTAIN)
 
 
-@pytest.mark.parametrize(
-    ("rollouts", "parts", "strikes"),
-    [
-        pytest.param(16, 4, [2, 4], id="16 x 128 tokens"),
-        pytest.param(16, 256, [7, 14], id="16 x 8,192 tokens"),
-        pytest.param(1, 4, [2, 4], id="a group of one"),
-        pytest.param(2, 1, [2, 4], id="two short ones"),
-    ],
-)
-def test_a_node_with_a_rollout_in_every_group_that_is_off_is_banned_by_its_record(
-    rollouts: int, parts: int, strikes: list[int]
-) -> None:
+@pytest.mark.parametrize(("rollouts", "parts", "strikes"), [
+    pytest.param(16, 4, [2, 4], id="16 x 128 tokens"), pytest.param(16, 256, [7, 14], id="16 x 8,192 tokens"),
+    pytest.param(1, 4, [2, 4], id="a group of one"), pytest.param(2, 1, [2, 4], id="two short ones"),
+])  # fmt: skip
+def test_a_node_with_a_rollout_in_every_group_that_is_off_is_banned_by_its_record(rollouts, parts, strikes):
     """Not so far off that it is certain; each group is unsure at least, whatever it says of the node."""
     limits, points = AccidentLimits(first=2e-3, later=1e-4), np.zeros(rollouts * parts, np.int64)
     points[:parts] = 6

@@ -18,26 +18,15 @@ from shoal.protocol import Lease, Outcome, RolloutReward, Severity
 from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.validator import branches
-from shoal.validator.branches import (
-    Branch,
-    BranchChecker,
-    block_around,
-    branch_of,
-    by_tolerance,
-    choice_bits,
-    differences,
-)
+from shoal.validator.branches import Branch, BranchChecker, block_around, branch_of, by_tolerance, differences
 from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 from shoal.validator.rewards import Group, Scored
 
-WIDE = BUILT_IN["scripted/cpu/float32"].model_copy(
-    update={
-        "sampling": replace(BUILT_IN["scripted/cpu/float32"].sampling, distance=1.0),
-        "noise": NoiseLimits(**{name: ChannelLimits(rate=1e9, unit=1e9) for name in NoiseLimits.model_fields}),
-    }
-)
+EXACT = BUILT_IN["scripted/cpu/float32"]
+ANY = NoiseLimits(**{name: ChannelLimits(rate=1e9, unit=1e9) for name in NoiseLimits.model_fields})
+WIDE = EXACT.model_copy(update={"sampling": replace(EXACT.sampling, distance=1.0), "noise": ANY})
 
 
 def case_of(of: Lease, by: ScriptedEngine | None = None, profile: Profile = WIDE) -> Case:
@@ -118,7 +107,6 @@ def test_one_branch_for_rollouts_that_begin_alike() -> None:
     """All of a group draw their first token from the same distribution: where rounding favours the better of two
     answers, it does so in each of them, and that is one piece of evidence."""
     case = case_of(lease(seeds=32))
-    assert case.replay is not None
     low, high = case.replay.low.copy(), case.replay.high.copy()
     low[case.starts], high[case.starts] = 0.0, 0.0  # the first tokens pass only by the tolerance
     case.replay = replace(case.replay, low=low, high=high)
@@ -132,10 +120,8 @@ def test_branch_that_does_not_end_in_its_block_is_dropped() -> None:
     look = Branch(case, 0, 0, 3)
     assert look.ended(np.array([5, 6, 7], dtype=np.int32)) is None
     ended = look.ended(np.array([5, 6, EOS], dtype=np.int32))
-    assert ended is not None
     assert (ended.token_ids.tolist(), ended.finish) == ([5, 6, EOS], "eos")
     at_the_limit = Branch(case, 0, 0, 12).ended(np.arange(5, 17, dtype=np.int32))
-    assert at_the_limit is not None
     assert at_the_limit.finish == "length"
 
 
@@ -238,8 +224,8 @@ def test_bits_that_may_be_chosen_by_hand() -> None:
     count = len(case.tokens)
     wide, narrow = np.zeros(count), np.zeros(count)
     case.replay = replace(case.replay, uniforms=np.full(count, 0.5), low=wide, high=np.ones(count))
-    assert choice_bits([case], 0.1) == (0.0, 0.0)
+    assert branches.choice_bits([case], 0.1) == (0.0, 0.0)
     case.replay = replace(case.replay, low=narrow + 0.45)
-    assert choice_bits([case], 0.1) == (1.0, 1.0)
+    assert branches.choice_bits([case], 0.1) == (1.0, 1.0)
     case.replay = replace(case.replay, high=narrow + 0.55)
-    assert choice_bits([case], 0.1) == (1.0, pytest.approx(np.log2(3)))
+    assert branches.choice_bits([case], 0.1) == (1.0, pytest.approx(np.log2(3)))

@@ -28,25 +28,14 @@ from shoal.protocol import Outcome, Submission
 from shoal.runtime.config import parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profile_keys
+from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profile_keys, profiles
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure, prompts_of, replayed, weights_of
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
-from shoal.validator.profiles import (
-    BUILT_IN,
-    LEAST,
-    MOST,
-    MOST_BY_NAT,
-    ON_REQUEST,
-    ChannelLimits,
-    LogprobLimits,
-    Measured,
-    NoiseLimits,
-    to_toml,
-)
+from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, Measured, NoiseLimits, to_toml
 from shoal.validator.verdicts import Machine
 
 MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})
@@ -56,7 +45,7 @@ def test_wide_limits_are_there_only_for_who_names_them() -> None:
     """In bfloat16 more may pass: a run that nobody runs in bfloat16 must not offer that to cheaters."""
     assert not any("bfloat16" in key for key in BUILT_IN)
     found = load_profiles([Path("torch/cuda/bfloat16")])
-    assert found == {**BUILT_IN, "torch/cuda/bfloat16": ON_REQUEST["torch/cuda/bfloat16"]}
+    assert found == {**BUILT_IN, "torch/cuda/bfloat16": profiles.ON_REQUEST["torch/cuda/bfloat16"]}
 
 
 def test_a_bfloat16_validator_takes_no_float32_work() -> None:
@@ -75,9 +64,9 @@ def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_te
     assert "scripted/cpu/float32" in verdict.message
 
 
-@pytest.mark.parametrize("value", [LEAST, MOST])
-@pytest.mark.parametrize("rate", [LEAST, MOST_BY_NAT])
-@pytest.mark.parametrize("unit", [LEAST, MOST_BY_NAT])
+@pytest.mark.parametrize("value", [profiles.LEAST, profiles.MOST])
+@pytest.mark.parametrize("rate", [profiles.LEAST, profiles.MOST_BY_NAT])
+@pytest.mark.parametrize("unit", [profiles.LEAST, profiles.MOST_BY_NAT])
 def test_the_widest_and_narrowest_limits_that_can_be_signed_break_no_validator(value, rate, unit):
     of, channel = lease(), ChannelLimits(rate=rate, curve=rate, unit=unit, shared=value)
     noise = NoiseLimits(**dict.fromkeys(NoiseLimits.model_fields, channel))
@@ -94,12 +83,10 @@ small = st.floats(1e-12, 1.0)
 @given(small, small, small, st.integers(0, 10), st.booleans())
 def test_a_profile_survives_its_file(a: float, b: float, c: float, n: int, measured: bool) -> None:
     written = Profile(
-        key="torch/cuda/bfloat16",
-        sampling=SeedTolerance(distance=a, floor=b),
-        proofs=ProofTolerance(exponents=c, boundary=n),
-        logprobs=LogprobLimits(spread=b, largest=c),
+        key="torch/cuda/bfloat16", sampling=SeedTolerance(distance=a, floor=b),
+        proofs=ProofTolerance(exponents=c, boundary=n), logprobs=LogprobLimits(spread=b, largest=c),
         measured=MEASURED if measured else None,
-    )
+    )  # fmt: skip
     assert parse_config(to_toml(written), Profile, "it") == written
 
 
@@ -119,30 +106,25 @@ def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -
     assert load_profiles() == BUILT_IN
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"p\.toml: \[key\] is missing"),
-        ("key = 'torch'", r"p\.toml: \[key\] = \"torch\": string should match pattern"),
-        ("key = 'a/b/c'\nkay = 1", r"p\.toml: there is no section \[kay\]; did you mean \[key\]"),
-        ("key = 'a/b/c'\n[sampling]\ndistanze = 1.0", "there is no key 'distanze'; there are distance"),
-        ("key = 'a/b/c'\n[proofs]\nwidth = 1.0", "there is no key 'width'; there are exponents"),
-        ("key = 'a/b/c'\n[sampling]\ndistance = -1.0", "distance must be a number of at least 0, not -1.0"),
-        ("key = 'a/b/c'\n[sampling]\nfloor = nan", "floor must be a number of at least 0, not nan"),
-        ("key = 'a/b/c'\n[proofs]\nsigns = inf", "signs must be a number of at least 0, not inf"),
-        ("key = 'a/b/c'\n[logprobs]\nspread = inf", "spread"),
-        ("key = 'a/b/c'\n[noise.bias]\nrate = 1.0", "unit"),
-        ("key = 'a/b/c'\n[noise.outside]\nrate = nan\nunit = 1.0", "rate"),
-        ("key = 'a/b/c'\n[noise.outside]\nrate = 1e300\nunit = 1.0", "rate"),
-        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1e-300", "unit"),
-        ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1.0\nshared = 1e200", "shared"),
-        ("key = 'a/b/c'\nvalidators = []", "validators"),
-        ("key = 'a/b/c'\n[sampling]\ndistance = 'far'", r"sampling.*distance"),
-        ("key = 'a/b/c'\n[logprobs]\nmean = 0", "mean"),
-        ("key = 'a/b/c'\n[measured]\nmodel = 'm'", r"\[measured\] tokens is missing"),
-        ("key = ", "not valid TOML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", r"p\.toml: \[key\] is missing"),
+    ("key = 'torch'", r"p\.toml: \[key\] = \"torch\": string should match pattern"),
+    ("key = 'a/b/c'\nkay = 1", r"p\.toml: there is no section \[kay\]; did you mean \[key\]"),
+    ("key = 'a/b/c'\n[sampling]\ndistanze = 1.0", "there is no key 'distanze'; there are distance"),
+    ("key = 'a/b/c'\n[proofs]\nwidth = 1.0", "there is no key 'width'; there are exponents"),
+    ("key = 'a/b/c'\n[sampling]\ndistance = -1.0", "distance must be a number of at least 0, not -1.0"),
+    ("key = 'a/b/c'\n[sampling]\nfloor = nan", "floor must be a number of at least 0, not nan"),
+    ("key = 'a/b/c'\n[proofs]\nsigns = inf", "signs must be a number of at least 0, not inf"),
+    ("key = 'a/b/c'\n[logprobs]\nspread = inf", "spread"), ("key = 'a/b/c'\n[noise.bias]\nrate = 1.0", "unit"),
+    ("key = 'a/b/c'\n[noise.outside]\nrate = nan\nunit = 1.0", "rate"),
+    ("key = 'a/b/c'\n[noise.outside]\nrate = 1e300\nunit = 1.0", "rate"),
+    ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1e-300", "unit"),
+    ("key = 'a/b/c'\n[noise.outside]\nrate = 1.0\nunit = 1.0\nshared = 1e200", "shared"),
+    ("key = 'a/b/c'\nvalidators = []", "validators"),
+    ("key = 'a/b/c'\n[sampling]\ndistance = 'far'", r"sampling.*distance"),
+    ("key = 'a/b/c'\n[logprobs]\nmean = 0", "mean"),
+    ("key = 'a/b/c'\n[measured]\nmodel = 'm'", r"\[measured\] tokens is missing"), ("key = ", "not valid TOML"),
+])  # fmt: skip
 def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "p.toml"
     path.write_text(text)
@@ -301,7 +283,6 @@ def without_choice(seen: Replay) -> Replay:
 
 def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(measured: Measurement, tmp_path: Path) -> None:
     profile = measured.profile
-    assert profile.measured is not None
     assert (profile.measured.model, profile.measured.validators) == ("tiny", ("cpu/float32",))
     (tmp_path / "p.toml").write_text(to_toml(profile))
     assert load_profiles([tmp_path / "p.toml"])["torch/cpu/float32"] == profile
@@ -331,8 +312,7 @@ def test_limits_have_room_above_what_was_seen_and_are_never_tighter_than_those_o
     wide = dataclasses.replace(quiet, limits=quiet.limits.model_copy(update={"noise": noisy}))
     broad = limits_from(wide, "torch/cuda/bfloat16").noise
     assert broad.mantissa == ChannelLimits(rate=1.5, unit=2.0, shared=0.03)  # int8 weights show 2.4
-    assert broad.distance == ChannelLimits(rate=1.25e-4, curve=2.5e-5, unit=0.005)
-    assert broad.exponents.rate == 0.03
+    assert (broad.distance, broad.exponents.rate) == (ChannelLimits(rate=1.25e-4, curve=2.5e-5, unit=0.005), 0.03)
 
 
 def test_bands_of_two_validators_are_joined_to_the_wider(measured: Measurement) -> None:
@@ -354,9 +334,6 @@ def test_limits_are_rounded_up_to_three_digits(value: float, rounded: float) -> 
 def test_too_few_sequences_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 32 sequences"):
         Plan([(3,)], 1, sequences=8)
-
-
-# ── the self-test ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def self_test(profiles: dict[str, object] | None = None) -> dict[str, Trial]:

@@ -1,9 +1,10 @@
 """Validators of several machines put limits in force together; each measures what it needs to judge by."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from honest import POLICY, LengthEnvironment, audit_job, completions, lease, loa
 from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
-from shoal.errors import HubRefused, ModelError, ResourceError, ShoalError, SignatureError
+from shoal.errors import HubRefused, ModelError, ResourceError, SignatureError
 from shoal.models.load import load_model
 from shoal.protocol import Calibration, Lease, ModelSize, PolicyRef, SignedDocument, SigningKey, pack_logprobs
 from shoal.protocol.verdict import AuditReply, Outcome, Severity
@@ -115,15 +116,10 @@ def test_new_measurement_of_one_machine_is_repeated_by_the_others() -> None:
 @pytest.mark.parametrize(
     ("number_format", "machines"), [("bfloat16", {"cpu/bfloat16", "cpu/float32"}), ("float32", {"cpu/float32"})]
 )
-def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
-    number_format: str, machines: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(number_format, machines, monkeypatch):
     seen: dict[str, Engine] = {}
 
-    def measure(_worker: Engine, validators: Mapping[str, Engine], _plan: object) -> None:
-        seen.update(validators)
-
-    monkeypatch.setattr(limits_module, "measure", measure)
+    monkeypatch.setattr(limits_module, "measure", lambda _worker, validators, _plan: seen.update(validators))
     model = load_model("tiny", "bfloat16")
     engine = TorchEngine.wrap(model.model).copied(model.files, "float32")
     calibrator(Hub(), "float32")._one(LoadedPolicy(POLICY, engine, model.files), f"torch/cpu/{number_format}", None)  # type: ignore[arg-type]
@@ -187,17 +183,12 @@ def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("error", "is_tried_again"), [(ResourceError("no memory"), True), (ModelError("no"), False)])
-def test_kind_without_memory_is_measured_later(
-    error: ShoalError, is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kind_without_memory_is_measured_later(error, is_tried_again, monkeypatch):
     mine = calibrator(Hub(), "float32")
-
-    def fails(*_: object) -> None:
-        raise error
 
     monkeypatch.setattr(mine, "_shelf", SimpleNamespace(get=lambda *_: None, wait_s=0.0))
     monkeypatch.setattr(mine, "_plan", lambda _loaded: None)
-    monkeypatch.setattr(mine, "_one", fails)
+    monkeypatch.setattr(mine, "_one", Mock(side_effect=error))
     mine.attempt(partial(mine._measure, POLICY, [BFLOAT16], None, ""))
     mine._clock.advance(60)  # type: ignore[attr-defined]
     assert is_due(mine)
@@ -210,16 +201,13 @@ def test_joined_limits_are_tested_again_by_the_machine_that_joins_them(blind_abo
     publish(calibrator(hub, "float32"), hub, 0.2, ["bfloat16"])
     publish(calibrator(hub, "bfloat16"), hub, 0.1, ["bfloat16"], blind_above)
     made = hub.in_force
-    assert made is not None
     assert (BFLOAT16 in made.kinds, BFLOAT16 in made.refused) == (not is_refused, is_refused)
     if is_refused:
         assert made.refused[BFLOAT16] == "int8 weights would be caught in 90.0% of blocks"
 
 
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])
-def test_limits_that_another_machine_joined_are_tested_once_by_the_first_one(
-    blind_above: float, is_refused: bool
-) -> None:
+def test_limits_that_another_machine_joined_are_tested_once_by_the_first_one(blind_above, is_refused):
     hub = Hub()
     first, second = calibrator(hub, "float32"), calibrator(hub, "bfloat16")
     publish(first, hub, 0.1, blind_above=blind_above)
@@ -230,7 +218,6 @@ def test_limits_that_another_machine_joined_are_tested_once_by_the_first_one(
     assert job.func == first._test
     job()
     assert due(first) is None
-    assert hub.in_force is not None
     assert set(hub.in_force.refused) == ({BFLOAT16, FLOAT32} if is_refused else set())
     assert set(hub.in_force.kinds) == (set() if is_refused else {BFLOAT16, FLOAT32})
 
@@ -259,10 +246,8 @@ def test_a_hub_that_takes_no_calibration_is_not_asked_again_for_a_minute() -> No
     hub = Hub()
     mine = calibrator(hub, "float32")
 
-    def refused(_signed: SignedDocument) -> None:
-        raise HubRefused(404, "request.unknown", "there is no such route")
-
-    hub.publish_calibration = refused  # type: ignore[method-assign]
+    refused = HubRefused(404, "request.unknown", "there is no such route")
+    hub.publish_calibration = Mock(side_effect=refused)  # type: ignore[method-assign]
     mine.attempt(lambda: publish(mine, hub, 0.1))
     assert not is_due(mine)
     mine._clock.advance(60)  # type: ignore[attr-defined]
@@ -327,7 +312,6 @@ def test_two_machines_limits_are_joined_number_by_number_to_the_wider() -> None:
     assert (joined.sampling.distance, joined.proofs.exponents) == (0.1, 0.3)
     assert joined.sampling.floor == min(1e-9, SeedTolerance().floor)
     assert joined.validators == ("bfloat16", "float32")
-    assert joined.measured is not None
     assert joined.measured.bands == {"exponent_rate": 0.03}, "so that neither machine sees the policy move"
     assert joined.measured.validators == ("cpu/bfloat16", "cpu/float32")
     assert widest(other, one).sampling == joined.sampling
@@ -338,7 +322,6 @@ def test_built_in_limits_are_for_validators_of_the_formats_that_they_name() -> N
     assert limits_for(OURS, "float32", {}, BUILT_IN) == (BUILT_IN[OURS], True)
     assert limits_for(OURS, "bfloat16", {}, BUILT_IN) is None
     found = limits_for(OURS, "bfloat16", measured, BUILT_IN)
-    assert found is not None
     assert (found[0].key, found[0].validators, found[1]) == (OURS, ("bfloat16",), False)
 
 

@@ -19,12 +19,10 @@ from shoal.validator.verdicts import AuditJob
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
 REASONS = {
-    "edited tokens": {"sampling.seed", "proofs.mismatch"},
-    "other seeds": {"sampling.seed"},
-    "log-probabilities of another temperature": {"logprobs.mismatch"},
-    "another rollout's proofs": {"proofs.mismatch"},
+    "edited tokens": {"sampling.seed", "proofs.mismatch"}, "other seeds": {"sampling.seed"},
+    "log-probabilities of another temperature": {"logprobs.mismatch"}, "another rollout's proofs": {"proofs.mismatch"},
     "proofs that are constants": {"proofs.forged"},
-}
+}  # fmt: skip
 
 
 def original(of, profile=BUILT_IN["scripted/cpu/float32"]) -> Original:  # type: ignore[no-untyped-def]

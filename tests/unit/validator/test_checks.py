@@ -216,17 +216,12 @@ def _close(decoded: Submission) -> bool:
     )
 
 
-SOME_BYTES = st.binary(max_size=34)
+SOME_BYTES, FINISHES = st.binary(max_size=34), st.sampled_from(["eos", "length"])
+NONSENSE = st.builds(Rollout, SOME_BYTES, SOME_BYTES, FINISHES, st.binary(max_size=40))
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    rollouts=st.lists(
-        st.builds(Rollout, SOME_BYTES, SOME_BYTES, st.sampled_from(["eos", "length"]), st.binary(max_size=40)),
-        min_size=1,
-        max_size=3,
-    )
-)
+@given(st.lists(NONSENSE, min_size=1, max_size=3))
 def test_no_well_formed_nonsense_crashes_the_validator(rollouts: list[Rollout]) -> None:
     verdict = judged(lease(seeds=2), changed(lease(seeds=2), rollouts=rollouts))
     assert verdict.outcome is Outcome.REJECTED
@@ -249,13 +244,11 @@ def changed_words(proofs: bytes, **changes: int) -> bytes:
 
 
 MALFORMED = {
-    "none": lambda proofs: b"",
-    "one byte less": lambda proofs: proofs[:-1],
-    "one proof of two": lambda proofs: proofs[: 2 + 2 * 128],
-    "all zero": lambda proofs: bytes(len(proofs)),
+    "none": lambda proofs: b"", "one byte less": lambda proofs: proofs[:-1],
+    "one proof of two": lambda proofs: proofs[: 2 + 2 * 128], "all zero": lambda proofs: bytes(len(proofs)),
     "modulus 1": lambda proofs: changed_words(proofs, at_0=1),
     "in the second proof": lambda proofs: changed_words(proofs, at_130=65535),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("depth", ["full", "light"])
@@ -340,12 +333,8 @@ def test_few_tokens_or_little_chance_are_no_statistic(tokens: int, variance: flo
 def test_honest_deviations_are_those_of_a_bell() -> None:
     """Mean and spread over groups, also where the end of the sequence stops some rollouts early."""
     audit_jobs = [audit_job(lease(unit, seeds=8)) for unit in range(24)]
-    found = [
-        float(check.evidence["deviations"])
-        for verdict in judge().verdicts(audit_jobs, loaded())
-        for check in verdict.checks
-        if check.check == "likelihood"
-    ]
+    made = [check for verdict in judge().verdicts(audit_jobs, loaded()) for check in verdict.checks]
+    found = [float(check.evidence["deviations"]) for check in made if check.check == "likelihood"]
     assert len(found) == 24
     assert abs(np.mean(found)) < 4 / 24**0.5
     assert 0.5 < np.std(found) < 1.6
@@ -374,13 +363,10 @@ def test_rare_tokens_of_a_nearly_sure_policy_are_honest() -> None:
     assert finding(count).result.evidence["deviations"] < -8
 
 
-@pytest.mark.parametrize(
-    ("channel", "reason"),
-    [
-        ("outside", "sampling.drift"), ("distance", "sampling.drift"), ("exponents", "proofs.drift"),
-        ("mantissa", "proofs.drift"), ("logprobs", "logprobs.mismatch"), ("bias", "logprobs.mismatch"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("channel", "reason"), [
+    ("outside", "sampling.drift"), ("distance", "sampling.drift"), ("exponents", "proofs.drift"),
+    ("mantissa", "proofs.drift"), ("logprobs", "logprobs.mismatch"), ("bias", "logprobs.mismatch"),
+])  # fmt: skip
 def test_drift_over_several_submissions_fails(channel: str, reason: str) -> None:
     off = Tally(tokens=100_000, channels={channel: Sums(seen=2000.0, expected=500.0)})
     verdict = judged(lease(), record=off)

@@ -117,9 +117,7 @@ def test_nan_of_the_validator_rejects_nobody(monkeypatch: pytest.MonkeyPatch) ->
     of, table = lease(), loaded()
     prefill = table.engine.prefill
 
-    def broken(requests: Any, proof: Any = None) -> Any:
-        return [replace(each, cdf_low=each.cdf_low * np.nan) for each in prefill(requests, proof)]
-
+    broken = lambda *asked: [replace(each, cdf_low=each.cdf_low * np.nan) for each in prefill(*asked)]  # noqa: E731
     monkeypatch.setattr(table.engine, "prefill", broken)
     [verdict] = judge().verdicts([audit_job(of)], table)
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.prefill")
@@ -134,28 +132,20 @@ def kept(what: AuditJob, **changes: Any) -> KeptSubmission:
     return KeptSubmission(judge().verdicts([what], loaded())[0].model_copy(update=changes), what.audit.lease, what.body)
 
 
-def test_an_honest_verdict_is_the_same_again() -> None:
-    assert recheck(judge(), kept(audit_job(UNIT)), loaded()).state == "same"
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"generated_tokens": 10**6}, "it was accepted with 1000000 tokens"),
-        ({"rewards": HALVES}, "its rewards are others now"),
-        ({"rewards": ()}, "its rewards are others now"),
-        ({"unit": 6}, "of another unit or node"),
-        ({"submission": "0" * 64}, "the kept bytes are not those"),
-        ({"rewards": HALVES, "unreproducible": ("judge",)}, "it named judge, and there are none"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"generated_tokens": 10**6}, "it was accepted with 1000000 tokens"),
+    ({"rewards": HALVES}, "its rewards are others now"), ({"rewards": ()}, "its rewards are others now"),
+    ({"unit": 6}, "of another unit or node"), ({"submission": "0" * 64}, "the kept bytes are not those"),
+    ({"rewards": HALVES, "unreproducible": ("judge",)}, "it named judge, and there are none"),
+])  # fmt: skip
 def test_a_verdict_that_says_more_than_was_done_is_found(changes: dict[str, Any], words: str) -> None:
     found = recheck(judge(), kept(audit_job(UNIT), **changes), loaded())
     assert found.state == "different"
     assert words in found.sentence
 
 
-def test_a_lie_that_was_waved_through_is_found() -> None:
+def test_an_honest_verdict_is_the_same_again_and_a_lie_that_was_waved_through_is_found() -> None:
+    assert recheck(judge(), kept(audit_job(UNIT)), loaded()).state == "same"
     lie = audit_job(UNIT, proved(UNIT, submission(UNIT), value=4.0))
     paid = kept(audit_job(UNIT), submission=lie.audit.submission)
     found = recheck(judge(), KeptSubmission(paid.verdict, lie.audit.lease, lie.body), loaded())

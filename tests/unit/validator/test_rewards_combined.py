@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from honest import RUN, LengthEnvironment, audit_job, lease, loaded, submission
 
-from kit import Logs, Patch
+from kit import Logs
 from shoal.engines.dialogue import texts_of
 from shoal.environments import Environment, EnvironmentSettings, Score, budget_of, build, identity_of
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
@@ -93,8 +93,7 @@ def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path
     for rollout, reward in zip(submission(of).rollouts, verdict.rewards, strict=True):
         tokens = sampled_tokens(rollout, of.sampling.eos_token_id)
         task = float(tokens % 3)  # the scripted engine's tokens are characters
-        assert reward.parts["task"] == task
-        assert reward.parts["target"] == target
+        assert (reward.parts["task"], reward.parts["target"]) == (task, target)
         counted = len(rollout.token_ids) if count_eos else tokens
         assert reward.value == pytest.approx(task - 0.01 * abs(target - counted))
     assert len({reward.value for reward in verdict.rewards}) > 1
@@ -247,9 +246,7 @@ class Slow(DirectScorer):
 
 
 @pytest.mark.parametrize(("most", "units", "calls"), [(15, [1], [36]), (5, [1], [36, 7, 2]), (24, [1, 2], [36])])
-def test_groups_without_time_have_no_verdict_except_the_first(
-    most: int, units: list[int], calls: list[int], monkeypatch: Patch
-) -> None:
+def test_groups_without_time_have_no_verdict_except_the_first(most, units, calls, monkeypatch):
     environment = LengthEnvironment()
     Slow.calls.clear()
     monkeypatch.setattr(Slow, "most", most)

@@ -57,23 +57,18 @@ def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **
     return verdict
 
 
-@pytest.mark.parametrize(
-    ("check", "second", "outcome", "reason"),
-    [
-        pytest.param(drift, RIGHT, Outcome.UNSURE, "second.passed", id="what passes it is unsure"),
-        pytest.param(drift, WRONG + 1, Outcome.REJECTED, "proofs.drift", id="what fails both is rejected"),
-        pytest.param(drift, None, Outcome.UNSURE, "second.missing", id="a machine that cannot look again is unsure"),
-        pytest.param(certain, RIGHT, Outcome.UNSURE, "second.passed", id="a certain failure is looked at again, too"),
-        pytest.param(certain, WRONG + 1, Outcome.REJECTED, "proofs.drift", id="a certain failure that fails both"),
-        pytest.param(certain, None, Outcome.REJECTED, "proofs.drift", id="a certain failure, by the same engine"),
-        pytest.param(accident, RIGHT, Outcome.ACCEPTED, "", id="an accident that it does not see is accepted"),
-        pytest.param(accident, WRONG, Outcome.UNSURE, "sampling.accident", id="an accident that it sees"),
-        pytest.param(accident, None, Outcome.UNSURE, "sampling.accident", id="an accident without a second look"),
-    ],
-)
-def test_verdict_after_a_second_look(
-    monkeypatch: Patch, check: Any, second: float | None, outcome: Outcome, reason: str
-) -> None:
+@pytest.mark.parametrize(("check", "second", "outcome", "reason"), [
+    pytest.param(drift, RIGHT, Outcome.UNSURE, "second.passed", id="what passes it is unsure"),
+    pytest.param(drift, WRONG + 1, Outcome.REJECTED, "proofs.drift", id="what fails both is rejected"),
+    pytest.param(drift, None, Outcome.UNSURE, "second.missing", id="a machine that cannot look again is unsure"),
+    pytest.param(certain, RIGHT, Outcome.UNSURE, "second.passed", id="a certain failure is looked at again, too"),
+    pytest.param(certain, WRONG + 1, Outcome.REJECTED, "proofs.drift", id="a certain failure that fails both"),
+    pytest.param(certain, None, Outcome.REJECTED, "proofs.drift", id="a certain failure, by the same engine"),
+    pytest.param(accident, RIGHT, Outcome.ACCEPTED, "", id="an accident that it does not see is accepted"),
+    pytest.param(accident, WRONG, Outcome.UNSURE, "sampling.accident", id="an accident that it sees"),
+    pytest.param(accident, None, Outcome.UNSURE, "sampling.accident", id="an accident without a second look"),
+])  # fmt: skip
+def test_verdict_after_a_second_look(monkeypatch, check, second, outcome, reason):
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
     verdict = judged(loaded(WRONG), None if second is None else engine(second))
     severity = Severity.CERTAIN if check is certain else Severity.STATISTICAL
@@ -84,8 +79,7 @@ def test_verdict_after_a_second_look(
 def test_both_looks_are_in_the_verdict_and_its_message_says_what_came_of_the_second() -> None:
     verdict = judged(loaded(WRONG), engine(WRONG + 1))
     failures = {check.check: check for check in verdict.checks if not check.passed}
-    assert list(failures) == ["second", "proofs"]
-    assert failures["second"].evidence["format"] == "bfloat16"
+    assert (list(failures), failures["second"].evidence["format"]) == (["second", "proofs"], "bfloat16")
     assert failures["second"].evidence["off"] != failures["proofs"].evidence["off"]
     passed = judged(loaded(WRONG), engine(RIGHT)).message
     assert "in bfloat16, by a second look, the group is in order: a little off" in passed
@@ -101,20 +95,12 @@ class Coarse(ScriptedEngine):
     kind = COARSE
 
 
-@pytest.mark.parametrize(
-    ("check", "second", "expected"),
-    [
-        (accident, RIGHT, (Outcome.ACCEPTED, "")),
-        (accident, WRONG, (Outcome.UNSURE, "sampling.accident")),
-        (accident, None, (Outcome.UNSURE, "sampling.accident")),
-        (drift, RIGHT, (Outcome.UNSURE, "second.passed")),
-        (drift, WRONG, (Outcome.REJECTED, "proofs.drift")),
-        (drift, None, (Outcome.REJECTED, "proofs.drift")),
-    ],
-)
-def test_failure_in_a_coarse_format_is_checked_in_float32(
-    monkeypatch: Patch, check: Any, second: float | None, expected: tuple[Outcome, str]
-) -> None:
+@pytest.mark.parametrize(("check", "second", "expected"), [
+    (accident, RIGHT, (Outcome.ACCEPTED, "")), (accident, WRONG, (Outcome.UNSURE, "sampling.accident")),
+    (accident, None, (Outcome.UNSURE, "sampling.accident")), (drift, RIGHT, (Outcome.UNSURE, "second.passed")),
+    (drift, WRONG, (Outcome.REJECTED, "proofs.drift")), (drift, None, (Outcome.REJECTED, "proofs.drift")),
+])  # fmt: skip
+def test_failure_in_a_coarse_format_is_checked_in_float32(monkeypatch, check, second, expected):
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
     coarse, asked = Coarse(), list[str]()
     coarse.load_policy(POLICY, {tensor.name: tensor for tensor in weights(WRONG)})

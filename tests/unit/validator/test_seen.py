@@ -1,21 +1,11 @@
 """Copies: what is one, what is not, and what is forgotten. Shown progress: honest chunks pass wherever they are cut,
 wrong ones fail for certain, what is doubtful says nothing; a submission begins with what was shown of it."""
 
+import honest
 import msgspec
 import numpy as np
 import pytest
-from honest import (
-    LengthEnvironment,
-    audit_job,
-    completions,
-    engine,
-    judge,
-    lease,
-    loaded,
-    long_lease,
-    proved,
-    submission,
-)
+from honest import LengthEnvironment, audit_job, completions, engine, lease, loaded, long_lease, proved, submission
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,27 +45,27 @@ def copied_group(of: Lease, source: Lease) -> Submission:
 def test_a_rollout_twice_in_one_submission_is_a_copy() -> None:
     group = completions(hot())
     group[3] = group[1]
-    verdict = judged(judge(), hot(), submission(hot(), group))
+    verdict = judged(honest.judge(), hot(), submission(hot(), group))
     assert (verdict.reason, verdict.severity) == ("duplicate.rollout", "certain")
     assert verdict.checks[-1].evidence["rollout"] == 3
 
 
 @pytest.mark.parametrize("depth", ["full", "light"])
 def test_rollout_of_an_earlier_submission_or_of_the_same_batch_is_a_copy(depth: str) -> None:
-    by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
+    by, first, second = honest.judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
     audit_jobs = [audit_job(first), audit_job(second, copied_group(second, first), depth="light")]
-    one, two = judge().verdicts(audit_jobs, loaded())
+    one, two = honest.judge().verdicts(audit_jobs, loaded())
     assert (one.outcome, two.reason) == (Outcome.ACCEPTED, "duplicate.rollout")
     assert judged(by, first).outcome is Outcome.ACCEPTED
     verdict = judged(by, second, copied_group(second, first), depth=depth)
     assert verdict.reason == "duplicate.rollout"
-    assert "copied" in verdict.message
+    assert "a copy" in verdict.message
 
 
 @pytest.mark.parametrize(("depth", "reason"), [("light", ""), ("full", "sampling.seed")])
 def test_light_or_rejected_submissions_are_not_remembered(depth: str, reason: str) -> None:
     """Else who hands in what another is about to could have the other banned for a copy."""
-    by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
+    by, first, second = honest.judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
     assert judged(by, second, copied_group(second, first), depth=depth).reason == reason
     assert not by.seen._whose
     assert judged(by, first).outcome is Outcome.ACCEPTED
@@ -83,14 +73,14 @@ def test_light_or_rejected_submissions_are_not_remembered(depth: str, reason: st
 
 def test_judging_again_and_issuing_again_are_no_copies() -> None:
     """A claim that was lost and given again; a unit that another node does again, under the same seeds."""
-    by = judge()
+    by = honest.judge()
     again = hot(node="m" * 32, lease="lease-again", attempt=1)
     for of in (hot(), hot(), again):
         assert judged(by, of).outcome is Outcome.ACCEPTED
 
 
 def test_equal_rollouts_that_are_probable_are_ordinary() -> None:
-    by, cold = judge(), SamplingParameters(temperature=0.001, max_new_tokens=16, eos_token_id=500)
+    by, cold = honest.judge(), SamplingParameters(temperature=0.001, max_new_tokens=16, eos_token_id=500)
     first = lease(5, seeds=8, sampling=cold)
     second = lease(6, seeds=8, sampling=cold, prompt_ids=first.prompt_ids)
     tokens = {each.token_ids.tobytes() for of in (first, second) for each in completions(of)}
@@ -99,7 +89,7 @@ def test_equal_rollouts_that_are_probable_are_ordinary() -> None:
 
 
 def test_proof_submitted_for_other_tokens_is_a_copy() -> None:
-    by, first, second = judge(), hot(5), hot(6)
+    by, first, second = honest.judge(), hot(5), hot(6)
     assert judged(by, first).outcome is Outcome.ACCEPTED
     borrowed = [
         msgspec.structs.replace(mine, proofs=theirs.proofs)
@@ -114,7 +104,7 @@ def test_proof_submitted_for_other_tokens_is_a_copy() -> None:
 def test_accidental_proof_of_another_makes_no_copyist() -> None:
     """In coarse formats one wrong proof in a long group is accepted. Whoever guesses the first tokens of another's
     rollout can put its proof there."""
-    by, first = judge(limits={"accidents": AccidentLimits(first=0.02, later=2e-3)}), long_lease()
+    by, first = honest.judge(limits={"accidents": AccidentLimits(first=0.02, later=2e-3)}), long_lease()
     second = first.model_copy(update={"unit": 6, "prompt_ids": (*first.prompt_ids, 90)})
     mine, theirs = submission(first), submission(second).rollouts[0].proofs
     one = mine.rollouts[0]
@@ -140,7 +130,6 @@ def test_rollouts_that_part_late_may_have_the_same_proof() -> None:
     group[1] = Completion(other, group[0].logprobs, "length", twins.rollouts[0].proofs)
     group[0] = Completion(group[0].token_ids, group[0].logprobs, "length", twins.rollouts[0].proofs)
     mark = SeenWork().copied(case(hot(), submission(hot(), group)).marks)
-    assert mark is not None
     assert (mark.kind, mark.place) == ("proof", (1, 0))
 
 
@@ -189,9 +178,7 @@ NOTHING = Rollout(tokens=b"", logprobs=b"", finish="length")
 
 def cut(of: Lease, rollout: Rollout, chunks: int) -> Rollout:
     proofs = split_proofs(rollout.proofs, len(rollout.tokens) // 4, engine().hidden_size, 16, ROWS)
-    return Rollout(
-        tokens=rollout.tokens[: 4 * ROWS * chunks], logprobs=b"", finish="length", proofs=b"".join(proofs[:chunks])
-    )
+    return Rollout(rollout.tokens[: 4 * ROWS * chunks], b"", "length", b"".join(proofs[:chunks]))
 
 
 def shown(of: Lease, index: int, rollout: Rollout) -> Submission:
@@ -293,11 +280,8 @@ def test_a_submission_that_begins_otherwise_than_shown_fails_for_certain(depth: 
     rollouts = submission(of).rollouts
     right = cut(of, rollouts[0], 3)
     flipped = bytes([right.proofs[0] ^ 1]) + right.proofs[1:]
-    for other in (
-        cut(of, rollouts[1], 3),
-        msgspec.structs.replace(right, proofs=flipped),
-        msgspec.structs.replace(right, tokens=right.tokens[:-4] + b"\5\0\0\0"),
-    ):
+    edited = msgspec.structs.replace(right, tokens=right.tokens[:-4] + b"\5\0\0\0")
+    for other in (cut(of, rollouts[1], 3), msgspec.structs.replace(right, proofs=flipped), edited):
         verdict = judged_with(of, submission(of), prefix(2, cut(of, rollouts[2], 1)), prefix(0, other), depth=depth)
         assert (verdict.reason, verdict.severity) == ("progress.prefix", Severity.CERTAIN)
         assert verdict.checks[-1].evidence["rollout"] == 0

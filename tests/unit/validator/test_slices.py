@@ -95,9 +95,7 @@ def test_missing_policy_is_reported_unless_stopping() -> None:
 
 
 @pytest.mark.parametrize("signer", [HUB, KEY])
-def test_a_report_that_is_not_wanted_and_a_slice_that_is_forged_end_nothing(
-    signer: protocol.SigningKey, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_report_that_is_not_wanted_and_a_slice_that_is_forged_end_nothing(signer, caplog):
     hub = Hub(HubRefused(404, "evaluation.unknown", "no such slice"))
     evaluating(hub).measure(protocol.sign_document(part("t/1"), signer))
     assert "was not taken" in caplog.text

@@ -103,21 +103,15 @@ class ListShelf(EngineShelf):
 
 
 def validator(
-    hub: ListHub,
-    shelf: EngineShelf | None = None,
-    stop: StopToken | None = None,
-    settings: ValidatorSettings = ValidatorSettings(max_audits=7),
-    kind: type[Judge] = Judge,
-    **more: Any,
-) -> Validator:
+    hub: ListHub, shelf: EngineShelf | None = None, stop: StopToken | None = None,
+    settings: ValidatorSettings = ValidatorSettings(max_audits=7), kind: type[Judge] = Judge, **more: Any,
+) -> Validator:  # fmt: skip
     judge = kind(LengthEnvironment(), load_profiles())
     client: Any = hub
     return Validator(client, shelf or ListShelf(), judge, settings, stop or StopToken(), **more)
 
 
 class Counted(ScriptedEngine):
-    """Counts its prefills."""
-
     prefills = 0
 
     def prefill(self, *arguments: Any) -> list[Prefill]:
@@ -171,19 +165,14 @@ def test_no_rehearsal_after_measuring_limits(has_measured: bool, prefills: int) 
     role.run()
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
     assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
-        (1.0, "no"),
-        (Intervals().poll_s, "no"),
-        (Intervals().poll_s, "now"),
-    ], "the run is finished: asked once more, ready to measure the last version"
+        (1.0, "no"), (Intervals().poll_s, "no"), (Intervals().poll_s, "now"),
+    ], "the run is finished: asked once more, ready to measure the last version"  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        pytest.param((), [0, 0], id="with the second claim"),
-        pytest.param((Path("torch/cpu/bfloat16"),), [0, 1], id="at once, where the owner has added limits"),
-    ],
-)
+@pytest.mark.parametrize(("files", "expected"), [
+    pytest.param((), [0, 0], id="with the second claim"),
+    pytest.param((Path("torch/cpu/bfloat16"),), [0, 1], id="at once, where the owner has added limits"),
+])  # fmt: skip
 def test_canary_with_the_second_claim_after_measuring_limits(files: tuple[Path, ...], expected: list[int]) -> None:
     """A twin is confirmed in the worker's number format: building that engine held up the first verdict by 5 s. Limits
     in a file were not tried by that measurement."""
@@ -237,9 +226,7 @@ def test_nothing_is_evaluated_while_limits_are_measured() -> None:
 
 
 @pytest.mark.parametrize(("keeps_others", "asked"), [(True, [3, 4]), (False, [3])])
-def test_later_policies_are_loaded_ahead_only_where_there_is_room_for_several(
-    keeps_others: bool, asked: list[int]
-) -> None:
+def test_later_policies_are_loaded_ahead_only_where_there_is_room_for_several(keeps_others, asked):
     shelf, jobs = OneShelf(), []
 
     class Scorer(DirectScorer):
@@ -289,10 +276,8 @@ def test_it_audits_until_the_run_is_finished_and_signs_what_it_finds() -> None:
     role = validator(hub)
     role.run()
     assert [(v.unit, v.outcome, v.reason) for v in hub.taken] == [
-        (1, Outcome.ACCEPTED, ""),
-        (2, Outcome.REJECTED, "envelope.malformed"),
-        (3, Outcome.ACCEPTED, ""),
-    ]
+        (1, Outcome.ACCEPTED, ""), (2, Outcome.REJECTED, "envelope.malformed"), (3, Outcome.ACCEPTED, ""),
+    ]  # fmt: skip
     assert hub.requests[0].max_audits == 4, "few at first, so that the first verdicts come soon"
     counters = role.activity.heartbeat().counters
     assert (counters["accepted"], counters["rejected"], counters["canaries_caught"]) == (2, 1, 1)

@@ -30,43 +30,31 @@ from shoal.worker.earnings import Standing
 GPUS = ["0", "1", "2", "GPU-8f1e"]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "options", "places"),
-    [
-        ([], {}, []),
-        (["0"], {}, []),
-        (["0"], {"wanted": "0"}, []),
-        (GPUS, {}, ["gpu-0:0", "gpu-1:1", "gpu-2:2", "gpu-3:GPU-8f1e"]),
-        (GPUS, {"device": "cuda"}, ["gpu-0:0", "gpu-1:1", "gpu-2:2", "gpu-3:GPU-8f1e"]),
-        (GPUS, {"wanted": "3, 1"}, ["gpu-1:1", "gpu-3:GPU-8f1e"]),
-        (GPUS, {"wanted": "2"}, ["gpu-2:2"]),
-        (GPUS, {"device": "cpu"}, []),
-        (GPUS, {"workers": 1}, []),
-        (GPUS, {"device": "cpu", "workers": 2}, ["cpu-0:None", "cpu-1:None"]),
-        ([], {"workers": 3}, ["cpu-0:None", "cpu-1:None", "cpu-2:None"]),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "options", "places"), [
+    ([], {}, []), (["0"], {}, []), (["0"], {"wanted": "0"}, []),
+    (GPUS, {}, ["gpu-0:0", "gpu-1:1", "gpu-2:2", "gpu-3:GPU-8f1e"]),
+    (GPUS, {"device": "cuda"}, ["gpu-0:0", "gpu-1:1", "gpu-2:2", "gpu-3:GPU-8f1e"]),
+    (GPUS, {"wanted": "3, 1"}, ["gpu-1:1", "gpu-3:GPU-8f1e"]), (GPUS, {"wanted": "2"}, ["gpu-2:2"]),
+    (GPUS, {"device": "cpu"}, []), (GPUS, {"workers": 1}, []),
+    (GPUS, {"device": "cpu", "workers": 2}, ["cpu-0:None", "cpu-1:None"]),
+    ([], {"workers": 3}, ["cpu-0:None", "cpu-1:None", "cpu-2:None"]),
+])  # fmt: skip
 def test_each_gpu_has_a_worker_and_the_processor_as_many_as_asked_for(gpus, options, places):
     found = plan_workers(gpus, **options)
     assert [f"{place.name}:{place.gpu}" for place in found] == places
     assert {place.device for place in found} <= {"cpu" if "workers" in options else "cuda"}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "options", "message"),
-    [
-        ([], {"wanted": "0"}, "--gpu 0: torch finds no GPU here"),
-        (["0"], {"wanted": "1"}, "finds one GPU, 0 here"),
-        (GPUS, {"wanted": "0,4"}, "finds GPUs 0 to 3 here"),
-        (GPUS, {"wanted": "0,0"}, "is no list of GPUs"),
-        (GPUS, {"wanted": "a"}, "is no list of GPUs: write for example 0 or 0,2"),
-        (GPUS, {"wanted": "-1"}, "is no list of GPUs"),
-        (GPUS, {"wanted": "0", "device": "cpu"}, "--gpu and --device cpu exclude each other"),
-        (GPUS, {"wanted": "0", "workers": 2}, "--gpu and --workers exclude each other"),
-        (GPUS, {"workers": 2}, "--workers is for the processor: add --device cpu"),
-        ([], {"workers": 2, "device": "cuda"}, "--workers is for the processor"),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "options", "message"), [
+    ([], {"wanted": "0"}, "--gpu 0: torch finds no GPU here"), (["0"], {"wanted": "1"}, "finds one GPU, 0 here"),
+    (GPUS, {"wanted": "0,4"}, "finds GPUs 0 to 3 here"), (GPUS, {"wanted": "0,0"}, "is no list of GPUs"),
+    (GPUS, {"wanted": "a"}, "is no list of GPUs: write for example 0 or 0,2"),
+    (GPUS, {"wanted": "-1"}, "is no list of GPUs"),
+    (GPUS, {"wanted": "0", "device": "cpu"}, "--gpu and --device cpu exclude each other"),
+    (GPUS, {"wanted": "0", "workers": 2}, "--gpu and --workers exclude each other"),
+    (GPUS, {"workers": 2}, "--workers is for the processor: add --device cpu"),
+    ([], {"workers": 2, "device": "cuda"}, "--workers is for the processor"),
+])  # fmt: skip
 def test_a_choice_of_workers_that_cannot_be_is_refused(gpus, options, message):
     with pytest.raises(UserError, match=message):
         plan_workers(gpus, **options)
@@ -117,16 +105,13 @@ def view(name: str, state: ProcessState, code: int | None, since_s: float = 1.0,
     return ProcessView(name, state, None, 0, why, since_s, code)
 
 
-@pytest.mark.parametrize(
-    ("processes", "ending"),
-    [
-        ([view("a", "resting", 0), view("b", "running", None)], None),
-        ([view("a", "resting", 6), view("b", "restarting", -9)], None),
-        ([view("a", "resting", 0), view("b", "resting", 0)], Ending(0, "")),
-        ([view("a", "resting", 0), view("b", "given up", -9)], Ending(1, "")),
-        ([view("a", "resting", 4, 1.0), view("b", "resting", 6, 2.0), view("c", "resting", 0, 3.0)], Ending(6, "")),
-    ],
-)
+@pytest.mark.parametrize(("processes", "ending"), [
+    ([view("a", "resting", 0), view("b", "running", None)], None),
+    ([view("a", "resting", 6), view("b", "restarting", -9)], None),
+    ([view("a", "resting", 0), view("b", "resting", 0)], Ending(0, "")),
+    ([view("a", "resting", 0), view("b", "given up", -9)], Ending(1, "")),
+    ([view("a", "resting", 4, 1.0), view("b", "resting", 6, 2.0), view("c", "resting", 0, 3.0)], Ending(6, "")),
+])  # fmt: skip
 def test_it_ends_when_all_have_with_the_code_of_the_first_that_failed(processes, ending):
     assert ending_of(processes) == ending
 
@@ -190,9 +175,7 @@ def test_two_workers_share_an_owner_and_the_command_ends_with_the_run(served, st
         assert process.wait(60) == 0, process.said()
     node, workers = tmp_path / "node", [each for each in served.client.status().nodes if each.role == "worker"]
     assert {worker.owner for worker in workers} == {load_key(node / "owner.key").public_key}
-    assert {worker.node for worker in workers} == {
-        load_key(node / name / "node.key").node for name in ("cpu-0", "cpu-1")
-    }
+    assert {worker.node for worker in workers} == {load_key(node / f"cpu-{n}" / "node.key").node for n in (0, 1)}
     accepted, credit = (sum(getattr(worker, name) for worker in workers) for name in ("accepted", "credit"))
     assert accepted > 0
     said = process.said().splitlines()[-1]

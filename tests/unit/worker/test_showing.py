@@ -12,17 +12,8 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import HubRefused, HubUnreachable
 from shoal.hub.state import submissions as state
 from shoal.hub.state.rows import Rules, ShownRow
-from shoal.protocol import (
-    HeartbeatReply,
-    Lease,
-    NodeState,
-    NodeView,
-    PolicyRef,
-    ProofParameters,
-    SamplingParameters,
-    TensorView,
-    pack_tokens,
-)
+from shoal.protocol import Lease, NodeState, PolicyRef, ProofParameters, SamplingParameters, TensorView, pack_tokens
+from shoal.protocol.node import HeartbeatReply, NodeView
 from shoal.protocol.submission import ProgressReply, ShownChunks, ShownProgress
 from shoal.runtime.clock import ManualClock
 from shoal.worker import showing

@@ -1,7 +1,5 @@
 """The worker's loop: what it asks for, generates and gives back; how it ends and waits; what its owner is told."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -89,14 +87,13 @@ class ListHub:
     def refreshed_run(self) -> _Trusted:
         return _Trusted()
 
-    def patient(self, patience_s: float) -> ListHub:
+    def patient(self, patience_s: float) -> "ListHub":
         return self
 
     def heartbeat(self, heartbeat: protocol.Heartbeat) -> protocol.HeartbeatReply:
         self.beats.append(heartbeat)
-        return protocol.HeartbeatReply(
-            node=self.view, deadlines=self.deadlines, policy=self.policy, finished=self.finished
-        )
+        told = {"deadlines": self.deadlines, "policy": self.policy, "finished": self.finished}
+        return protocol.HeartbeatReply(node=self.view, **told)
 
     def lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
         self.requests.append(request)
@@ -169,13 +166,9 @@ class Bench:
     """A worker with everything around it."""
 
     def __init__(
-        self,
-        folder: Path,
-        *replies: Reply,
-        profile: str = "torch/cpu/float32",
-        chosen: bool = False,
+        self, folder: Path, *replies: Reply, profile: str = "torch/cpu/float32", chosen: bool = False,
         **missing: Exception,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.hub = ListHub(*replies)
         self.shelf = ListShelf(**missing)
         self.outbox = Outbox(folder / "outbox")
@@ -186,7 +179,7 @@ class Bench:
         self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, chosen=chosen, pace=FAST)
 
     @classmethod
-    def worked(cls, *arguments: Any, **options: Any) -> Bench:
+    def worked(cls, *arguments: Any, **options: Any) -> "Bench":
         """One whose worker has run to its end."""
         bench = cls(*arguments, **options)
         bench.worker.run()
@@ -293,9 +286,7 @@ def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_
     assert bench.units == [1]
 
 
-def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_until_the_hub_gives_nothing_for_it(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_until_the_hub_gives_none_for_it(tmp_path):
     bench = Bench(tmp_path, [lease(1)], v1=errors.VersionNotFound("it comes slowly"))
 
     def second() -> list[protocol.Lease]:
@@ -317,14 +308,11 @@ def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_unti
     assert fetches == [at_first, soon, soon, at_last]
 
 
-@pytest.mark.parametrize(
-    ("failure", "expected", "hint"),
-    [
-        (errors.ResourceError("too large"), errors.ResourceError, r"elsewhere or in another format \(--device, --dty"),
-        (RuntimeError("device-side assert"), errors.ResourceError, "doctor --selftest"),
-        (ValueError("token 500 is outside"), errors.ProtocolError, "do not fit policy"),
-    ],
-)
+@pytest.mark.parametrize(("failure", "expected", "hint"), [
+    (errors.ResourceError("too large"), errors.ResourceError, r"elsewhere or in another format \(--device, --dty"),
+    (RuntimeError("device-side assert"), errors.ResourceError, "doctor --selftest"),
+    (ValueError("token 500 is outside"), errors.ProtocolError, "do not fit policy"),
+])  # fmt: skip
 def test_an_engine_that_fails_gives_everything_back_and_says_what_to_do(tmp_path, failure, expected, hint):
     bench = Bench(tmp_path, [lease(1), lease(2)])
     bench.shelf.engine.failure = failure
@@ -546,9 +534,6 @@ def test_it_asks_for_as_many_groups_as_fit_into_a_lease_and_into_memory(tmp_path
     assert worker._units == units
 
 
-# How it ends and waits: stops, bans, a finished run, refusals, a hub that is away, a full outbox
-
-
 def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1), lease(2)])
 
@@ -571,8 +556,7 @@ def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_pa
     assert bench.units == []
     again = Bench(tmp_path)
     again.worker.run()
-    assert again.units == [1]
-    assert again.waiting == []
+    assert (again.units, again.waiting) == ([1], [])
 
 
 @pytest.mark.parametrize("route", ["lease", "heartbeat", "upload"])
@@ -613,9 +597,7 @@ def test_a_refused_group_is_given_up_and_work_continues(tmp_path: Path, status: 
     bench = Bench(tmp_path, [lease(1), lease(2)], [lease(3)])
     bench.hub.refusals[1] = errors.HubRefused(status, "lease.late", "too late")
     bench.worker.run()
-    assert bench.units == [2, 3]
-    assert bench.waiting == []
-    assert bench.worker.activity.heartbeat().counters["refused"] == 1
+    assert (bench.units, bench.waiting, bench.worker.activity.heartbeat().counters["refused"]) == ([2, 3], [], 1)
 
 
 def test_a_hub_that_is_gone_ends_it_and_keeps_the_work(tmp_path: Path) -> None:
@@ -686,13 +668,6 @@ def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: Logs) -> None:
     assert "could not be asked for (gone)" in caplog.text
 
 
-def test_being_shut_out_carries_the_reason() -> None:
-    earnings = heard(status_hub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
-    assert isinstance(earnings.shut_out, errors.ShutOut)
-    assert earnings.shut_out.code == "node.banned"
-    assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
-
-
 def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: Logs) -> None:
     caplog.set_level("INFO")
     suspended = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 70_000, "last_seen_ms": 27_000}
@@ -706,7 +681,11 @@ def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: Logs
     ]
 
 
-def test_a_suspension_from_before_this_start_is_told_too(caplog: Logs) -> None:
+def test_a_suspension_from_before_this_start_is_told_too_and_a_ban_carries_its_reason(caplog: Logs) -> None:
+    earnings = heard(status_hub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
+    assert isinstance(earnings.shut_out, errors.ShutOut)
+    assert earnings.shut_out.code == "node.banned"
+    assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
     view = VIEW.model_copy(update={"state": NodeState.SUSPENDED, "reason": "x"})
     Earnings(status_hub()).hear(protocol.HeartbeatReply(node=view))
     assert "suspended until the run's owner pardons it: x; it waits, and resumes by itself" in caplog.text
