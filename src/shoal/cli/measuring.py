@@ -117,7 +117,7 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
         if trained_on is not None:
             training = task_source(trained_on)
         elif model.run is not None and chosen.plan.split != "train":
-            training = TaskSource(model.run.recipe.environment, run=model.run)
+            training = CommandTasks(model.run.recipe.environment, run=model.run)
         else:
             return Leaks()
         ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()

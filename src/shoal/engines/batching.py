@@ -111,10 +111,10 @@ class RowBatch:
                     ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
                     size, guesses = size_for(max(self._held) + 1), self._guesses()
                     self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
-                    self._tell()
+                    self._report()
                     self._seen = self._harvest(pool)
                     self._admit(pool)
-                self._tell()
+                self._report()
                 if self._decoder.held_bytes > self._decoder.kept_bytes:
                     self._decoder.release()
             return list(self._waiting)
@@ -122,7 +122,7 @@ class RowBatch:
             if not is_out_of_memory(error):
                 self._decoder.release()
                 raise
-        self._tell()
+        self._report()
         for row in (held.row for held in self._held.values()):
             kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
             row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)

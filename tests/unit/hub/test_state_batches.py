@@ -27,7 +27,7 @@ class Chosen:
 def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any) -> Chosen:
     counts = {key: changes.pop(key) for key in ("dropped", "failed") if key in changes}
     lost = changes.pop("lost", ())
-    progress = Progress(policy=policy(version), next_step=changes.pop("next_step", step), alive=len(alive), **counts)
+    progress = RunProgress(policy=policy(version), next_step=changes.pop("next_step", step), alive=len(alive), **counts)
     judged = {"state": SubmissionState.ACCEPTED, "rewards": (0.0, 1.0)}
     filled = [row for row in alive if row.state == UnitState.ACCEPTED]
     rows = {f"{row.unit:064x}": submission(row.unit, version=row.version, **judged) for row in filled}

@@ -142,8 +142,8 @@ class TestFirstUnits:
         (16, 1, 400_000, 600_000), (256, 0, 100_000, 200_000), (256, 0, 180_000, 240_000), (16, 8, 180_000, 360_000),
     ])  # fmt: skip
     def test_a_slow_machine_that_can_show_nothing_in_lease_s_has_longer(self, tokens, passed, pace_ms, expected_ms):
-        now = moment(progress=Progress(policy=policy()), max_new_tokens=tokens)
-        ask = Ask(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
+        now = moment(progress=RunProgress(policy=policy()), max_new_tokens=tokens)
+        ask = Demand(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
         (row,) = grant(now, [], ask).leases
         assert row.deadline_ms - now.now_ms == expected_ms
 

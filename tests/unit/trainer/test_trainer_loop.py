@@ -198,10 +198,11 @@ def test_a_stopped_trainer_ends_quietly_and_is_resumable(tmp_path: Path, whole, 
 
 
 @pytest.mark.parametrize(("progress", "said"), [
-    (Progress("other-run", 0), r"version 0 of run other-run, but the hub has seen at most version -1 of run test-"),
-    (Progress(RUN, 3), r"version 3 of run test-.*, but the hub has seen at most version -1 of run "),
+    (TrainerProgress("other-run", 0),
+     r"version 0 of run other-run, but the hub has seen at most version -1 of run test-"),
+    (TrainerProgress(RUN, 3), r"version 3 of run test-.*, but the hub has seen at most version -1 of run "),
 ])  # fmt: skip
-def test_checkpoints_that_the_hub_cannot_know_are_refused(tmp_path: Path, progress: Progress, said: str) -> None:
+def test_checkpoints_that_the_hub_cannot_know_are_refused(tmp_path: Path, progress: TrainerProgress, said: str) -> None:
     CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), progress, {})
     with pytest.raises(CheckpointError, match=said):
         training_run(tmp_path, FakeHub(STEPS))[0].run()
