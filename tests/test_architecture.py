@@ -408,7 +408,7 @@ RATCHETS = {
     "statements": 39_300,  # help in sentences; a decoder for processors
     "files": 320,
     "files in the fullest folder": 17,
-    "names of classes used twice": 19,
+    "names of classes used twice": 0,
     "test lines": 52_000,
 }
 

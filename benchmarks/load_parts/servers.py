@@ -46,7 +46,7 @@ def hub_config(folder: Path, database: str) -> HubConfig:
             max_staleness=STALENESS,
             max_new_tokens=TOKENS,
         ),
-        settings=HubSettings(port=0, database=database, requests_per_address_s=0, connections_per_address=0),
+        settings=HubSettings(port=0, database=database, requests_per_address_s=0),
         environment=NumberedTasks(),
         encode=lambda task: list(task.prompt.encode()),
         eos_token_id=0,

@@ -229,8 +229,8 @@ def test_a_relay_takes_only_the_manifest_that_the_head_names(lab: cast.Lab) -> N
 def test_a_head_that_claims_versions_without_end_is_bounded(lab: cast.Lab) -> None:
     manifest = lab.publish(1)
     kept = tuple(f"0.{number}" for number in range(2000))
-    head = head_of(manifest, (lab.www / MANIFEST).read_bytes(), kept_versions=kept)
-    with pytest.raises(ManifestRefused, match="kept_versions"):
+    head = head_of(manifest, (lab.www / MANIFEST).read_bytes(), versions=kept)
+    with pytest.raises(ManifestRefused, match="versions"):
         lab.client(lab.liar({HEAD: cast.says(sign(head))}).url).newest(1)
 
 
@@ -238,7 +238,7 @@ def test_a_head_that_disowns_a_version_cannot_be_forged(lab: cast.Lab) -> None:
     """Only the signer can say that a version is gone; a forged head that says so ends no fetch."""
     manifest = lab.publish(1)
     policy = manifest.policy.model_copy(update={"version": 9})
-    gone = head_of(manifest, (lab.www / MANIFEST).read_bytes(), policy=policy, kept_versions=("0.9",))
+    gone = head_of(manifest, (lab.www / MANIFEST).read_bytes(), policy=policy, versions=("0.9",))
     liar = lab.liar({HEAD: cast.says(sign(gone, cast.OTHER_KEY)), MANIFEST: cast.says(b"", 404)})
     late = lab.liar({MANIFEST: cast.says(b"", 404)})
     with pytest.raises(VersionNotFound, match="before the deadline"):
@@ -314,11 +314,11 @@ def test_a_name_that_is_both_file_and_folder_ends_in_words(lab: cast.Lab) -> Non
 
 
 def test_a_head_that_names_odd_versions_leads_nowhere(lab: cast.Lab) -> None:
-    """`kept_versions` become names of files on a relay."""
+    """`versions` become names of files on a relay."""
     manifest = lab.publish(1)
     data = (lab.www / manifest_key((0, 1))).read_bytes()
     odd = ("0.1", "../../etc/passwd", "0.1/../../x", "-1.0", "0.99999999999", "0.٣")
-    write(lab.www / HEAD, sign(head_of(manifest, data, kept_versions=odd)))
+    write(lab.www / HEAD, sign(head_of(manifest, data, versions=odd)))
     source = lab.source()
     relay = lab.relay("relay", source.url)
     eventually(lambda: cast.is_complete(relay, "0.1") and cast.health(relay)["versions"] == ["0.1"])

@@ -35,7 +35,7 @@ from shoal.run.recipe import Recipe
 
 MALLORY, ALICE = "127.0.0.2", "127.0.0.3"
 DEADLINE_S = 30.0
-SETTINGS = {"requests_per_address_s": 20, "connections_per_address": 40, "requests_per_key_s": 0}
+SETTINGS = {"requests_per_address_s": 20, "requests_per_key_s": 0}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from shoal.hub.state.rows import (
     EvaluationState,
     LeaseState,
     Pool,
-    Progress,
+    RunProgress,
     ShownRow,
     SubmissionState,
     TaskRow,
@@ -30,7 +30,7 @@ from shoal.protocol import Batch, NodeState, PolicyRef, StepReport, Sums, Tally
 
 def test_new_storage_is_empty(storage: Storage) -> None:
     with storage.read() as reader:
-        assert reader.progress() == Progress()
+        assert reader.progress() == RunProgress()
         assert reader.ledger_last() is None
         assert reader.batch(0) is None
         assert reader.unit(0) is None
@@ -132,7 +132,7 @@ def test_progress_counts_units(storage: Storage) -> None:
     apply(storage, *(Save(row, None) for row in rows), AddBatch(BATCH), AddPolicy(newest, 1), AddPolicy(older, 2))
     with storage.read() as reader:
         progress = reader.progress()
-        assert progress == Progress(policy=newest, next_step=1, next_unit=10, alive=4, dropped=1, failed=1)
+        assert progress == RunProgress(policy=newest, next_step=1, next_unit=10, alive=4, dropped=1, failed=1)
         assert [row.unit for row in reader.alive_units()] == [0, 1, 2, 3]
         undecided = {UnitState.OPEN: 1, UnitState.LEASED: 1, UnitState.SUBMITTED: 1}
         assert reader.alive_counts() == {**undecided, UnitState.ACCEPTED: 1}

@@ -113,8 +113,8 @@ class Run:
     def hub_config(self) -> HubConfig:
         return HubConfig(
             folder=self.folder / "hub", run_id=self.id, run=self.settings,
-            settings=HubSettings(port=0, lease_s=self.lease_s, audit_s=3), environment=ParityEnvironment(),
-            encode=encode,
+            settings=HubSettings(port=0, lease_s=self.lease_s), environment=ParityEnvironment(),
+            encode=encode, audit_s=3,
             eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
             certificates=tuple(self.certificates.values()), sources=(self.source,), profiles=self.profiles,
             proof=self.proof, evaluation=self.evaluation,

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,7 +55,6 @@ RUN = {"steps": 3, "groups_per_step": 3, "max_staleness": 1}
 SETTINGS = {
     "newcomer_share": 1.0,
     "audit": "reputation",  # so that credit is pending first
-    "credit_window_s": 0.3,
     "requests_per_key_s": 0,  # the actors are quick
     "requests_per_address_s": 0,
 }
@@ -79,7 +78,8 @@ class Place:
 
 
 def _config(place: Place) -> Any:
-    return kit.make_config(place.folder, run=dict(place.run), settings={**SETTINGS, **place.settings})
+    config = kit.make_config(place.folder, run=dict(place.run), settings={**SETTINGS, **place.settings})
+    return replace(config, credit_window_s=0.3)
 
 
 def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> None:

@@ -77,7 +77,7 @@ def write_tree(folder: Path, manifest: PolicyManifest, payload: bytes, chunk_siz
 
 def head_of(manifest: PolicyManifest, data: bytes, **changes: Any) -> BroadcastHead:
     head = BroadcastHead(
-        run=RUN, policy=manifest.policy, manifest_hash=manifest_hash(data), kept_versions=(manifest.policy.label,),
+        run=RUN, policy=manifest.policy, manifest_hash=manifest_hash(data), versions=(manifest.policy.label,),
         created_at_ms=0,
     )  # fmt: skip
     return head.model_copy(update=changes)

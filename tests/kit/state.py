@@ -24,8 +24,8 @@ def policy(version: int = 0, incarnation: int = 0, digest: str = "d" * 64) -> Po
     return PolicyRef(incarnation=incarnation, version=version, digest=digest)
 
 
-def moment(now_ms: int = NOW_MS, progress: rows.Progress | None = None, **changes: Any) -> rows.Moment:
-    return rows.Moment(rules(**changes), progress or rows.Progress(policy=policy()), now_ms)
+def moment(now_ms: int = NOW_MS, progress: rows.RunProgress | None = None, **changes: Any) -> rows.Moment:
+    return rows.Moment(rules(**changes), progress or rows.RunProgress(policy=policy()), now_ms)
 
 
 def node(number: int = 1, **changes: Any) -> rows.NodeRow:
@@ -59,7 +59,7 @@ class Granted:
 
 
 def grant(
-    now: rows.Moment, open_units: Sequence[rows.UnitRow], ask: leases.Ask, taskless: Container[int] = ()
+    now: rows.Moment, open_units: Sequence[rows.UnitRow], ask: leases.Demand, taskless: Container[int] = ()
 ) -> Granted:
     """As the service does it: plan, draw, issue, sign. Units in `taskless` have no task that can be used."""
     plan, fresh = leases.plan(now, open_units, ask), list[rows.UnitRow]()

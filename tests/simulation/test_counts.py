@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.hub.state.commands import AddPolicy, AddVerdict, Save
-from shoal.hub.state.rows import InHand, LeaseState, Progress, UnitRow
+from shoal.hub.state.rows import InHand, LeaseState, RunProgress, UnitRow
 from shoal.hub.storage import SqliteStorage, StaleRow
 from shoal.protocol import NodeState, PolicyRef
 from shoal.simulator import Scenario, Simulation, WorkerKind
@@ -18,17 +18,17 @@ CREWS = (
 )
 
 
-def kept(storage: SqliteStorage, node: str) -> tuple[Progress, InHand]:
+def kept(storage: SqliteStorage, node: str) -> tuple[RunProgress, InHand]:
     with storage.write() as transaction:
         return transaction.progress(), transaction.newcomers_in_hand(node)
 
 
-def counted(storage: SqliteStorage, node: str) -> tuple[Progress, InHand]:
+def counted(storage: SqliteStorage, node: str) -> tuple[RunProgress, InHand]:
     with storage.read() as reader:
         return reader.progress(), reader.newcomers_in_hand(node)
 
 
-def present(sums: tuple[Progress, InHand]) -> tuple[Progress, InHand]:
+def present(sums: tuple[RunProgress, InHand]) -> tuple[RunProgress, InHand]:
     """Without the networks that have nothing in hand: they may be left out."""
     progress, hands = sums
     networks, unproven, long = (

@@ -33,7 +33,7 @@ def scenario(seed: int, **changes: object) -> Scenario:
 
 VARIANTS: dict[str, dict[str, object]] = {
     "everything audited": {},
-    "by reputation": {"hub": HubSettings(lease_s=40, audit="reputation", credit_window_s=60)},
+    "by reputation": {"hub": HubSettings(lease_s=40, audit="reputation")},
     "synchronous": {"run": RUN.model_copy(update={"max_staleness": 0, "steps": 3}), "seconds": 2400},
     "far ahead": {"run": RUN.model_copy(update={"max_staleness": 4})},
     "validators slow": {"audit_s": 2.0, "claims": 4, "validators": 2},

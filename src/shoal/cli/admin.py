@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Typer, echo
 
 from shoal.cli import options
-from shoal.cli.help import CONTEXT, Command, Group
+from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.errors import UserError
 from shoal.runtime.text import meant, visible
 
@@ -69,7 +69,7 @@ def admin(
 
 
 key = Typer(
-    name="key", help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.", cls=Group,
+    name="key", help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.", cls=CommandGroup,
     context_settings=CONTEXT,
 )  # fmt: skip
 Where = Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder, which holds node.key.")]

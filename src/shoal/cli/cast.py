@@ -9,13 +9,13 @@ from typing import Annotated
 from typer import Argument, Exit, Option, Typer
 
 from shoal.cli import options
-from shoal.cli.help import CONTEXT, Command, Group
+from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.runtime import logs
 from shoal.runtime.stop import StopToken, stop_on_signals
 
 cast = Typer(
     help="Broadcast files and folders to many machines: signed, verified, resumable. No run and no hub is needed.",
-    name="cast", cls=Group, context_settings=CONTEXT,
+    name="cast", cls=CommandGroup, context_settings=CONTEXT,
 )  # fmt: skip
 
 TREE = "Where the published files are, which are served."

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Exit, Typer, echo
 
 from shoal.cli import options
-from shoal.cli.help import CONTEXT, Command, Group
+from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask, UserError
 from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.environments import Environment, EnvironmentSettings
     from shoal.environments.dataset import DatasetEnvironment
-    from shoal.run.sources import TaskSource
+    from shoal.run.sources import CommandTasks
 
 PLACE, RIGHT = "{answer}", 1.0 - 1e-9
 
 data = Typer(
     help="Check a data set before training on it; write right answers of tasks as demonstrations.",
-    name="data", cls=Group, epilog="Schemas, options and a first try: docs/guides/data.md.",
+    name="data", cls=CommandGroup, epilog="Schemas, options and a first try: docs/guides/data.md.",
     context_settings=CONTEXT,
 )  # fmt: skip
 WHERE = "A data file or folder, FORMAT:FILE, a recipe, or a run's folder."
@@ -69,7 +69,7 @@ def _show_order(where: str, settings: Sequence[str], seed: int | None, units: ra
 
     source = source_at(where, settings)
     environment = build(source.settings)
-    if source.settings.pools is not None:
+    if source.settings.retire_after is not None:
         echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
     tasks = len(environment.tasks("train"))
     chosen = seed if seed is not None else source.recipe.run.seed if source.recipe else 0
@@ -122,7 +122,7 @@ def demos(
         echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")
 
 
-def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
+def source_at(spec: str, overrides: Sequence[str]) -> CommandTasks:
     """An override is of an option of the data set (`keep_solve_rate=[0.1, 0.5]`), or has its whole name."""
     from shoal.run.sources import task_source
 

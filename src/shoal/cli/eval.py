@@ -157,7 +157,7 @@ def sft(
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source
-    from shoal.trainer.demonstrations.selection import FilterOptions, Interrupted, Schedule
+    from shoal.trainer.demonstrations.selection import FilterOptions, Schedule, SelectionInterrupted
 
     choice = FilterOptions(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
     request = WarmStartRequest(out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop)
@@ -165,8 +165,8 @@ def sft(
     with model_source(model) as found:
         try:
             if stop.is_set():
-                raise Interrupted
+                raise SelectionInterrupted
             raise Exit(request.train(found))
-        except Interrupted:
+        except SelectionInterrupted:
             echo("stopped before training; to continue, give the same command again", err=True)
             raise Exit(STOPPED_CODE) from None

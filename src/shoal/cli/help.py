@@ -19,7 +19,7 @@ class Command(TyperCommand):
         )
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, Typer, echo
 
 from shoal.cli import options
-from shoal.cli.help import CONTEXT, Command, Group
+from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.errors import UserError
 from shoal.runtime.text import count_of, visible, visible_json
 
@@ -21,7 +21,7 @@ MAX_ROWS = 50
 
 ledger = Typer(
     name="ledger", help="Verify and read the ledger: who did what work, and what it earned.",
-    cls=Group, context_settings=CONTEXT,
+    cls=CommandGroup, context_settings=CONTEXT,
     epilog="Nothing that a hub says is believed: hashes, heads and accounts are computed again on this machine.",
 )  # fmt: skip
 

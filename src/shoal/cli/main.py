@@ -21,7 +21,7 @@ from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
 from shoal.cli.eval import compare, evaluate, filter_tasks, sft
-from shoal.cli.help import CONTEXT, Command, Group
+from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
 from shoal.cli.run import demo, hub, join, relay, run, trainer, validator
@@ -38,7 +38,7 @@ EXTEND = (
     "Python file (examples/custom_reward.py); the algorithm in one file is examples/one_file_rl.py."
 )
 app = Typer(
-    name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.", cls=Group,
+    name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.", cls=CommandGroup,
     epilog=EXTEND, add_completion=False, pretty_exceptions_enable=False,
     context_settings=CONTEXT,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from typer import Exit, echo
 from shoal.cli.printing import counted
 from shoal.environments import Environment, EnvironmentSettings, build
 from shoal.environments.data.locating import locate
-from shoal.environments.data.readers import Table
+from shoal.environments.data.readers import DataTable
 from shoal.errors import ConfigError, ScoringFailure, UserError
 from shoal.evaluation import filter as filtering
 from shoal.evaluation import job
@@ -28,7 +28,7 @@ from shoal.evaluation.summary import MAX_FAILURES, missing_lines, summary_of, ta
 from shoal.models import BUILTIN
 from shoal.models.folder import model_folder, read_config, read_files
 from shoal.rewards import ScoringPatience, ScoringPool
-from shoal.run.sources import ModelSource, TaskSource, model_source, scorable, task_source
+from shoal.run.sources import CommandTasks, ModelSource, model_source, scorable, task_source
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 from shoal.runtime.text import count_of
@@ -40,7 +40,7 @@ DEFAULT_TOKENS = 1024
 @dataclass(frozen=True)
 class Given:
     model: str
-    source: TaskSource
+    source: CommandTasks
     samples: int
     tasks: int
     temperature: float | None
@@ -89,7 +89,7 @@ class Given:
 
 
 def worked(
-    what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any],
+    what: str, folder: Path, source: CommandTasks, environment: Environment, work: Callable[..., Any],
     kept: str = "what is done is kept in {}, and the same command continues",
 ) -> Any:  # fmt: skip
     """The result of `work(processes, folder, stop, report)`; told to stop, the command ends. A reward function, or a
@@ -117,7 +117,7 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
         if trained_on is not None:
             training = task_source(trained_on)
         elif model.run is not None and chosen.plan.split != "train":
-            training = TaskSource(model.run.recipe.environment, run=model.run)
+            training = CommandTasks(model.run.recipe.environment, run=model.run)
         else:
             return Leaks()
         ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
@@ -147,7 +147,7 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
         raise UserError(f"--set {overrides[0]}: say with --env what it changes")
     else:
         try:
-            source = TaskSource(EnvironmentSettings.model_validate_json((out / job.ENVIRONMENT).read_bytes()))
+            source = CommandTasks(EnvironmentSettings.model_validate_json((out / job.ENVIRONMENT).read_bytes()))
         except (OSError, ValueError) as error:
             raise UserError(f"{out / job.ENVIRONMENT} cannot be read: say with --env what the tasks are") from error
     environment = scorable(source)
@@ -172,7 +172,7 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     echo("\n".join(lines))
 
 
-def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
+def refuse_if_hollow(summary: dict[str, Any], source: CommandTasks, rescore: str, again: str) -> None:
     """Results of which much is missing are no success. Unusable rows are no failure where bad_rows = "skip"."""
     share, unusable = summary["unscored"]["share"], summary["problems"].get(UNUSABLE, 0)
     if share > MAX_FAILURES:
@@ -200,7 +200,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     about = {**evaluation.about, "band": str(band), "all": everything, "column": column}
     if filtering.written_before(out, about):
         return echo(f"this is done already: {out}", err=True)
-    table = None if data is None or path is None else Table(locate(path, data.options.split))
+    table = None if data is None or path is None else DataTable(locate(path, data.options.split))
     if table is not None:
         filtering.refuse_taken(table.columns, name)
     work = work_of(out)

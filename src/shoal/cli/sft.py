@@ -31,7 +31,7 @@ from shoal.models.folder import model_folder, read_files
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.rewards.classifier import Classifier
 from shoal.run.recipe import Recipe
-from shoal.run.sources import ModelSource, TaskSource, scorable, task_source
+from shoal.run.sources import CommandTasks, ModelSource, scorable, task_source
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import write_atomically
 from shoal.runtime.lock import FolderLock
@@ -40,7 +40,7 @@ from shoal.runtime.text import shoal_command
 from shoal.trainer.demonstrations import selection
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
 from shoal.trainer.demonstrations.selection import Corpus, FilterOptions, FilterReport, Schedule
-from shoal.trainer.folder import Progress, refuse_foreign
+from shoal.trainer.folder import TrainerProgress, refuse_foreign
 from shoal.trainer.record import Tracked, open_trackers, require_trackers
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class WarmStartRequest:
     choice: FilterOptions
     schedule: Schedule
     stop: StopToken
-    source: TaskSource | None = None
+    source: CommandTasks | None = None
     environment: Environment | None = None
 
     @property
@@ -158,7 +158,7 @@ class WarmStartRequest:
         loaded, text = starting_model(str(model.where), settings), json.dumps(about, indent=2).encode() + b"\n"
         run = f"sft-{hashlib.sha256(text + corpus.as_bytes()).hexdigest()[:12]}"
         card = ModelCard(
-            Progress(run, 0), base_model=hub_name(model.name if model.run else model.where),
+            TrainerProgress(run, 0), base_model=hub_name(model.name if model.run else model.where),
             environment=self.source.label if self.source else "", trained_on="demonstrations",
         )  # fmt: skip
         return SftRun(

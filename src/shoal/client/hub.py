@@ -19,7 +19,7 @@ import httpx
 import shoal.protocol as wire
 from shoal import __version__
 from shoal.client.http import open_http
-from shoal.client.transport import Call, ClientOptions, Hubs, SharedState, Transport, parsed
+from shoal.client.transport import ClientOptions, HubCall, Hubs, SharedState, Transport, parsed
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, submission_digest, unpack
@@ -116,7 +116,7 @@ class HubClient:
     def admin(self, request: wire.AdminRequest) -> wire.AdminReply:
         """An order is signed itself, so that the call is not."""
         body = request.model_dump_json().encode()
-        return self._parsed("/admin", self._transport.send(Call("POST", "/admin", body)), wire.AdminReply)
+        return self._parsed("/admin", self._transport.send(HubCall("POST", "/admin", body)), wire.AdminReply)
 
     # Any node
 
@@ -130,7 +130,7 @@ class HubClient:
         ))  # fmt: skip
 
     def _introduce(self, message: wire.Registration) -> wire.NodeView:
-        answer = self._transport.send(self._signed(Call("POST", "/nodes", message.model_dump_json().encode())))
+        answer = self._transport.send(self._signed(HubCall("POST", "/nodes", message.model_dump_json().encode())))
         known = self._transport.known
         known.registration, known.registered = message, known.registered + 1
         return self._parsed("/nodes", answer, wire.NodeView)
@@ -152,12 +152,13 @@ class HubClient:
 
     def show(self, lease_id: str, progress: wire.ShownProgress) -> wire.ProgressReply:
         path = f"/leases/{quote(lease_id, safe='')}/progress"
-        return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), wire.ProgressReply)
+        call = HubCall("POST", path, pack(progress), content_type=BULK)
+        return self._parsed(path, self._ask(call), wire.ProgressReply)
 
     def submit(self, lease_id: str, body: bytes) -> wire.Receipt:
         """Submit a packed submission. The receipt is verified: these bytes, this node, this lease."""
         path = f"/submissions/{quote(lease_id, safe='')}"
-        signed = self._parsed(path, self._ask(Call("PUT", path, body, content_type=BULK)), SignedDocument)
+        signed = self._parsed(path, self._ask(HubCall("PUT", path, body, content_type=BULK)), SignedDocument)
         receipt = self._from_hub(signed, wire.Receipt)
         promised = (receipt.node, receipt.lease, receipt.submission)
         if promised != (self.key.node, lease_id, submission_digest(body)):
@@ -177,7 +178,7 @@ class HubClient:
 
     def submissions(self, digests: Sequence[str]) -> list[bytes]:
         limits, names = SUBMISSION_BODIES_LIMITS, tuple(("name", digest) for digest in digests)
-        call = Call("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
+        call = HubCall("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
         bodies = unpack(self._ask(call), wire.SubmissionBodies, limits).bodies
         if [submission_digest(body) for body in bodies] != list(digests):
             raise CodecError("the hub's copies of submissions do not match their digests")
@@ -187,7 +188,7 @@ class HubClient:
         return self._post("/verdicts", wire.VerdictReport(verdicts=tuple(signed)), wire.VerdictReply)
 
     def publish_calibration(self, signed: SignedDocument) -> None:
-        self._transport.send(Call("POST", "/calibrations", signed.model_dump_json().encode()))
+        self._transport.send(HubCall("POST", "/calibrations", signed.model_dump_json().encode()))
 
     def calibration(self, digest: str) -> wire.Calibration:
         """A calibration, verified: signed by a validator of the run or by its owner."""
@@ -212,7 +213,7 @@ class HubClient:
 
     def rollouts(self, step: int) -> wire.TrainingBatch:
         cap = TRAINING_BATCH_LIMITS.compressed_bytes
-        body = self._ask(Call("GET", f"/batches/{step}/rollouts", max_bytes=cap))
+        body = self._ask(HubCall("GET", f"/batches/{step}/rollouts", max_bytes=cap))
         return unpack(body, wire.TrainingBatch, TRAINING_BATCH_LIMITS)
 
     def report(self, report: wire.StepReport) -> None:
@@ -239,10 +240,10 @@ class HubClient:
             raise SignatureError(f"the hub's {kind.kind} is for run {document.run!r}, not for {trusted.run!r}")
         return document
 
-    def _signed(self, call: Call) -> Call:
+    def _signed(self, call: HubCall) -> HubCall:
         return replace(call, run=self.trusted_run().run)
 
-    def _ask(self, call: Call) -> bytes:
+    def _ask(self, call: HubCall) -> bytes:
         """A signed call. If the hub has forgotten this node (restored from a backup), it is registered again, once,
         also if several calls fail together."""
         known, patience_s = self._transport.known, self._transport.options.patience_s
@@ -264,10 +265,10 @@ class HubClient:
 
     def _get(self, path: str, kind: type[M], **params: int | str) -> M:
         pairs = tuple((name, str(value)) for name, value in params.items())
-        return self._parsed(path, self._transport.send(Call("GET", path, params=pairs)), kind)
+        return self._parsed(path, self._transport.send(HubCall("GET", path, params=pairs)), kind)
 
     def _send(self, method: str, path: str, message: wire.Message, wait_s: float = 0.0) -> bytes:
-        return self._ask(Call(method, path, message.model_dump_json().encode(), wait_s=wait_s))
+        return self._ask(HubCall(method, path, message.model_dump_json().encode(), wait_s=wait_s))
 
     def _post(self, path: str, message: wire.Message, kind: type[M], wait_s: float = 0.0) -> M:
         return self._parsed(path, self._send("POST", path, message, wait_s), kind)

@@ -82,7 +82,7 @@ class ClientOptions:
 
 
 @dataclass(frozen=True)
-class Call:
+class HubCall:
     """One request. `wait_s`: the duration of its long poll, added to the time-out."""
 
     method: str
@@ -95,7 +95,7 @@ class Call:
     max_bytes: int = 64 * MIB  # of the answer
 
 
-RUN = Call("GET", "/run", max_bytes=2 * MIB)
+RUN = HubCall("GET", "/run", max_bytes=2 * MIB)
 
 
 @dataclass(eq=False)
@@ -199,7 +199,7 @@ class Transport:
     options: ClientOptions
     known: SharedState
 
-    def send(self, call: Call) -> bytes:
+    def send(self, call: HubCall) -> bytes:
         """The body of a hub's answer; or `HubRefused`, `HubUnreachable`, `DeadlineExceeded` (told to stop)."""
         began, attempt, warned = self.clock.monotonic_s(), 0, False
         must_meet = call.run is not None or self.known.pinned is not None
@@ -284,7 +284,7 @@ class Transport:
         hub.verified = True
         return content
 
-    def _exchange(self, call: Call, hub: HubAddress) -> tuple[bytes, Nearness]:
+    def _exchange(self, call: HubCall, hub: HubAddress) -> tuple[bytes, Nearness]:
         """The body of the answer, and the nearness of the hub."""
         request, options = self._request(call, hub), self.options
         allowed_s = options.connect_timeout_s + options.answer_timeout_s + call.wait_s  # up to the answer's first byte
@@ -305,7 +305,7 @@ class Transport:
             self._learn_time(request, content)
         return _sorted_out(response, content), near
 
-    def _request(self, call: Call, hub: HubAddress) -> httpx.Request:
+    def _request(self, call: HubCall, hub: HubAddress) -> httpx.Request:
         headers = {**HEADERS, **({"content-type": call.content_type} if call.body else {})}
         timeout = httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s)
         reach = None if self.known.trusted is None else self.known.trusted.reach  # where hubs may send this machine

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from shoal.engines.decoding import Row
-from shoal.engines.guesses import Followers, Guessed
+from shoal.engines.guesses import Guessed, SeenTokens
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.paged import WINDOW, PagedDecoder, PagePool, size_for
 from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest, checks_of
@@ -85,7 +85,7 @@ class RowBatch:
             if key not in self._prefixes:
                 self._prefixes[key] = Prefix((*requests[row.group].prompt_ids, *row.tokens.tolist()))
             self._prefixes[key].waiting += 1
-        self._followers: dict[int, Followers] = {}
+        self._seen_tokens: dict[int, SeenTokens] = {}
         self._held: dict[int, HeldRow] = {}
         self._free: list[int] = []
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
@@ -111,10 +111,10 @@ class RowBatch:
                     ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
                     size, guesses = size_for(max(self._held) + 1), self._guesses()
                     self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
-                    self._tell()
+                    self._report()
                     self._seen = self._harvest(pool)
                     self._admit(pool)
-                self._tell()
+                self._report()
                 if self._decoder.held_bytes > self._decoder.kept_bytes:
                     self._decoder.release()
             return list(self._waiting)
@@ -122,7 +122,7 @@ class RowBatch:
             if not is_out_of_memory(error):
                 self._decoder.release()
                 raise
-        self._tell()
+        self._report()
         for row in (held.row for held in self._held.values()):
             kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
             row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
@@ -135,13 +135,13 @@ class RowBatch:
         """Rows by their slots, where it is worth guessing what they say next."""
         if len(self._held) > self._decoder.guessing_rows:
             return None
-        for group in {held.row.group for held in self._held.values()} - self._followers.keys():
+        for group in {held.row.group for held in self._held.values()} - self._seen_tokens.keys():
             prompt = self._requests[group].prompt_ids
-            self._followers[group] = Followers(*((*prompt, *row.tokens.tolist()) for row in self._groups[group]))
+            self._seen_tokens[group] = SeenTokens(*((*prompt, *row.tokens.tolist()) for row in self._groups[group]))
         for held in self._held.values():
             if held.guessed is None:
                 text = [*held.request.prompt_ids, *held.row.tokens.tolist()]
-                held.guessed = Guessed(text, self._followers[held.row.group])
+                held.guessed = Guessed(text, self._seen_tokens[held.row.group])
         return {slot: held.guessed for slot, held in self._held.items() if held.guessed is not None}
 
     def _admit(self, pool: PagePool) -> None:
@@ -286,8 +286,8 @@ class RowBatch:
         for old, new in zip(high, low, strict=True):
             self._held[new] = self._held.pop(old)
 
-    def _tell(self) -> None:
-        """Proofs and completions of what the last window drew; whoever asked for it is told."""
+    def _report(self) -> None:
+        """Make proofs and completions of what the last window drew, and report both to the requests."""
         seen, self._seen = self._seen, []
         pairs = [(held, points) for held in seen for points in held.points]
         if pairs:

@@ -28,7 +28,7 @@ from shoal.sampling.stream import uniforms_at
 from shoal.toploc import PointBatch, commit, top_points
 
 UNIFORM_BLOCK = 256
-TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
+REPORT_EVERY = 4  # steps of decoding between two reports of progress: each is a wait for the device
 
 # Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
 Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
@@ -119,11 +119,11 @@ class Decoding:
         self.lines = {place: line for place, line in enumerate(lines) if line is not None}
 
     def _begun_line(self, row: Row) -> tuple[Line | None, bool]:
-        """The line of a row after the tokens that it has, and whether the completion goes on."""
-        line, goes_on = self.line_of(row), True
+        """The line of a row after the tokens that it has, and whether the completion continues."""
+        line, continues = self.line_of(row), True
         for token in row.tokens.tolist():
-            goes_on = token != self.eos_token_id if line is None else line.take(token)
-        return line, goes_on and len(row.tokens) < self.max_new_tokens
+            continues = token != self.eos_token_id if line is None else line.take(token)
+        return line, continues and len(row.tokens) < self.max_new_tokens
 
     def record(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> Tensor | None:
         """Take one token per live row; returns which rows of the batch continue, or None when none does. Finished rows
@@ -210,8 +210,8 @@ class Decoding:
         for place, (tokens, logprobs, proofs) in enumerate(zip(*self._columns(), self._proofs(), strict=True)):
             row = self.rows[place]
             row.tokens, row.logprobs, row.proofs = tokens[:end], logprobs[:end], proofs
-            line, goes_on = self._begun_line(row)
-            if len(tokens) > end or (len(tokens) == end and goes_on):
+            line, continues = self._begun_line(row)
+            if len(tokens) > end or (len(tokens) == end and continues):
                 left.append(row)
                 continue
             if line is not None:
@@ -263,17 +263,17 @@ class GenerationCall:
         places: dict[int, list[int]] = {}
         for place, row in enumerate(decoding.rows):
             places.setdefault(row.group, []).append(place)
-        told = [self.requests[group] for group in places]
-        checks = checks_of(told)
-        if not checks and all(request.on_tokens is None and request.on_chunks is None for request in told):
+        requests = [self.requests[group] for group in places]
+        checks = checks_of(requests)
+        if not checks and all(request.on_tokens is None and request.on_chunks is None for request in requests):
             return lambda: None
         here = set(map(id, decoding.rows))
         others = {group: [row for row in self.groups[group] if id(row) not in here] for group in places}
 
-        def tell() -> None:
+        def report() -> None:
             for check in checks:
                 check()
-            if decoding.step % TELL_EVERY == 0:
+            if decoding.step % REPORT_EVERY == 0:
                 lengths_R = decoding.lengths.cpu().numpy()
                 for group, own in places.items():
                     on_tokens = self.requests[group].on_tokens
@@ -290,7 +290,7 @@ class GenerationCall:
             found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others[group] if row.proofs}
             return found | {decoding.rows[place].seed: chunks()[place] for place in places[group]}
 
-        return tell
+        return report
 
 
 def choose_tiled(head: Head, state: Rows, step: int, choose: Choose, tile_elements: int) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,14 @@ Both ask `reply`, which depends on the tokens alone; so what a worker drew reads
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from shoal.engines.protocol import Engine, Finish, Respond
+from shoal.engines.protocol import Engine, Finish, GenerationRequest, Respond
 from shoal.environments import Environment, Task, dialogue_of, has_dialogues, prompt_settings_of
 from shoal.environments.tools import TOOLS, Tool
 from shoal.errors import ConfigError
@@ -122,10 +123,16 @@ class Line:
     respond: Respond
     eos_token_id: int
     max_new_tokens: int
+    vocabulary: int = sys.maxsize
     tokens: list[int] = field(default_factory=list)
     given: list[tuple[int, int]] = field(default_factory=list)
     finish: Finish = "length"
     _queue: deque[int] = field(default_factory=deque)
+
+    @classmethod
+    def of(cls, request: GenerationRequest, vocabulary: int) -> Line:
+        sampling = request.sampling
+        return cls(request.respond or (lambda _: None), sampling.eos_token_id, sampling.max_new_tokens, vocabulary)
 
     @property
     def forced(self) -> int | None:
@@ -133,12 +140,14 @@ class Line:
         return self._queue[0] if self._queue else None
 
     def take(self, token: int) -> bool:
-        """Take the next token, drawn or forced; whether the completion goes on after it."""
+        """Take the next token, drawn or forced; whether the completion continues after it."""
         self.tokens.append(token)
         if self._queue:
             self._queue.popleft()
         elif token == self.eos_token_id:
             given = self.respond(self.tokens)
+            if given and (min(given) < 0 or max(given) >= self.vocabulary):
+                raise ValueError(f"a token is outside the vocabulary of {self.vocabulary}")
             self.finish = self.finish if given else "eos"
             if not given or len(self.tokens) + len(given) >= self.max_new_tokens:
                 return False

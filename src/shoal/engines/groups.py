@@ -33,10 +33,10 @@ def generate(
             for lease in alike:
                 terms = (lease.prompt_ids, lease.seed_numbers, lease.sampling)
                 heard = partial(on_tokens, lease.lease) if on_tokens is not None else None
-                told = on_chunks(lease) if on_chunks is not None else None
+                on_own = on_chunks(lease) if on_chunks is not None else None
                 talk = dialogue_for(lease, loaded.files)
                 respond = None if talk is None else talk.respond
-                requests.append(GenerationRequest(*terms, heard, told, respond, check=check))
+                requests.append(GenerationRequest(*terms, heard, on_own, respond, check=check))
             drawn = loaded.engine.generate(requests, proof)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]

@@ -12,10 +12,10 @@ AHEAD = 8  # tokens guessed at once, at most
 PATIENCE = 16  # steps without a guess, once guesses have failed
 
 
-class Followers:
+class SeenTokens:
     """What followed each `LENGTH` tokens last, for the rows of a group.
 
-    >>> Followers([1, 2, 3, 4, 1, 2, 3]).guess([7, 1, 2, 3], 4)
+    >>> SeenTokens([1, 2, 3, 4, 1, 2, 3]).guess([7, 1, 2, 3], 4)
     [4, 1, 2, 3]
     """
 
@@ -43,19 +43,19 @@ class Guessed:
     """A row that is guessed at: twice as far after a good guess, not at all for a while after a bad one."""
 
     text: list[int]
-    followers: Followers
+    seen: SeenTokens
     ahead: int = 2
     rest: int = 0
     right: int = 0
 
     def guess(self, most: int) -> list[int]:
         self.rest -= 1
-        return self.followers.guess(self.text, min(self.ahead, most)) if self.rest < 0 else []
+        return self.seen.guess(self.text, min(self.ahead, most)) if self.rest < 0 else []
 
     def take(self, tokens: Sequence[int], guessed: int) -> None:
         """The tokens that were drawn, one more than were guessed right."""
         self.text += tokens
-        self.followers.learn(self.text, len(tokens))
+        self.seen.learn(self.text, len(tokens))
         right = len(tokens) - 1
         self.right += right
         if guessed and right == guessed:

@@ -13,7 +13,7 @@ from typing import Any
 from shoal.runtime.limits import free_memory_bytes
 
 MEMORY_ERRORS = (RuntimeError, MemoryError)  # among them torch's OutOfMemoryError; `is_out_of_memory` tells which
-TELLING = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 SHARES = {"cpu": 0.5, "cuda": 0.8}  # of free memory; a processor's runs out without an error, by killing a process
 ALLOWANCE = 2  # a growing cache has room for as much again
 _share = 1.0  # of a GPU's memory, for this process
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: torch and the libraries below it have several ways to say so."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in TELLING)
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in SIGNS)
 
 
 def release_memory() -> None:

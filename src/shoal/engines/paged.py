@@ -68,7 +68,7 @@ class Slots:
             column[targets] = column[sources]
 
     def clear(self, places: Tensor | slice) -> None:
-        """Nobody is there: what an idle slot writes goes to page 0."""
+        """Make slots idle: what they write goes to page 0."""
         self.alive[places], self.table_SW[places], self.context[places] = False, 0, 0
 
 
@@ -149,8 +149,8 @@ class PagedDecoder:
         self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = (),
         _ended: int = 0, _guesses: Mapping[int, Guessed] | None = None,
     ) -> None:  # fmt: skip
-        """Queue so many steps of the first `size` slots. Nobody waits for them, or looks how many rows have ended. On a
-        processor `checks` are made after each step, on a GPU when all are queued."""
+        """Queue so many steps of the first `size` slots, and wait for nothing; ended rows are not counted. `checks` are
+        made after each step on a processor, on a GPU when all are queued."""
         assert self._pool is not None
         self._pool.step_1.zero_()
         if self.device.type != "cuda":

@@ -102,7 +102,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """What this engine's policy says of given tokens, aligned with them. `entropy` and `varentropy` are mean and
+    """What this engine's policy says of a completion's tokens, in order. `entropy` and `varentropy` are mean and
     variance of -log p of the distribution that each was drawn from. `points`, if asked for, compare with proofs."""
 
     logprobs: npt.NDArray[np.float32]

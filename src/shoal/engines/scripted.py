@@ -87,18 +87,16 @@ class ScriptedEngine:
     ) -> Completion:
         sampling = request.sampling
         stream_T = uniforms(seed, request.begun, sampling.max_new_tokens)
-        line = Line(request.respond or (lambda _tokens: None), sampling.eos_token_id, sampling.max_new_tokens)
-        logprobs, states, goes_on = list[float](), list[npt.NDArray[np.float32]](), True
-        while goes_on:
+        line = Line.of(request, self.vocabulary_size)
+        logprobs, states, continues = list[float](), list[npt.NDArray[np.float32]](), True
+        while continues:
             position, forced = len(line.tokens), line.forced
             logits_V, hidden_H = self._step([*request.prompt_ids, *line.tokens])
             tokens, logprob = sample(logits_V[None], stream_T[position : position + 1], sampling.temperature)
             states.append(hidden_H)
-            if forced is not None:
-                self._refuse_unknown([forced])
             logprobs.append(float(logprob[0]) if forced is None else 0.0)
-            goes_on = line.take(int(tokens[0]) if forced is None else forced)
-            if proof is not None and request.on_chunks is not None and (len(states) % proof.rows == 0 or not goes_on):
+            continues = line.take(int(tokens[0]) if forced is None else forced)
+            if proof is not None and request.on_chunks is not None and (len(states) % proof.rows == 0 or not continues):
                 proofs = tuple(commit(_points(states, proof)))
                 finished[seed] = Chunks(np.array(line.tokens, dtype=np.int32), proofs)
                 request.on_chunks(partial(dict, finished))

@@ -50,7 +50,7 @@ class EngineShelf:
         self._loaded: OrderedDict[PolicyRef, LoadedPolicy] = OrderedDict()
 
     def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
-        """The engine of exactly this policy. Raises `BroadcastError` if it cannot be had before the deadline."""
+        """The engine of exactly this policy. Raises `BroadcastError` if it cannot be fetched before the deadline."""
         if ref in self._loaded:
             self._loaded.move_to_end(ref)
             return self._loaded[ref]

@@ -325,17 +325,7 @@ class TorchEngine:
 
     def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
         request = drawing.requests[row.group]
-        respond, sampling = request.respond, request.sampling
-        if respond is None:
-            return None
-
-        def known(token_ids: list[int]) -> tuple[int, ...] | None:
-            given = respond(token_ids)
-            if given:
-                self._refuse_unknown(min(given), max(given))
-            return given
-
-        return Line(known, sampling.eos_token_id, sampling.max_new_tokens)
+        return None if request.respond is None else Line.of(request, self.vocabulary_size)
 
     def _decode(self, drawing: GenerationCall, decoding: Decoding) -> None:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
@@ -401,7 +391,7 @@ class TorchEngine:
         ]
 
     def _hidden_of(self, batch: Sequence[PrefillRequest], lengths: Sequence[int]) -> Tensor:
-        """The hidden state that each given token was drawn from, all requests' one after the other [N, H]."""
+        """The hidden state that each token was drawn from, all requests' one after the other [N, H]."""
         prompts = list(dict.fromkeys(request.prompt_ids for request in batch))
         shared = sum(len(request.prompt_ids) for request in batch) - sum(map(len, prompts))
         worth_it = shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths))

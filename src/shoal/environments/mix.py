@@ -1,6 +1,6 @@
 """A weighted mixture of environments: one sequence of tasks in which every part has its share.
 
-    position ─► `Schedule` ─► part, its nth task ─► a permutation of the part's tasks, another one in each pass
+    position ─► `MixSchedule` ─► part, its nth task ─► a permutation of the part's tasks, another one in each pass
 
 A small part starts again, in another order, while others are still on their first pass. Task ids are `label:id`, and
 scores have the label among their parts. No part trains on a question that another part holds out.
@@ -31,7 +31,7 @@ LONGEST = 10**12  # positions at most, however rare a part is
 PASSED_OVER = 256  # tasks of a generating part that are tried to find one that no part holds out
 
 
-class Schedule:
+class MixSchedule:
     """Assigns positions to parts by weight, in a cycle that spreads the turns of each part evenly."""
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -102,7 +102,7 @@ class MixedEnvironment:
         self._listing = [part for part in self.parts if not part.generates]
         self._skipped = lru_cache(maxsize=None)(self._positions_held_out)
         holding = [part for part in self.parts if len(part.environment.tasks("held_out"))]
-        schedule, rest = (Schedule([part.weight for part in some]) for some in (parts, holding))
+        schedule, rest = (MixSchedule([part.weight for part in some]) for some in (parts, holding))
         sizes = [len(part.environment.tasks("train")) for part in parts]
         most = [len(part.environment.tasks("held_out")) for part in holding]
         if train_size is None:  # the smallest size in which every part has a turn for each of its tasks
@@ -148,7 +148,7 @@ class MixedEnvironment:
             raise EnvironmentSetupError(f"the mixture has no task {task_id!r:.200}")
         return self._by_label[label], inner
 
-    def _train(self, schedule: Schedule, position: int) -> Task:
+    def _train(self, schedule: MixSchedule, position: int) -> Task:
         """The task of a position: the nth of its part, not counting those that a part holds out."""
         number, nth = schedule.turn(position)
         part, tasks = self.parts[number], self.parts[number].environment.tasks("train")
@@ -166,7 +166,7 @@ class MixedEnvironment:
                 return part.labelled(task)
         raise UnusableTask(f"{PASSED_OVER} tasks of part {part.label!r} in a row are held out by other parts")
 
-    def _held_out(self, holding: Sequence[Part], schedule: Schedule, position: int) -> Task:
+    def _held_out(self, holding: Sequence[Part], schedule: MixSchedule, position: int) -> Task:
         number, nth = schedule.turn(position)
         part, tasks = holding[number], holding[number].environment.tasks("held_out")
         task = tasks[part.shuffled("held_out", len(tasks), nth)]

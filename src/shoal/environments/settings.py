@@ -111,14 +111,6 @@ class JudgeSettings(Table):
         return self
 
 
-class PoolSettings(Table):
-    """Difficulty while training: tasks are drawn by their recent solve rate."""
-
-    retire_after: int = Field(default=2, ge=0, description="solved groups in a row that retire a task; 0: never")
-    easy_share: float = Field(default=0.25, ge=0, le=1, description="how many of the drawn easy tasks are taken")
-    hard_share: float = Field(default=0.5, ge=0, le=1, description="how many of the drawn hard tasks are taken")
-
-
 class ScoringSettings(Table):
     """Limits for scoring one completion, in child processes."""
 
@@ -137,7 +129,10 @@ class EnvironmentSettings(TaskSource):
     length: LengthSettings | None = Field(default=None, description="length budgets: targets, form, alpha, …")
     prompt: PromptSettings | None = Field(default=None, description="how a task is asked: chat, system, thinking")
     judges: tuple[JudgeSettings, ...] = Field(default=(), description="reward models beside the task's own reward")
-    pools: PoolSettings | None = Field(default=None, description="difficulty by recent pass rate: retire_after, …")
+    retire_after: int | None = Field(
+        default=None, ge=0,
+        description="draw easy and hard tasks less often; solved groups in a row that retire one (0: none); unset: off",
+    )  # fmt: skip
     scoring: ScoringSettings | None = Field(default=None, description="limits: seconds, memory_mb, processes")
     shuffle_rewards: bool = Field(default=False, description="the control: rewards permuted within each group")
 

@@ -44,7 +44,7 @@ def evaluate(text: str) -> Fraction:
     tokens = _TOKEN.findall(text)
     if len(text) > MAX_CHARACTERS or "".join(tokens) != re.sub(f"[{_BLANK}]", "", text):
         raise NoValue
-    parser = _Parser(tokens)
+    parser = _SumParser(tokens)
     value = parser.sum(0)
     if parser.tokens:
         raise NoValue
@@ -64,7 +64,7 @@ def is_number(text: str) -> bool:
     return _NUMBER.fullmatch(text) is not None
 
 
-class _Parser:
+class _SumParser:
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens[::-1]
 

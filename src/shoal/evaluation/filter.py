@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shoal.environments import Environment
 from shoal.environments.composed import inner_of
-from shoal.environments.data.readers import Broken, Table
+from shoal.environments.data.readers import Broken, DataTable
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import ConfigError
 from shoal.evaluation.plan import Part, tasks_of
@@ -97,7 +97,7 @@ def refuse_taken(columns: Iterable[str], model: str) -> None:
         raise ConfigError(f"the data has a column {taken[0]} already: give the new ones another name with --name")
 
 
-def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None, model: str) -> Any:
+def original_rows(table: DataTable, rates: Mapping[int, Rate], band: RateBand | None, model: str) -> Any:
     """The rows in the band; without a band all rows, measured or not. Parquet keeps its types, others are inferred."""
     import pyarrow as pa
 

@@ -7,7 +7,7 @@ import threading
 
 class Buckets:
     """A bucket for each caller that fills at a rate; a rate of 0 is no limit. Threads may share it. Beyond `remembered`
-    callers, whoever was here longest ago is forgotten: many addresses cost no more memory.
+    callers, the one that called longest ago is forgotten: many addresses cost no more memory.
 
     >>> buckets = Buckets(rate_s=1.0, burst_s=2.0)
     >>> [buckets.take("alice", now_s=0.0) for _ in range(3)]

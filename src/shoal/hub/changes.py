@@ -1,4 +1,4 @@
-"""What changed, for whoever waits for it (`http/polling`, the simulator); and who waits for what (`Waits`)."""
+"""What changed, for those that wait for it (`http/polling`, the simulator); and who waits for what (`Waits`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 from shoal.protocol import Wait
 
 MAX_WAIT_S = 30.0  # of a long poll
-FORGET_AFTER_MS = round(MAX_WAIT_S * 1000) + 15_000  # whoever has not polled again by then is gone, not waiting
+FORGET_AFTER_MS = round(MAX_WAIT_S * 1000) + 15_000  # a node that has not polled again by then is gone, not waiting
 
 
 class Topic(StrEnum):

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.environments import Environment, Task
-from shoal.environments.settings import PoolSettings
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
 from shoal.protocol import BodyLimits, ModelSize, SignedDocument, SigningKey
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_GROUP, MAX_NEW_TOKENS, ProofParameters, SamplingParameters
@@ -70,11 +69,8 @@ class HubSettings(BaseModel):
         None, gt=0, description=f"time a worker has for one lease, from its last sign of progress; {DERIVED} 60")
     lease_hard_s: float | None = Field(
         None, gt=0, description=f"time a worker has for one lease at the most; {DERIVED} 600")
-    audit_s: float | None = Field(None, gt=0, description=f"time a validator has for one claim of audits; {DERIVED} 60")
     audit: Literal["all", "reputation"] = Field(
         "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample")
-    credit_window_s: float = Field(
-        600, ge=0, description="time in which audits by reputation can still take credit back")
     newcomer_share: float = Field(
         0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
@@ -83,8 +79,8 @@ class HubSettings(BaseModel):
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     requests_per_key_s: float = Field(50, ge=0, description="requests a second that one key may make; 0: no limit")
     requests_per_address_s: float = Field(
-        200, ge=0, description="requests a second that one address may make; a 200th of them may register; 0: no limit")
-    connections_per_address: int = Field(512, ge=0, description="connections that one address may have; 0: no limit")
+        200, ge=0, description="requests a second of one address; 2.5 times as many connections, a 200th as many new "
+        "keys a second; 0: no limit")
     # fmt: on
 
 
@@ -108,10 +104,12 @@ class HubConfig:
     profiles: tuple[str, ...] = PROFILES
     measurable: tuple[str, ...] = ()
     frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    pools: PoolSettings | None = None
+    pools: PoolRules | None = None
     evaluation: EvaluationPlan | None = None
     model: ModelSize = field(default_factory=ModelSize)
     proof: ProofParameters = field(default_factory=ProofParameters)
+    credit_window_s: float = 600.0  # in which audits by reputation can still take credit back
+    audit_s: float | None = None  # for one claim of audits; None: by the run's size
 
     @property
     def rules(self) -> Rules:
@@ -121,10 +119,11 @@ class HubConfig:
             steps=run.steps, groups_per_step=run.groups_per_step, group_size=run.group_size,
             max_staleness=run.max_staleness, max_new_tokens=run.max_new_tokens, refill_cap=settings.refill_cap,
             leases_per_node=settings.leases_per_node, lease_ms=round(chosen.lease_s * 1000),
-            audit_ms=round(chosen.audit_s * 1000), audit=settings.audit, drop_equal=settings.drop_equal,
-            credit_window_ms=round(settings.credit_window_s * 1000), newcomer_share=settings.newcomer_share,
+            audit_ms=round((self.audit_s or chosen.audit_s) * 1000), audit=settings.audit,
+            drop_equal=settings.drop_equal, newcomer_share=settings.newcomer_share,
+            credit_window_ms=round(self.credit_window_s * 1000),
             lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000), proof_rows=self.proof.rows,
-            pools=None if self.pools is None else PoolRules(**self.pools.model_dump()), evaluation=self.evaluation,
+            pools=self.pools, evaluation=self.evaluation,
         )  # fmt: skip
 
     @property

@@ -260,7 +260,7 @@ def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
         raise LedgerError(f"an order of the run's owner does not hold: {error}") from error
 
 
-class Rows(Protocol):
+class LedgerReader(Protocol):
     """A ledger somewhere: its rows in order, and the signed documents behind some of them, by row."""
 
     label: str
@@ -301,7 +301,7 @@ class Checked:
         self.compared = True
 
 
-def read_first_row(rows: Rows, needs_documents: bool) -> Checked:
+def read_first_row(rows: LedgerReader, needs_documents: bool) -> Checked:
     """The run and its root key in row 0: the run's id contains the key's fingerprint."""
     if (first := next(rows.entries(), None)) is None:
         raise LedgerError(f"the ledger at {rows.label} is empty: it has not even the row of the run")
@@ -313,7 +313,7 @@ def read_first_row(rows: Rows, needs_documents: bool) -> Checked:
     return Checked(run, root, is_proven=needs_documents)
 
 
-def check_rows(rows: Rows, checked: Checked, proofs: Proofs) -> None:
+def check_rows(rows: LedgerReader, checked: Checked, proofs: Proofs) -> None:
     """Check every entry with its documents. A head may be ahead of a database whose last rows are not appended yet, but
     not of a complete ledger."""
     for page in pages(rows.entries()):

@@ -110,13 +110,14 @@ class PolicyManifest(Document):
 
 
 class BroadcastHead(Document):
-    """The newest version of an origin, and the hash of its manifest's bytes. Never goes back."""
+    """The newest version of an origin, the hash of its manifest's bytes, and the `versions` that can be fetched. Never
+    goes back."""
 
     kind: ClassVar[str] = "broadcast-head"
     run: str
     policy: PolicyRef
     manifest_hash: str = Field(pattern=HEX_256)
-    kept_versions: tuple[str, ...] = Field(max_length=1000)
+    versions: tuple[str, ...] = Field(max_length=1000)
     created_at_ms: Milliseconds
 
 

@@ -83,7 +83,7 @@ def _serve(source: int, sink: int) -> None:
             print(f"while warming up: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
     write_message(sink, frames.Ready(inner_of(environment).digest, _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
-    while isinstance(work := read_message(source), frames.Work):
+    while isinstance(work := read_message(source), frames.Jobs):
         for task, completion in work.jobs:
             answer = _answer(environment, task, frames.as_text(completion), setup.seconds, sink)
             if os.getpid() != pid:

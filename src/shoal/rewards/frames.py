@@ -44,7 +44,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
-class Work(msgspec.Struct, frozen=True, tag=True):
+class Jobs(msgspec.Struct, frozen=True, tag=True):
     jobs: list[tuple[str, bytes]]  # task and completion
 
 
@@ -62,7 +62,7 @@ class JobAnswer(msgspec.Struct, frozen=True, tag=True):
     needs_memory: bool = False
 
 
-ToChild = Setup | Work
+ToChild = Setup | Jobs
 FromChild = Ready | Allows | JobAnswer
 
 _to_child = msgspec.msgpack.Decoder(ToChild)

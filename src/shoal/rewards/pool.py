@@ -271,7 +271,7 @@ class ScoringProcess:
     def _answers(self, jobs: Sequence[Job]) -> Iterator[Result]:
         within_s, limits, patience = SEND_S, self._ground.limits, self._ground.patience
         try:
-            self._channel.send(frames.Work([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
+            self._channel.send(frames.Jobs([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
             for _job in jobs:
                 within_s = 60.0 + 3 * limits.seconds if patience.job_s is None else patience.job_s
                 answer = self._channel.receive(within_s)
@@ -331,7 +331,7 @@ class ScoringPool:
     ) -> None:  # fmt: skip
         limits, digest = scoring_of(environment), inner_of(environment).digest
         # the parent adds judges and length budgets
-        settings = settings.model_copy(update={"judges": (), "length": None, "pools": None})
+        settings = settings.model_copy(update={"judges": (), "length": None, "retire_after": None})
         self._ground = PoolContext(settings, limits, digest, patience, stop or StopToken())
         self._processes = [ScoringProcess(self._ground) for _ in range(process_count(limits))]
         self._busy = threading.Lock()

@@ -1,7 +1,7 @@
 """`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
 
-`shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`; everything
-else is a warning.
+`shoal join` makes the same checks: what makes work impossible ends it with the exit code `stops`; everything else is a
+warning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONS = ClientOptions(patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_time
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """`stops`: the exit code of a worker that cannot work because of it, else 0."""
 
     name: str
@@ -55,19 +55,19 @@ class Finding:
 
 def examine(
     urls: Sequence[str], folder: Path, device: str = "auto", dtype: str = "auto", engine: str = "torch"
-) -> list[Finding]:
+) -> list[MachineFinding]:
     """All checks; one that cannot be made is a problem, not a crash."""
     checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
     return [*(check() for check in checks), *(_route(urls, engine, device, dtype) if urls else [])]
 
 
-def examine_worker(client: HubClient, folder: Path) -> list[Finding]:
+def examine_worker(client: HubClient, folder: Path) -> list[MachineFinding]:
     """The checks for a worker that has met its hub."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
     return [*machine, _clock(client), _weights(client.trusted_run())]
 
 
-def _torch() -> Finding:
+def _torch() -> MachineFinding:
     """From the package's metadata, because importing torch takes seconds."""
     version = torch_version() or "0.0 (not installed; a relay or a hub does without)"
     numbers = tuple(int(part) for part in version.split()[0].split("+")[0].split(".")[:2])
@@ -81,7 +81,7 @@ def torch_version() -> str | None:
         return None
 
 
-def _memory() -> Finding:
+def _memory() -> MachineFinding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return _judged("memory", total >= LEAST_MEMORY_BYTES, f"{total / GIB:.1f} GiB", "torch and a tiny model need 2 GiB")
 
@@ -90,17 +90,17 @@ def gpu_files() -> list[str]:
     return [name for name in GPU_FILES if (DEVICES / name).exists()]
 
 
-def _device() -> Finding:
+def _device() -> MachineFinding:
     """By the files of drivers in /dev, because torch would take seconds."""
     gpus = gpu_files()
     if not gpus:
-        return Finding("device", True, "cpu (no GPU, or no driver for it)")
+        return MachineFinding("device", True, "cpu (no GPU, or no driver for it)")
     can_use = "+cpu" not in (torch_version() or "+cpu")
     remedy = "the installed torch has no CUDA: install one that has"
     return _judged("device", can_use, f"a GPU ({', '.join(gpus)})", remedy)
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> MachineFinding:
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     text, ok = f"{free / GIB:.1f} GiB free at {existing}", free >= LEAST_DISK_BYTES
@@ -108,21 +108,21 @@ def _disk(folder: Path) -> Finding:
     return replace(found, stops=ResourceError.exit_code) if free < NO_DISK_BYTES else found
 
 
-def _writable(folder: Path) -> Finding:
+def _writable(folder: Path) -> MachineFinding:
     try:
-        return Finding("folder", True, f"{ensure_folder(folder.absolute())} is writable")
+        return MachineFinding("folder", True, f"{ensure_folder(folder.absolute())} is writable")
     except ShoalError as error:
-        return Finding("folder", False, str(error), error.exit_code)
+        return MachineFinding("folder", False, str(error), error.exit_code)
 
 
-def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[Finding]:
+def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterator[MachineFinding]:
     """Each address of the hub; clock, weights and number format by the first that answers."""
     try:
         bases, given = parse_join_urls(urls)
         pinned, proxy = pinned_root(bases, given), proxy_of(bases[0])
-        yield Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
+        yield MachineFinding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
     except UserError as error:
-        yield Finding("hub", False, str(error), error.exit_code)
+        yield MachineFinding("hub", False, str(error), error.exit_code)
         return
     met = None
     for base in bases:
@@ -139,7 +139,7 @@ def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterato
             yield _compute(met.info, engine, device, dtype)
 
 
-def _compute(info: RunInfo, engine: str, device: str, dtype: str) -> Finding:
+def _compute(info: RunInfo, engine: str, device: str, dtype: str) -> MachineFinding:
     """What `shoal join` would compute in for the run, by the same functions. Loads torch."""
     from shoal.engines import choose
     from shoal.engines.memory import free_bytes
@@ -149,41 +149,42 @@ def _compute(info: RunInfo, engine: str, device: str, dtype: str) -> Finding:
         device, dtype = choose(engine, device, dtype, info.profiles)
         refuse_too_large(info, device, dtype, MachineLimits())
     except (ConfigError, ResourceError) as error:
-        return Finding("compute", False, str(error), error.exit_code)
+        return MachineFinding("compute", False, str(error), error.exit_code)
     free_gib = free_bytes(device) / GIB
-    return Finding("compute", True, f"on {device} in {dtype}, with {free_gib:.1f} GiB of free memory")
+    return MachineFinding("compute", True, f"on {device} in {dtype}, with {free_gib:.1f} GiB of free memory")
 
 
-def _hub(client: HubClient) -> Finding:
+def _hub(client: HubClient) -> MachineFinding:
     try:
         info = client.run_info()
     except ShoalError as error:
         what = " does not answer as a hub; check the address and your network" if isinstance(error, HubError) else ""
-        return Finding("hub", False, f"{client.url}{what}: {' '.join(str(error).split())}", error.exit_code)
-    return Finding("hub", True, f"{client.url} runs {info.run}, {info.steps} steps, protocol {info.protocol_version}")
+        return MachineFinding("hub", False, f"{client.url}{what}: {' '.join(str(error).split())}", error.exit_code)
+    text = f"{client.url} runs {info.run}, {info.steps} steps, protocol {info.protocol_version}"
+    return MachineFinding("hub", True, text)
 
 
-def _clock(client: HubClient) -> Finding:
+def _clock(client: HubClient) -> MachineFinding:
     """Not fatal: a client corrects its requests by the hub's clock."""
     try:
         skew_ms = SystemClock().now_ms() - client.status().now_ms
     except ShoalError as error:
-        return Finding("clock", False, f"the hub does not say what time it is: {' '.join(str(error).split())}")
+        return MachineFinding("clock", False, f"the hub does not say what time it is: {' '.join(str(error).split())}")
     text = f"{abs(skew_ms) / 1000:.1f} s {'ahead of' if skew_ms > 0 else 'behind'} the hub"
     return _judged("clock", abs(skew_ms) < MAX_SKEW_MS / 2, text, "set this machine's clock, for instance with NTP")
 
 
-def _weights(trusted: TrustedRun) -> Finding:
+def _weights(trusted: TrustedRun) -> MachineFinding:
     sources = [*trusted.info.sources, *trusted.info.last_resort][:MAX_SOURCES]
     if not sources:
-        return Finding("weights", False, "the hub names no source of weights; ask the run's owner")
+        return MachineFinding("weights", False, "the hub names no source of weights; ask the run's owner")
     with ThreadPoolExecutor(max_workers=len(sources)) as threads:
         problems = [problem for problem in threads.map(partial(_reach, trusted.reach), sources) if problem]
     text = f"{len(sources) - len(problems)} of {len(sources)} sources answer"
     if not problems:
-        return Finding("weights", True, text)
+        return MachineFinding("weights", True, text)
     remedy = "check your network, or ask the run's owner" if len(problems) == len(sources) else "the others will do"
-    return Finding("weights", len(problems) < len(sources), f"{text}: {problems[0]}; {remedy}")
+    return MachineFinding("weights", len(problems) < len(sources), f"{text}: {problems[0]}; {remedy}")
 
 
 def _reach(reach: Reach, source: str) -> str:
@@ -196,5 +197,5 @@ def _reach(reach: Reach, source: str) -> str:
         return str(error)
 
 
-def _judged(name: str, ok: bool, text: str, remedy: str) -> Finding:
-    return Finding(name, ok, text if ok else f"{text}; {remedy}")
+def _judged(name: str, ok: bool, text: str, remedy: str) -> MachineFinding:
+    return MachineFinding(name, ok, text if ok else f"{text}; {remedy}")

@@ -25,7 +25,7 @@ from shoal.trainer.folder import AWAITED
 from shoal.trainer.guards import LOOKBACK
 
 if TYPE_CHECKING:
-    from shoal.trainer.memory import Plan, Shape
+    from shoal.trainer.memory import MemoryPlan, Shape
 
 GIB = 2**30
 PROCESS_BYTES = {"hub": 130 * 10**6, "relay": 85 * 10**6}  # resident, of a small run: plan_check.md
@@ -44,7 +44,7 @@ class Planning:
 
     recipe: Recipe
     shape: Shape
-    trainer: Plan
+    trainer: MemoryPlan
     processes: int
     kind: str
     memory_bytes: int

@@ -49,7 +49,7 @@ LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where one worker of several computes. `gpu` is its `CUDA_VISIBLE_DEVICES`."""
 
     name: str
@@ -59,7 +59,7 @@ class Place:
 
 def plan_workers(
     gpus: Sequence[str], device: str = "auto", wanted: str | None = None, workers: int | None = None
-) -> list[Place]:
+) -> list[WorkerPlace]:
     """The places of this machine's workers. None: one worker, wherever it chooses to compute. `gpus` are the names of
     those that are visible, `wanted` their numbers as `--gpu` has them.
 
@@ -77,10 +77,10 @@ def plan_workers(
     elif workers is not None and workers > 1:
         if device == "cuda" or (gpus and device == "auto"):
             raise UserError("--workers is for the processor: add --device cpu; each GPU has one worker (--gpu)")
-        return [Place(f"cpu-{number}", "cpu") for number in range(workers)]
+        return [WorkerPlace(f"cpu-{number}", "cpu") for number in range(workers)]
     else:
         numbers = [] if device == "cpu" or workers is not None else list(range(len(gpus)))
-    return [Place(f"gpu-{number}", "cuda", gpus[number]) for number in numbers] if len(gpus) > 1 else []
+    return [WorkerPlace(f"gpu-{number}", "cuda", gpus[number]) for number in numbers] if len(gpus) > 1 else []
 
 
 def _numbers(wanted: str, count: int) -> list[int]:
@@ -116,14 +116,14 @@ def gpu_names(count: int, visible: str | None) -> list[str]:
     return names[:count]
 
 
-def refuse_one_vouch(places: Sequence[Place], request: JoinRequest) -> None:
+def refuse_one_vouch(places: Sequence[WorkerPlace], request: JoinRequest) -> None:
     if request.vouch is not None and len(places) > 1:
         alone = "start each with its own (--gpu 0, --gpu 1, …), or give --owner" if places[0].gpu else "give --owner"
         raise UserError(f"a vouch is for one node, and these are {len(places)} workers: {alone}")
 
 
 def run_fleet(
-    request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str, places: Sequence[Place]
+    request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str, places: Sequence[WorkerPlace]
 ) -> int:
     """The exit code when all workers have ended: 0 if each ended well, else that of the first which did not."""
     stop_on_signals(supervising=True, token=stop)
@@ -151,7 +151,7 @@ def run_fleet(
     return 0 if stop.is_set() else ending.exit_code
 
 
-def _spec(request: JoinRequest, folder: Path, place: Place, count: int) -> ProcessSpec:
+def _spec(request: JoinRequest, folder: Path, place: WorkerPlace, count: int) -> ProcessSpec:
     own = (folder / place.name).absolute()
     name = None if request.name is None else f"{request.name[: LONGEST_NAME - len(place.name) - 1]}-{place.name}"
     limits = request.limits.shared_by(count, place.device == "cpu")
@@ -176,7 +176,7 @@ class FleetStatus:
     """What all workers did since this process started, a line every `STATUS_EVERY_S`. A restarted worker counts
     its tokens from 0; its credit is the hub's, and continues."""
 
-    def __init__(self, folder: Path, places: Sequence[Place], clock: Clock = SystemClock()) -> None:
+    def __init__(self, folder: Path, places: Sequence[WorkerPlace], clock: Clock = SystemClock()) -> None:
         self._folders, self._clock = {place.name: folder / place.name for place in places}, clock
         self._tokens: dict[str, int] = {}  # by the start of a worker
         self._first, self._last = dict[str, Standing](), dict[str, Standing]()

@@ -15,14 +15,12 @@ from shoal.environments import EnvironmentSettings
 from shoal.errors import ConfigError
 from shoal.hub.settings import HubSettings, RunSettings
 from shoal.runtime.config import load_config
-from shoal.shardcast import RelaySettings
 from shoal.trainer.settings import TrainerSettings, is_changeable
 from shoal.validator.profiles import ON_REQUEST
 from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
-BUDGET = "bytes of chunks kept on disk at most; the oldest versions go first"
 
 
 class ModelSettings(BaseModel):
@@ -46,11 +44,6 @@ class RelaySection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
     keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
-    disk_budget_gb: float | None = Field(None, gt=0, description=BUDGET)
-
-    @property
-    def settings(self) -> RelaySettings:
-        return RelaySettings(keep_versions=self.keep_versions, disk_budget_gb=self.disk_budget_gb)
 
 
 class Recipe(BaseModel):

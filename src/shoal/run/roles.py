@@ -64,12 +64,14 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.environments import build, has_dialogues
     from shoal.hub import EvaluationPlan, HubConfig
     from shoal.hub.http.server import run_hub
+    from shoal.hub.state.rows import PoolRules
     from shoal.models import model_folder, read_files
     from shoal.run.estimate import announced_size
     from shoal.validator import measurable_kinds, profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
     environment = build(recipe.environment)
+    retire_after = recipe.environment.retire_after
     trainer, scripted = recipe.trainer, recipe.validator.engine == "scripted"
     asking = Asking(read_files(model_folder(recipe.model.path)), environment, recipe.run.max_new_tokens)
     evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
@@ -82,7 +84,8 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         certificates=folder.certificates, sources=endpoints.sources, last_resort=endpoints.last_resort,
         profiles=tuple(kind for kind in kinds if scripted or not kind.startswith("scripted/")),
         measurable=measurable_kinds(recipe.validator, trainer.publish_dtype) if not scripted else (),
-        pools=recipe.environment.pools, evaluation=evaluation, model=announced_size(recipe),
+        pools=None if retire_after is None else PoolRules(retire_after),
+        evaluation=evaluation, model=announced_size(recipe),
     )  # fmt: skip
     run_hub(config, stop, _ready("the hub"))
 
@@ -95,7 +98,7 @@ def _origin(folder: RunFolder, _index: int, stop: StopToken) -> None:
 
 
 def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
-    from shoal.shardcast import RelayConfig, run_relay
+    from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
     endpoints = folder.endpoints
     if index >= len(endpoints.relays):
@@ -103,7 +106,7 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
     config = RelayConfig(
         folder=folder.path / f"relay-{index}", upstreams=(endpoints.origin,), run=folder.run_id,
         trusted_key=folder.key("trainer").public_key, host=endpoints.bind, port=port_of(endpoints.relays[index]),
-        settings=folder.recipe.relay.settings, peers=endpoints.relays,
+        settings=RelaySettings(keep_versions=folder.recipe.relay.keep_versions), peers=endpoints.relays,
     )  # fmt: skip
     run_relay(config, stop, _ready("the relay"))
 

@@ -36,13 +36,13 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     place = out.resolve()
     ensure_folder(place if place.is_dir() else place.parent)
     from shoal.trainer.export import ModelCard, Which, export_checkpoint, hub_name
-    from shoal.trainer.folder import Progress
+    from shoal.trainer.folder import TrainerProgress
 
     recipe = folder.recipe
-    progress = Progress(folder.run_id, 0, 0)  # the checkpoint says which version it is
+    progress = TrainerProgress(folder.run_id, 0, 0)  # the checkpoint says which version it is
     card = ModelCard(progress, base_model=hub_name(recipe.model.path), environment=recipe.environment.name)
 
-    def manifest_of(progress: Progress) -> PolicyManifest | None:
+    def manifest_of(progress: TrainerProgress) -> PolicyManifest | None:
         data = Tree(folder.path / "origin").read(manifest_key((progress.incarnation, progress.version)))
         return None if data is None else read_manifest(data, folder.run_id, folder.key("trainer").public_key)
 
@@ -84,7 +84,7 @@ def _is_newest(run: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class TaskSource:
+class CommandTasks:
     """`whole`: all tasks of a file are meant, without a split for training."""
 
     settings: EnvironmentSettings
@@ -104,13 +104,13 @@ class TaskSource:
         return all(part.options.get("bad_rows") == "skip" for part in parts if part.name == "dataset")
 
 
-def scorable(source: TaskSource) -> Environment:
+def scorable(source: CommandTasks) -> Environment:
     environment = build(source.settings)
     require_scoring(environment)
     return environment
 
 
-def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
+def task_source(spec: str, overrides: Sequence[str] = ()) -> CommandTasks:
     """`sort`, `recipe.toml`, a run's folder, `reward.py`, `aime:FILE`, `dataset:FILE`, or a data file itself."""
     path = Path(spec).expanduser()
     name, colon, file = spec.partition(":")
@@ -118,16 +118,16 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
         if overrides:
             raise ConfigError(f"--set {overrides[0]}: a run's environment is what it is; give its recipe instead")
         run = RunFolder.open(path.absolute())
-        return TaskSource(run.recipe.environment, run.recipe, run)
+        return CommandTasks(run.recipe.environment, run.recipe, run)
     if colon and (name in FORMATS or name in ENVIRONMENTS):
         return _of_file(name, Path(file).expanduser(), overrides)
     if path.suffix == ".toml":
         recipe = load_recipe(path, overrides)
-        return TaskSource(recipe.environment, recipe)
+        return CommandTasks(recipe.environment, recipe)
     if spec in ENVIRONMENTS:
-        return TaskSource(_settings(f"name = {json.dumps(spec)}", overrides))
+        return CommandTasks(_settings(f"name = {json.dumps(spec)}", overrides))
     if path.suffix == ".py":
-        return TaskSource(_settings(f"file = {_quoted(path)}", overrides))
+        return CommandTasks(_settings(f"file = {_quoted(path)}", overrides))
     if path.is_dir() or (kind_of(path) is not None and (path.is_file() or not colon)):
         return _of_file("dataset", path, overrides)
     what = f"format {name!r}" if colon else f"environment {spec!r}"
@@ -137,11 +137,11 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
     raise EnvironmentSetupError(f"there is no {what}{hint}; give one of {known}")
 
 
-def _of_file(name: str, file: Path, overrides: Sequence[str]) -> TaskSource:
+def _of_file(name: str, file: Path, overrides: Sequence[str]) -> CommandTasks:
     if not file.exists():
         raise EnvironmentSetupError(f"there is no data at {file}")
     named = f'name = "dataset"\noptions = {{ format = "{name}" }}' if name in FORMATS else f"name = {json.dumps(name)}"
-    return TaskSource(_settings(f"{named}\ndata = {_quoted(file)}", overrides), whole=True)
+    return CommandTasks(_settings(f"{named}\ndata = {_quoted(file)}", overrides), whole=True)
 
 
 def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:

@@ -19,7 +19,7 @@ from shoal.environments import build as build_environment
 from shoal.errors import ConfigError, HubUnreachable
 from shoal.models import BUILTIN, TensorView, TextTokenizer
 from shoal.protocol import ProofParameters, RunInfo
-from shoal.run.doctor import Finding
+from shoal.run.doctor import MachineFinding
 from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
@@ -54,7 +54,7 @@ class TrialOptions:
         return worker, [Machine(*resolved("torch", each.device, each.dtype)) for each in judges]
 
 
-def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
+def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[MachineFinding]:
     worker, validators = options.machines
     if len(validators) > 1:
         raise ConfigError("a self-test is judged by one validator: give --against once")
@@ -65,16 +65,16 @@ def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
         try:
             worker = Machine(*choose(options.engine, options.device, options.dtype, info.profiles))
         except ConfigError as error:
-            yield Finding("run", False, str(error))
+            yield MachineFinding("run", False, str(error))
             return
-        yield Finding("run", True, f"computes as {options.engine}/{worker}")
+        yield MachineFinding("run", True, f"computes as {options.engine}/{worker}")
     else:
         if options.dtype == "auto":
             worker = Machine(*choose(options.engine, options.device, "auto", profiles))
         files, tensors = policy_of_folder(options.model, worker.dtype)
     test = SelfTest(files, tensors, worker, validators[0], profiles, proof, options.engine)
     for trial in test.run():
-        yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")
+        yield MachineFinding("selftest", trial.ok, f"{trial.name}: {trial.text}")
 
 
 def policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapping[str, TensorView]]:

@@ -272,7 +272,7 @@ class HttpConnection(asyncio.Protocol):
         self._next()
 
     def _next(self) -> None:
-        """Go on with the next request, once the last is answered, its body is here, and its answer on its way."""
+        """Begin the next request once the last is answered, its body is here, and its answer on its way."""
         if self._waits != "rest" or self._is_full or self._transport.is_closing():
             return
         if self._is_last or self._parser.their_state is h11.MUST_CLOSE:
@@ -289,7 +289,7 @@ class HttpConnection(asyncio.Protocol):
         self._read_on()
 
     def _begin_parsing(self) -> None:
-        """h11 parses each request anew; answers, whose length is always known, need no state machine."""
+        """Each request gets a parser of h11; answers, whose length is always known, need no state machine."""
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._is_continued = self._is_last = False
 

@@ -158,8 +158,8 @@ class Lookup:
     def check_not_gone(self, ref: PolicyRef, heads: Mapping[str, SignedHead]) -> None:
         """Raise `VersionNotFound` if a signed head shows that `ref` is no longer offered."""
         for source, (head, _) in heads.items():
-            if head.policy.place >= ref.place and ref.label not in head.kept_versions:
-                now = f"{source} is at {head.policy.label} and keeps {', '.join(head.kept_versions)}"
+            if head.policy.place >= ref.place and ref.label not in head.versions:
+                now = f"{source} is at {head.policy.label} and keeps {', '.join(head.versions)}"
                 raise VersionNotFound(f"policy {ref.label} is no longer offered: {now}")
 
     def close(self) -> None:

@@ -275,7 +275,7 @@ class Origin:
         kept = manifests.kept_places(anchors, count)
         head = BroadcastHead(
             run=self._run, policy=manifest.policy, manifest_hash=manifests.manifest_hash(data),
-            kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),
+            versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),
             created_at_ms=self._clock.now_ms(),
         )  # fmt: skip
         point("trainer.publish.before_head")

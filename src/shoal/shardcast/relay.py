@@ -344,7 +344,7 @@ class Mirror(Catalogue):
 
     def _reselect(self) -> None:
         """Decide again what to mirror, under the lock: versions that the head offers, or that are complete here."""
-        labels = self.head.kept_versions if self.head is not None else ()
+        labels = self.head.versions if self.head is not None else ()
         places = {place for place in map(parse_label, labels) if place is not None}
         whole = {place for place, inventory in self.inventories.items() if inventory.complete}
         candidates = places | whole if self.head is not None else self._manifests

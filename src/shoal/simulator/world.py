@@ -32,7 +32,7 @@ from shoal.runtime.clock import ManualClock
 class WorkerKind:
     """Times are means; each worker's pace is its own, and `spread` says how much they differ. `proven`: past probation
     when they arrive. `lies`: the part of its groups that fail the audit. One that does not `deliver` takes leases and
-    submits nothing; if it `pretends`, it shows progress all the same. `network` and `address` are where they ask from.
+    submits nothing; if it `pretends`, it still shows progress. `network` and `address` are where they ask from.
     One dies after about `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with
     a new one."""
 
@@ -94,7 +94,7 @@ POLL_S = 20.0  # a long poll that got nothing is made again after this time
 GATHER_S = 0.05
 IN_VAIN = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
 """So many in a row that get nothing stand for all others of their kind: their asks would only cost time. Of a kind of
-workers some may be kept from work by their own windows; validators are all the same to the hub."""
+workers some may be kept from work by their own windows; the hub treats all validators alike."""
 RUN = "simulated"
 TOPICS = tuple(Topic)  # an enumeration is slow to go through, after every event
 
@@ -200,7 +200,7 @@ class World:
         return row
 
     def signed_in(self, node: str) -> NodeRow:
-        """What the hub knows of a node that calls it, which is thereby heard of."""
+        """What the hub knows of a node that calls it, and note that the node was heard of."""
         with self.hub.context.storage.write(durable=False) as transaction:
             transaction.touch_presence(node, self.hub.context.clock.now_ms())
             row = transaction.node(node)

@@ -48,7 +48,7 @@ from shoal.protocol import canonical_json
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.shardcast.content import in_order
-from shoal.trainer.folder import Place, Progress, Retention
+from shoal.trainer.folder import Place, Retention, TrainerProgress
 from shoal.trainer.learner import Learner
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class StoredCheckpoint:
     """A checkpoint of which every byte was verified."""
 
     folder: Path
-    progress: Progress
+    progress: TrainerProgress
     files: Mapping[str, bytes]
 
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
@@ -132,14 +132,14 @@ class CheckpointStore:
         self._retention = Retention(keep) if isinstance(keep, int) else keep
         self._damaged: set[Place] = set()
 
-    def save(self, learner: Learner, progress: Progress, files: Mapping[str, bytes]) -> Path:
+    def save(self, learner: Learner, progress: TrainerProgress, files: Mapping[str, bytes]) -> Path:
         """Write the state of a learner that is not being trained; no crash loses it after the call returns."""
         return self.write(checkpoint_files(learner.state(), training_state(learner)), progress, files)
 
     def write(
         self,
         captured: CheckpointFiles,
-        progress: Progress,
+        progress: TrainerProgress,
         files: Mapping[str, bytes],
         scores: Mapping[int, float] = {},
     ) -> Path:
@@ -218,7 +218,7 @@ class CheckpointStore:
             raise CheckpointError(f"the checkpoint {folder} is damaged: {name} cannot be read: {error}") from error
         if not intact:
             raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not as it was written")
-        progress = Progress(content["run"], content["version"], content["incarnation"])
+        progress = TrainerProgress(content["run"], content["version"], content["incarnation"])
         if progress.name != folder.name:
             raise CheckpointError(f"the checkpoint {folder} is damaged: it says that it is {progress.name}")
         described = {name for name in content["files"] if not name.endswith(".safetensors")}

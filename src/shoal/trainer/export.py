@@ -31,7 +31,7 @@ from shoal.protocol import LedgerHead, PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import MODEL, CheckpointStore, StoredCheckpoint
-from shoal.trainer.folder import HIDDEN, MARK, Progress, ranked, refuse_foreign, scores_of, written_files
+from shoal.trainer.folder import HIDDEN, MARK, TrainerProgress, ranked, refuse_foreign, scores_of, written_files
 from shoal.trainer.publisher import cast
 from shoal.trainer.record import latest_metrics
 
@@ -76,7 +76,7 @@ class ModelCard:
     """Facts about the exported model. `metrics`: the newest value of each number; `scores`: held-out scores by version;
     `chosen`: which version of the run this is."""
 
-    progress: Progress
+    progress: TrainerProgress
     base_model: str = ""
     environment: str = ""
     digest: str | None = None
@@ -178,7 +178,7 @@ def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> No
 
 def export_checkpoint(
     trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32",
-    manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
+    manifest_of: Callable[[TrainerProgress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
 ) -> Path:  # fmt: skip
     """Export a checkpoint of a trainer's folder at any time, without hub, model folder or trainer. The card is
     completed from the folder and from the manifest of the version (digest, ledger head)."""

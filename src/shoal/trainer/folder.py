@@ -36,7 +36,7 @@ HIDDEN = ".exporting"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainerProgress:
     """Where a run stands: `version` steps are done."""
 
     run: str

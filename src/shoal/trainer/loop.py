@@ -45,7 +45,7 @@ from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.checkpoint import CheckpointStore, StateCopy, check_start_weights, weights_digest
 from shoal.trainer.export import ModelCard, beside_the_best, export_policy, hub_name, write_card
-from shoal.trainer.folder import Progress, Retention, refuse_foreign
+from shoal.trainer.folder import Retention, TrainerProgress, refuse_foreign
 from shoal.trainer.guards import GuardMonitor, GuardReport
 from shoal.trainer.learner import Learner, make_deterministic, new_learner, starting_model
 from shoal.trainer.memory import within_memory
@@ -271,9 +271,9 @@ class TrainingRun:
     def _card(self, manifest: PolicyManifest) -> ModelCard:
         info, scores = self._info, self._record.scores
         return ModelCard(
-            progress=Progress(info.run, self.version, manifest.policy.incarnation), base_model=self._parts.base_model,
-            environment=info.environment, digest=manifest.policy.digest, ledger_head=manifest.ledger_head,
-            metrics=self._record.latest(self.version), scores=scores,
+            progress=TrainerProgress(info.run, self.version, manifest.policy.incarnation),
+            base_model=self._parts.base_model, environment=info.environment, digest=manifest.policy.digest,
+            ledger_head=manifest.ledger_head, metrics=self._record.latest(self.version), scores=scores,
             chosen="the last of the run" + beside_the_best(self.version, scores),
         )  # fmt: skip
 

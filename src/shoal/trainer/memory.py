@@ -67,7 +67,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes by purpose: on one device, and in the host memory of the first process."""
 
     device: Mapping[str, int]
@@ -106,7 +106,7 @@ def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
     )  # fmt: skip
 
 
-def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> Plan:
+def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> MemoryPlan:
     """The memory of each process for micro-batches as in the settings, or for one sequence of `longest` tokens."""
     tokens, on_host, alone = max(settings.micro_batch_tokens, longest), kind == "cpu", processes == 1
     width, table = shape.dtype.itemsize, shape.vocabulary * shape.hidden
@@ -145,17 +145,17 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
         **{name: size for name, size in fixed.items() if size}, "activations": kept, "head": head,
         **(copied | holes if on_host else {"copying": copying}), "torch itself": CONTEXT_BYTES[kind],
     }  # fmt: skip
-    return Plan(device, {} if on_host else copied)
+    return MemoryPlan(device, {} if on_host else copied)
 
 
 def alternatives(
     shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda"
-) -> dict[str, Plan]:
+) -> dict[str, MemoryPlan]:
     """The memory with one setting changed; only changes that save memory."""
 
-    def planned(count: int = processes, of: Shape = shape, memory: Mapping[str, Any] = {}, **changes: Any) -> Plan:
-        changes["memory"] = settings.memory.model_copy(update=memory)
-        return plan(of, settings.model_copy(update=changes), count, longest, kind)
+    def planned(count: int = processes, of: Shape = shape, memory: Mapping[str, Any] = {}, **change: Any) -> MemoryPlan:
+        change["memory"] = settings.memory.model_copy(update=memory)
+        return plan(of, settings.model_copy(update=change), count, longest, kind)
 
     smaller = max(longest, settings.micro_batch_tokens // 4)
     found = {
@@ -202,7 +202,7 @@ def within_memory(
         raise ResourceError(f"out of memory ({first}): {does_not_fit(planned, memory_bytes)}") from error
 
 
-def does_not_fit(planned: Plan, memory_bytes: int) -> str:
+def does_not_fit(planned: MemoryPlan, memory_bytes: int) -> str:
     """The numbers in one line, and what to do."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in planned.device.items())
     return (

@@ -30,7 +30,7 @@ from shoal.runtime.crash import point
 from shoal.shardcast import Content
 from shoal.shardcast.origin import Origin
 from shoal.trainer.checkpoint import CheckpointStore, StateCopy
-from shoal.trainer.folder import Progress
+from shoal.trainer.folder import TrainerProgress
 from shoal.trainer.record import Row, RunRecord
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Publisher:
         point("trainer.step.recorded")
         copied.arrived()
         if copied.captured is not None:
-            progress = Progress(self.run, version, self.incarnation)
+            progress = TrainerProgress(self.run, version, self.incarnation)
             self.store.write(copied.captured, progress, self.files, scores)
         content = Content.of(self.files, views_of(copied.weights, self.dtype)) if publish else None
         saved_s = self.clock.monotonic_s() - began_s

@@ -6,8 +6,8 @@
 
 A file appears whole or not at all. Sending twice is harmless: the same bytes get the same receipt.
 
-`KeptHeads` are the ledger heads that a hub named in its receipts: `heads.jsonl`, one receipt per line. Whoever holds
-one notices a ledger that was rewritten or cut later, and can prove it: `shoal ledger verify --head FILE`.
+`KeptHeads` are the ledger heads that a hub named in its receipts: `heads.jsonl`, one receipt per line. With one
+of them a worker can prove that a ledger was rewritten or cut later: `shoal ledger verify --head FILE`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Outbox:
             return self._of(run)
 
     def take(self, run: str, timeout_s: float) -> Parcel | None:
-        """The oldest free parcel of a run, once there is one. Whoever takes it ends with `remove` or `put_back`."""
+        """The oldest free parcel of a run, once there is one. The caller ends with `remove` or `put_back`."""
 
         def free() -> Parcel | None:
             return next((parcel for parcel in self._of(run) if parcel.path not in self._taken), None)

@@ -4,10 +4,11 @@
               (engine's thread)   a few times a lease  (a thread) ▲                                          │
                                                                   └── what it has of each rollout, deadline ─┘
 
-Everything is shown, for whoever shows a part could make up the rest: 12 bytes a token, only of groups that take longer
-than a part of `lease_s`. Parts are small, so that a slow line brings one through in time, and begin where the hub's
-copy ends, so that none has to arrive. A submission has to begin with what was shown: where tokens were generated again
-and came out differently (an engine that does not keep what it drew when memory runs out), the lease is given back.
+Everything is shown, because a worker that shows a part could make up the rest: 12 bytes a token, only of groups that
+take longer than a part of `lease_s`. Parts are small, so that a slow line brings one through in time, and begin where
+the hub's copy ends, so that none has to arrive. A submission has to begin with what was shown: where tokens were
+generated again and came out differently (an engine that does not keep what it drew when memory runs out), the lease is
+given back.
 """
 
 from __future__ import annotations

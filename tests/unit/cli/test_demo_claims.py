@@ -26,7 +26,7 @@ from shoal.run.recipe import Recipe
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.trainer.export import ModelCard, export_policy
-from shoal.trainer.folder import Progress
+from shoal.trainer.folder import TrainerProgress
 
 CAST = Participants(
     honest={"worker-0": "aa", "worker-1": "bb"}, cheater="cc", cheater_name="worker-2", cheat=CHEATS["best-of"]
@@ -156,7 +156,7 @@ def export(tmp_path_factory: TempPaths) -> Path:
     """The built-in policy, exported as the trainer does it."""
     loaded = load_model("tiny")
     folder = tmp_path_factory.mktemp("run") / "export"
-    return export_policy(folder, loaded.model.state_dict(), loaded.files, ModelCard(Progress("run", 0)))
+    return export_policy(folder, loaded.model.state_dict(), loaded.files, ModelCard(TrainerProgress("run", 0)))
 
 
 def recipe(environment: EnvironmentSettings = SORT, tasks: int = TASKS) -> Recipe:

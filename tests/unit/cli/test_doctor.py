@@ -29,7 +29,7 @@ NOWHERE = "http://127.0.0.1:9"
 def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: Patch, tmp_path: Path, torch: str | None, ok: bool) -> None:
     monkeypatch.setattr(doctor, "DEVICES", tmp_path)
     monkeypatch.setattr(doctor, "torch_version", lambda: torch)
-    assert doctor._device() == doctor.Finding("device", True, "cpu (no GPU, or no driver for it)")
+    assert doctor._device() == doctor.MachineFinding("device", True, "cpu (no GPU, or no driver for it)")
     (tmp_path / "nvidia0").touch()
     finding = doctor._device()
     assert finding.ok is ok

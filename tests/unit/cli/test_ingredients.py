@@ -249,9 +249,6 @@ label = "word"
 url = "http://127.0.0.1:1/v1"
 model = "m"
 
-[environment.pools]
-retire_after = 3
-
 [environment.scoring]
 seconds = 2.5
 """

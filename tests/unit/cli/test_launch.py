@@ -111,7 +111,7 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Pa
     assert not any(path.exists() for path in caches)
     assert all((path / "file").exists() for path in kept)
     head = origin.head()
-    assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
+    assert head.versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
 
 
 BROKEN = "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)"

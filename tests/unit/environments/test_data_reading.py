@@ -20,7 +20,7 @@ import pytest
 from kit import data as kit_data
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
 from shoal.environments.data import readers
-from shoal.environments.data.readers import Pieces, Table
+from shoal.environments.data.readers import DataTable, Pieces
 from shoal.environments.protocol import SPLITS
 from shoal.errors import EnvironmentSetupError
 
@@ -43,8 +43,8 @@ def test_every_kind_of_file_gives_the_same_tasks(kind: str, tmp_path: Path) -> N
 def test_an_answer_is_not_read_before_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = kit_data.open_data(kit_data.write_parquet(tmp_path / "a.parquet", kit_data.described(20)))
     asked: list[tuple[str, ...]] = []
-    read = Table.row
-    monkeypatch.setattr(Table, "row", lambda table, *which: asked.append(which[1]) or read(table, *which))
+    read = DataTable.row
+    monkeypatch.setattr(DataTable, "row", lambda table, *which: asked.append(which[1]) or read(table, *which))
     task = replace(environment.task("7/p7"), prompt="What is 7 + 7? Think for 10 tokens.")  # as a length budget does
     assert not any("verification_info" in columns for columns in asked)
     assert json.loads(task.answer) == {"ground_truth": "14"}

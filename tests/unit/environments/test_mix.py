@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, dialogue_of, identity_of
 from shoal.environments.composed import budget_of
 from shoal.environments.generated import GeneratedEnvironment
-from shoal.environments.mix import MixedEnvironment, Part, Schedule, part_of, permute
+from shoal.environments.mix import MixedEnvironment, MixSchedule, Part, part_of, permute
 from shoal.environments.protocol import DialogueRule, prompt_digest, require_scoring
 from shoal.environments.settings import LengthSettings
 from shoal.errors import EnvironmentSetupError, UnusableTask
@@ -27,7 +27,7 @@ weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=9)
 
 @given(weights, st.integers(0, 10**12))
 def test_turns_and_counts_agree_everywhere(shares: list[float], position: int) -> None:
-    schedule = Schedule(shares)
+    schedule = MixSchedule(shares)
     before, after, (part, nth) = schedule.counts(position), schedule.counts(position + 1), schedule.turn(position)
     assert sum(before) == position
     assert [b - a for a, b in zip(before, after, strict=True)] == [number == part for number in range(len(shares))]
@@ -36,7 +36,7 @@ def test_turns_and_counts_agree_everywhere(shares: list[float], position: int) -
 
 @given(weights, st.integers(0, 10**6))
 def test_every_prefix_is_in_proportion(shares: list[float], positions: int) -> None:
-    counts, total = Schedule(shares).counts(positions), sum(shares)
+    counts, total = MixSchedule(shares).counts(positions), sum(shares)
     for count, share in zip(counts, shares, strict=True):
         assert abs(count - positions * share / total) <= 5 + positions * 1e-4
 

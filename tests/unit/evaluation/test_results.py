@@ -20,7 +20,7 @@ from kit.evaluation import one_task, record, sort
 from shoal.cli.main import main
 from shoal.environments import Environment, EnvironmentSettings, Task, build
 from shoal.environments.data.locating import locate
-from shoal.environments.data.readers import Table
+from shoal.environments.data.readers import DataTable
 from shoal.environments.settings import MixPart
 from shoal.errors import ConfigError, LeakFound, ResourceError, UnusableTask
 from shoal.evaluation import filter as filtering
@@ -245,8 +245,8 @@ def rates(**found: float) -> dict[int, Rate]:
     return {int(row.removeprefix("row")): Rate(rate, 4) for row, rate in found.items()}
 
 
-def table_of(path: Path) -> Table:
-    return Table(locate(path, ""))
+def table_of(path: Path) -> DataTable:
+    return DataTable(locate(path, ""))
 
 
 def lines(path: Path, *rows: Any) -> Path:

@@ -14,7 +14,7 @@ from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, 
 from shoal.hub.changes import Changes, Topic
 from shoal.hub.http import auth, polling
 from shoal.hub.http.auth import read_body
-from shoal.hub.http.limits import Addresses, Edge
+from shoal.hub.http.limits import Edge
 from shoal.hub.service.context import ORDERS, orders_of
 from shoal.hub.service.upkeep import READ_POSTS, Posting
 from shoal.hub.state.commands import Record, Refusal
@@ -246,7 +246,6 @@ def test_a_header_that_looks_like_a_signature_exempts_nobody_from_turns(bench: B
 
 
 def test_a_proxy_that_nobody_named_is_warned_of_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.app.edge.addresses = Addresses()
     for _ in range(3):
         ok(bench.http.get("/health", headers={"x-forwarded-for": "203.0.113.9"}))
     warned = [record for record in caplog.records if "hub.trusted_proxies" in record.getMessage()]

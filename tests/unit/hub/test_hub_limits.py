@@ -141,7 +141,6 @@ def test_nobody_else_can_use_up_a_key(bench: Bench) -> None:
 @pytest.mark.hub
 def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(bench: Bench) -> None:
     noted = {"192.0.2.7": "192.0.2.0/24", "2001:db8:1:2::3": "2001:db8:1::/48", "127.0.0.1": ""}
-    bench.app.edge.addresses = Addresses()
     for address, network in noted.items():
         bench.http._transport.peer = address
         bench.alice.lease(fresh_request())

@@ -33,9 +33,9 @@ class HubMachine(RuleBasedStateMachine):
     def begin(self, staleness: int, refill_cap: int, audit: str, share: float) -> None:
         self.folder = tempfile.TemporaryDirectory()
         run = {"steps": 4, "max_staleness": staleness}
-        settings = {"refill_cap": refill_cap, "leases_per_node": 5, "credit_window_s": 45}
-        settings |= {"lease_s": 60, "lease_hard_s": 100}
-        self.play = Play(Path(self.folder.name), run, {**settings, "audit": audit, "newcomer_share": share})
+        settings = {"refill_cap": refill_cap, "leases_per_node": 5}
+        settings |= {"lease_s": 60, "lease_hard_s": 100, "audit": audit, "newcomer_share": share}
+        self.play = Play(Path(self.folder.name), run, settings, credit_window_s=45)
         self.play.join(streak=PROVEN)
         self.drawn: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.receipts: dict[str, Receipt] = {}

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kit.hub import FakeEnvironment, Lazy, make_config
 from kit.machine import Play
 from shoal.environments import Split, Task
-from shoal.environments.settings import PoolSettings
 from shoal.errors import ConfigError, UnusableTask
 from shoal.hub.service import Hub
 from shoal.hub.state import draws
@@ -25,7 +24,7 @@ from shoal.hub.storage import SqliteStorage
 from shoal.protocol import Batch, Outcome
 from shoal.runtime.clock import ManualClock
 
-POOLS = PoolSettings(retire_after=2, easy_share=0.25, hard_share=0.5)
+POOLS = PoolRules(retire_after=2)
 RUN = {"steps": 6, "groups_per_step": 3, "group_size": 4}
 
 
@@ -130,7 +129,7 @@ def test_pools_change_with_batches_only_and_without_pools_nothing_is_kept(tmp_pa
 
 
 def test_when_everything_is_solved_the_owner_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
-    pools = POOLS.model_copy(update={"retire_after": 1})
+    pools = replace(POOLS, retire_after=1)
     play = begun(tmp_path, {**RUN, "steps": 3}, {"refill_cap": 8}, environment=RowEnvironment(count=4), pools=pools)
     for _ in range(8):  # every group is wholly solved: dropped, and refilled
         play.work(play.workers[0], 3, (1.0,) * 4)
@@ -174,7 +173,7 @@ class TestUnusable:
 
 
 def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
-    config, changed = make_config(tmp_path), POOLS.model_copy(update={"easy_share": 0.8})
+    config, changed = make_config(tmp_path), replace(POOLS, retire_after=3)
     for kept, other in ((POOLS, None), (POOLS, changed), (None, POOLS)):
         storage = SqliteStorage(None)
         Hub(replace(config, pools=kept), ManualClock(), storage)

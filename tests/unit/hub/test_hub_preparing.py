@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from kit.hub import FakeEnvironment, Lazy
 from kit.machine import Play
 from shoal.environments import Split, Task
-from shoal.environments.settings import PoolSettings
 from shoal.errors import UnusableTask
 from shoal.hub import EvaluationPlan
 from shoal.hub.service import context
 from shoal.hub.service.drawing import MAKING_S
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.draws import task_index
-from shoal.hub.state.rows import Pool, TaskRow
+from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.protocol import AuditReply, AuditRequest, EvaluationSlice, Lease, Outcome
 
 RUN = {"steps": 6, "groups_per_step": 6, "group_size": 4}
@@ -141,7 +140,7 @@ def test_a_request_makes_tasks_for_a_while_and_gets_what_there_is(tmp_path: Path
 
 
 def test_rows_that_change_after_the_tasks_were_made_count(tmp_path: Path) -> None:
-    stage, slow = play(tmp_path, pools=PoolSettings(retire_after=1))
+    stage, slow = play(tmp_path, pools=PoolRules(retire_after=1))
     stage.hub.work.drawing.prepare(0, 2)
     with stage.storage.write() as transaction:
         transaction.apply([replace(TaskRow(own_task(0)), pool=Pool.RETIRED)])

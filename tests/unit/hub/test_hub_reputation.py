@@ -12,9 +12,9 @@ from shoal import ledger, protocol
 from shoal.hub.state import draws, reputation
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
-from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow, SubmissionState
+from shoal.hub.state.rows import Moment, NodeRow, RunProgress, SubmissionRow, SubmissionState
 
-SETTINGS = {"audit": "reputation", "credit_window_s": 100, "audit_s": 30}
+SETTINGS, TIMES = {"audit": "reputation"}, {"credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}
 
 
@@ -22,7 +22,7 @@ CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Alice is long proven, bob is new; every draw says light for alice."""
     monkeypatch.setattr(draws, "audit_fraction", lambda *_: 0.99)
-    bench = Bench(tmp_path / "hub", {"groups_per_step": 8, "max_staleness": 1}, SETTINGS)
+    bench = Bench(tmp_path / "hub", {"groups_per_step": 8, "max_staleness": 1}, SETTINGS, changes=TIMES)
     ok(bench.announce(0))
     bench.change(bench.alice, streak=200, passed=200, accepted=200)
     yield bench
@@ -138,7 +138,7 @@ class TestPendingCredit:
 
     def test_at_the_end_of_the_run_it_matures_at_once(self, tmp_path: Path) -> None:
         """Nothing is left to judge, so no failed audit can take it any more."""
-        bench = Bench(tmp_path / "short", {"steps": 1, "groups_per_step": 2}, SETTINGS)
+        bench = Bench(tmp_path / "short", {"steps": 1, "groups_per_step": 2}, SETTINGS, changes=TIMES)
         ok(bench.announce(0))
         hand_in(bench, bench.bob, 2)
         accept(bench, bench.audits())
@@ -151,11 +151,11 @@ class TestPendingCredit:
         bench.close()
 
     def test_but_not_while_a_submission_waits_for_its_verdict(self) -> None:
-        over = Progress(policy=policy(3), next_step=3)
+        over = RunProgress(policy=policy(3), next_step=3)
         rules = make_config(Path()).rules
         assert due_until_ms(Moment(rules, over, 5), is_all_judged=False) == 5
         assert due_until_ms(Moment(rules, over, 5), is_all_judged=True) > 10**15
-        going_on = Progress(policy=policy(2), next_step=3)
+        going_on = RunProgress(policy=policy(2), next_step=3)
         assert due_until_ms(Moment(rules, going_on, 5), is_all_judged=True) == 5
 
     def test_after_a_ban_nobody_trains_on_a_group_whose_credit_is_final(self, bench: Bench) -> None:

@@ -10,7 +10,7 @@ from kit.state import NOW_MS, moment, node, nodes_in, of_type, submission, submi
 from shoal.hub.state import audits, nodes
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
-from shoal.hub.state.rows import LeaseState, NodeRow, Progress, SubmissionState, UnitState
+from shoal.hub.state.rows import LeaseState, NodeRow, RunProgress, SubmissionState, UnitState
 from shoal.protocol import Branches, NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
 
 VALIDATOR = "f" * 32
@@ -84,7 +84,7 @@ class TestAccepted:
         assert decided.pass_rate == 1.0
 
     def test_a_group_that_became_too_stale_is_void_and_paid(self) -> None:
-        commands = judge(case(), moment(progress=Progress(policy=state.policy(1), next_step=1)))
+        commands = judge(case(), moment(progress=RunProgress(policy=state.policy(1), next_step=1)))
         after = units_in(commands)[0]
         assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "stale", None)
         assert nodes_in(commands)[0].credit == 7
@@ -117,7 +117,7 @@ class TestUnsure:
         assert "ConnectError" not in first[0].message
 
     def test_only_attempts_of_validators_can_give_a_unit_up_and_the_owner_is_told(self) -> None:
-        row, now = replace(case().unit, failures=2), moment(progress=Progress(policy=state.policy(), dropped=8))
+        row, now = replace(case().unit, failures=2), moment(progress=RunProgress(policy=state.policy(), dropped=8))
         for _ in range(4):
             commands = judge(case(unit=row, node=trusted()), now, outcome=Outcome.UNSURE, reason="reward.machinery")
             (row,) = units_in(commands).values()

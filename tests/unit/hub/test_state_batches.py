@@ -9,7 +9,7 @@ import pytest
 from kit.state import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 from shoal.hub.state import batches
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Record, Refusal
-from shoal.hub.state.rows import LeaseState, Progress, SubmissionState, UnitRow, UnitState
+from shoal.hub.state.rows import LeaseState, RunProgress, SubmissionState, UnitRow, UnitState
 from shoal.protocol import Batch
 
 
@@ -27,7 +27,7 @@ class Chosen:
 def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any) -> Chosen:
     counts = {key: changes.pop(key) for key in ("dropped", "failed") if key in changes}
     lost = changes.pop("lost", ())
-    progress = Progress(policy=policy(version), next_step=changes.pop("next_step", step), alive=len(alive), **counts)
+    progress = RunProgress(policy=policy(version), next_step=changes.pop("next_step", step), alive=len(alive), **counts)
     judged = {"state": SubmissionState.ACCEPTED, "rewards": (0.0, 1.0)}
     filled = [row for row in alive if row.state == UnitState.ACCEPTED]
     rows = {f"{row.unit:064x}": submission(row.unit, version=row.version, **judged) for row in filled}
@@ -86,7 +86,7 @@ class TestAsynchronous:
         ]  # fmt: skip
         rows += [unit(9), accepted(4, version=3)]
         held = [lease(5, version=2), lease(6, version=3), lease(7, version=2, state=LeaseState.SUBMITTED)]
-        now = moment(progress=Progress(policy=policy(3), next_step=3, alive=len(rows)), max_staleness=1)
+        now = moment(progress=RunProgress(policy=policy(3), next_step=3, alive=len(rows)), max_staleness=1)
         assert [row.unit for row in batches.too_old(now.rules, 4, rows, held)] == [5, 7]
         sampled = batches.Sampled({f"{number:064x}": submission(number, version=3) for number in range(4)})
         _, commands = batches.write_down(now, rows, rows[:4], sampled, held)
@@ -103,7 +103,7 @@ def test_the_digest_of_a_batch_is_about_its_groups_alone() -> None:
 
 
 def announce(new: Any, known: Any = None, standing: dict[str, Any] | None = None, **changes: Any) -> list[Any]:
-    progress = Progress(**{"policy": policy(3), "next_step": 4, **changes})
+    progress = RunProgress(**{"policy": policy(3), "next_step": 4, **changes})
     return batches.announce(moment(progress=progress), new, known, **(standing or {}))
 
 

@@ -7,20 +7,20 @@ import pytest
 from kit.state import NOW_MS, Granted, grant, held, leases_in, moment, node, nodes_in, policy, rows_in, unit, units_in
 from shoal.hub.state import leases, nodes, submissions
 from shoal.hub.state.commands import Command, Refusal
-from shoal.hub.state.leases import Ask
+from shoal.hub.state.leases import Demand
 from shoal.hub.state.pacing import Tempo
-from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, Progress, SubmissionRow, UnitState
+from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, RunProgress, SubmissionRow, UnitState
 from shoal.hub.state.submissions import Arrival
 from shoal.protocol import NodeState
 
 
-def ask(max_units: int = 1, held_leases: int = 0, **changes: object) -> Ask:
-    return Ask(node=node(1, **changes), request="request-1", max_units=max_units, held=held_leases)
+def ask(max_units: int = 1, held_leases: int = 0, **changes: object) -> Demand:
+    return Demand(node=node(1, **changes), request="request-1", max_units=max_units, held=held_leases)
 
 
 class TestGrant:
     def test_open_units_come_first_lowest_first_then_new_ones(self) -> None:
-        now = moment(progress=Progress(policy=policy(), next_unit=6, alive=2))
+        now = moment(progress=RunProgress(policy=policy(), next_unit=6, alive=2))
         found = grant(now, [unit(5, attempt=2), unit(3)], ask(4, window=4))
         assert [row.lease for row in found.leases] == ["u3a0", "u5a2", "u6a0", "u7a0"]
         after = units_in(found.commands)
@@ -37,7 +37,7 @@ class TestGrant:
         assert "holds 2 leases" in grant(now, [], ask(4, held_leases=2, window=2)).plan.waiting
 
     def test_a_slow_node_gets_what_it_can_have_back_in_time(self) -> None:
-        progress = Progress(policy=policy(3), next_step=3)
+        progress = RunProgress(policy=policy(3), next_step=3)
         now = moment(progress=progress, groups_per_step=16, max_staleness=1, leases_per_node=64)
         slow = replace(ask(8, pace_ms=3_000), tempo=Tempo(10_000, NOW_MS))
         assert len(grant(now, [], slow).leases) == 5
@@ -129,17 +129,17 @@ class TestReceive:
     def test_late_and_too_stale(self) -> None:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))
         with pytest.raises(Refusal, match="too old to train on"):
-            receive(expired, now=moment(progress=Progress(policy=policy(1), next_step=1)))
+            receive(expired, now=moment(progress=RunProgress(policy=policy(1), next_step=1)))
 
 
 class TestPolicyOfTheWorker:
     """Version 5 is the newest, step 5 has no batch yet, and groups may be two versions old."""
 
     def grant(self, version: int | None, behind: bool, incarnation: int = 0, alive: int = 0) -> Granted:
-        progress = Progress(policy=policy(5), next_step=5, alive=alive)
+        progress = RunProgress(policy=policy(5), next_step=5, alive=alive)
         now = moment(progress=progress, max_staleness=2)
         held = None if version is None else policy(version, incarnation)
-        ask = Ask(node(1, passed=8), "request-1", max_units=8, held=0, policy=held, behind=behind)
+        ask = Demand(node(1, passed=8), "request-1", max_units=8, held=0, policy=held, behind=behind)
         return grant(now, [], ask)
 
     def test_who_has_an_older_one_is_told_to_load_the_newest(self) -> None:

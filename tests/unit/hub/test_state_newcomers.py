@@ -10,9 +10,9 @@ from hypothesis import given
 from kit.state import Granted, grant, moment, node, policy, submission, unit
 from shoal.hub.service.turns import Place, Turns
 from shoal.hub.state import newcomers
-from shoal.hub.state.leases import Ask
+from shoal.hub.state.leases import Demand
 from shoal.hub.state.newcomers import Crowd
-from shoal.hub.state.rows import InHand, Progress
+from shoal.hub.state.rows import InHand, RunProgress
 
 HERE = Crowd(established=True)
 HOME = "192.0.2.0/24"
@@ -24,9 +24,9 @@ def hands(units: int = 0, own: int = 0, unproven: int = 0, network: str = "") ->
 
 def granted(crowd: Crowd, max_units: int = 8, passed: int = 1, **changes: Any) -> Granted:
     """16 units may be alive, of which 2 are open; newcomers get a quarter."""
-    progress = Progress(policy=policy(), next_unit=4, alive=2)
+    progress = RunProgress(policy=policy(), next_unit=4, alive=2)
     now = moment(progress=progress, groups_per_step=16, leases_per_node=64, **changes)
-    ask = Ask(node=node(1, passed=passed), request="request-1", max_units=max_units, held=0, crowd=crowd)
+    ask = Demand(node=node(1, passed=passed), request="request-1", max_units=max_units, held=0, crowd=crowd)
     return grant(now, [unit(0, attempt=1), unit(1, attempt=2)], ask)
 
 
@@ -61,9 +61,9 @@ class TestFirstUnits:
         self, in_hand: InHand = InHand(), *, network: str = HOME, here: bool = True, groups: int = 16, lapses: int = 0,
         units: int = 8, **crowd: int,
     ) -> Granted:  # fmt: skip
-        now = moment(progress=Progress(policy=policy()), groups_per_step=groups)
+        now = moment(progress=RunProgress(policy=policy()), groups_per_step=groups)
         asker = node(1, passed=0, network=network, lapses=lapses)
-        return grant(now, [], Ask(asker, "request-1", units, 0, crowd=Crowd(in_hand, established=here, **crowd)))
+        return grant(now, [], Demand(asker, "request-1", units, 0, crowd=Crowd(in_hand, established=here, **crowd)))
 
     @pytest.mark.parametrize(
         ("in_hand", "changes", "units"),
@@ -128,8 +128,8 @@ class TestFirstUnits:
         """16 units may be alive."""
 
         def with_alive(alive: int, ahead: int) -> Granted:
-            now = moment(progress=Progress(policy=policy(), alive=alive), groups_per_step=16)
-            return grant(now, [], Ask(node(1), "request-1", 8, 0, crowd=Crowd(ahead=ahead)))
+            now = moment(progress=RunProgress(policy=policy(), alive=alive), groups_per_step=16)
+            return grant(now, [], Demand(node(1), "request-1", 8, 0, crowd=Crowd(ahead=ahead)))
 
         found = with_alive(alive=14, ahead=2)
         assert declined(found) == (True, "everywhere", True)
@@ -142,15 +142,15 @@ class TestFirstUnits:
         (16, 1, 400_000, 600_000), (256, 0, 100_000, 200_000), (256, 0, 180_000, 240_000), (16, 8, 180_000, 360_000),
     ])  # fmt: skip
     def test_a_slow_machine_that_can_show_nothing_in_lease_s_has_longer(self, tokens, passed, pace_ms, expected_ms):
-        now = moment(progress=Progress(policy=policy()), max_new_tokens=tokens)
-        ask = Ask(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
+        now = moment(progress=RunProgress(policy=policy()), max_new_tokens=tokens)
+        ask = Demand(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
         (row,) = grant(now, [], ask).leases
         assert row.deadline_ms - now.now_ms == expected_ms
 
     @pytest.mark.parametrize(("lapses", "expected_ms"), [(1, 240_000), (2, 60_000)])
     def test_who_let_two_leases_lapse_in_a_row_has_lease_s_again(self, lapses: int, expected_ms: int) -> None:
-        now = moment(progress=Progress(policy=policy()))
-        (row,) = grant(now, [], Ask(node(1, passed=0, lapses=lapses), "request-1", 1, 0)).leases
+        now = moment(progress=RunProgress(policy=policy()))
+        (row,) = grant(now, [], Demand(node(1, passed=0, lapses=lapses), "request-1", 1, 0)).leases
         assert row.deadline_ms - now.now_ms == expected_ms
 
 

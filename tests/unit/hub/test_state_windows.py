@@ -11,7 +11,7 @@ from kit.state import NOW_MS, lease, moment, node, nodes_in, policy, rules, unit
 from shoal.hub.state import nodes, pacing
 from shoal.hub.state.draws import permute, task_index, unit_seeds
 from shoal.hub.state.pacing import Tempo
-from shoal.hub.state.rows import IllegalMove, NodeRow, Progress, UnitRow, UnitState
+from shoal.hub.state.rows import IllegalMove, NodeRow, RunProgress, UnitRow, UnitState
 from shoal.protocol import NodeState
 
 RULES = rules(leases_per_node=64)
@@ -84,7 +84,7 @@ class TestLeaseSize:
     """Steps take 10 s; policy 3 may be trained on in steps 3 and 4."""
 
     def size(self, pace_ms: int, *, since_ms: int = 0, held_leases: int = 0, step: int = 3, staleness: int = 1) -> int:
-        progress = Progress(policy=policy(3), next_step=step)
+        progress = RunProgress(policy=policy(3), next_step=step)
         now = moment(progress=progress, max_staleness=staleness)
         return pacing.lease_size(now, Tempo(10_000, NOW_MS - since_ms), pace_ms, held_leases, 8)
 
@@ -160,12 +160,12 @@ class TestPacing:
         (1, 10, 10, 0),  # finished
     ])  # fmt: skip
     def test_how_many_may_be_alive(self, staleness: int, version: int, next_step: int, expected: int) -> None:
-        progress = Progress(policy=policy(version), next_step=next_step)
+        progress = RunProgress(policy=policy(version), next_step=next_step)
         assert pacing.cap(rules(max_staleness=staleness), progress) == expected
 
     def test_losses_are_refilled_up_to_the_cap_and_lower_the_target_beyond(self) -> None:
         seen = []
         for lost in (0, 8, 9, 12, 13):
-            progress = Progress(policy=policy(), dropped=lost - 2 if lost > 2 else lost, failed=2 if lost > 2 else 0)
+            progress = RunProgress(policy=policy(), dropped=lost - 2 if lost > 2 else lost, failed=2 if lost > 2 else 0)
             seen.append((pacing.cap(rules(), progress), pacing.wanted_groups(rules(), progress)))
         assert seen == [(4, 4), (4, 4), (3, 3), (0, 0), (0, 0)]

@@ -21,7 +21,7 @@ from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import DirectScorer, Job, NotStarted, Scorer, ScoringPatience, ScoringPool
 from shoal.rewards.child import _answer
-from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Work, frame_of, read_message
+from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Jobs, frame_of, read_message
 from shoal.rewards.pool import PoolContext, ScoringProcess, ScoringRound, process_count, score_all
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -445,12 +445,12 @@ def test_a_channel_gives_up_on_what_is_no_message(pipes: tuple[int, int, int, in
 def test_channel_waits_are_bounded_and_large_messages_are_refused(pipes, monkeypatch):
     channel = Channel(pipes[0], pipes[3], StopToken())
     with pytest.raises(TimeoutError):
-        channel.send(Work([("t", b"x" * 10**6)]), 0.05)
+        channel.send(Jobs([("t", b"x" * 10**6)]), 0.05)
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
     monkeypatch.setattr("shoal.rewards.frames.MAX_FRAME_BYTES", 10)
     with pytest.raises(CodecError):
-        channel.send(Work([("t", b"x" * 20)]), 1)
+        channel.send(Jobs([("t", b"x" * 20)]), 1)
 
 
 class Stopped(ManualClock):
@@ -473,7 +473,7 @@ def test_time_in_which_the_process_was_stopped_is_not_waited(pipes: tuple[int, i
     assert Channel(source, sink, StopToken(), Stopped(theirs)).receive(2.0) == JobAnswer(1.0)
     with pytest.raises(TimeoutError):  # every look counts something: it comes to an end
         Channel(source, sink, StopToken(), Stopped(sink)).receive(0.5)
-    os.write(theirs, frame_of(Work([("t", b"x")])) + b"\0\0")  # the child's end reads whole messages or none
+    os.write(theirs, frame_of(Jobs([("t", b"x")])) + b"\0\0")  # the child's end reads whole messages or none
     os.close(theirs)
-    assert read_message(source) == Work([("t", b"x")])
+    assert read_message(source) == Jobs([("t", b"x")])
     assert read_message(source) is None

@@ -32,7 +32,7 @@ def is_whole(lab: Lab, *manifests: PolicyManifest) -> bool:
 
 def offers(lab: Lab, *labels: str) -> bool:
     head = lab.origin().head()
-    return head is not None and head.kept_versions == labels and head.policy.label == labels[-1]
+    return head is not None and head.versions == labels and head.policy.label == labels[-1]
 
 
 def test_publication_is_a_tree_of_plain_files(lab: Lab) -> None:
@@ -48,7 +48,7 @@ def test_publication_is_a_tree_of_plain_files(lab: Lab) -> None:
     assert whole.startswith(bytes(tensors[0].data))
     assert len(whole) == manifest.size_bytes
     head = origin.head()
-    assert (head.policy, head.kept_versions) == (manifest.policy, ("0.3",))
+    assert (head.policy, head.versions) == (manifest.policy, ("0.3",))
     assert head.manifest_hash == manifest_hash(data)
 
 

@@ -91,7 +91,7 @@ def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(lab: Lab
     run = Run(lab, anchor_every=4, keep_versions=5)
     newest = run.steps(7)[-1]
     lab.origin().keep_newest(2)
-    assert run.head().kept_versions == ("0.5", "0.6", "0.7"), "the newest, back to its anchor"
+    assert run.head().versions == ("0.5", "0.6", "0.7"), "the newest, back to its anchor"
     used = sum(path.stat().st_size for path in (run.www / "chunks").rglob("*") if path.is_file())
     assert newest.size_bytes <= used <= 2 * newest.size_bytes
     client = lab.client(lab.honest().url)
@@ -170,7 +170,7 @@ def test_client_ends_with_the_right_bytes_for_any_versions_and_losses(data, tmp_
             version += data.draw(st.integers(1, 3))
             manifest = run.step(version, share=data.draw(st.sampled_from([0.0, 0.01, 0.7])))
             offers[manifest.policy.label] = {chunk.hash for chunk in offered(manifest)}
-            assert chunks_in(run.www) == set().union(*(offers[label] for label in run.head().kept_versions))
+            assert chunks_in(run.www) == set().union(*(offers[label] for label in run.head().versions))
             if data.draw(st.booleans()):
                 lab.fetch(manifest, client)
         lab.fetch(manifest, client)

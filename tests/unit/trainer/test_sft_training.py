@@ -23,7 +23,7 @@ from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.demonstrations.selection import Corpus, Schedule
 from shoal.trainer.demonstrations.training import LAST_BATCH, VALIDATION, SftRun
 from shoal.trainer.export import ModelCard
-from shoal.trainer.folder import Progress
+from shoal.trainer.folder import TrainerProgress
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.settings import TrainerSettings
 
@@ -87,7 +87,7 @@ def warm(tmp: Path, corpus: Corpus, name: str = "work", **changes: Any) -> SftRu
     values: dict[str, Any] = {
         "folder": tmp / name, "out": tmp / f"{name}.model", "name": "sft-test", "files": sort_files(),
         "corpus": corpus, "learner": new_learner(tiny_model(), settings), "schedule": COURSE,
-        "card": ModelCard(Progress("sft-test", 0)),
+        "card": ModelCard(TrainerProgress("sft-test", 0)),
     }  # fmt: skip
     (tmp / name).mkdir(exist_ok=True)
     return SftRun(**{**values, **changes})

@@ -16,7 +16,7 @@ from shoal.errors import CheckpointError, ResourceError
 from shoal.protocol import TrainingGroup
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
-from shoal.trainer.folder import Progress
+from shoal.trainer.folder import TrainerProgress
 from shoal.trainer.learner import Learner
 from shoal.trainer.step import StepWork, train_step
 
@@ -31,12 +31,12 @@ def test_restored_learner_continues_bit_for_bit(tmp_path: Path, groups: list[Tra
     whole = learner(tie_word_embeddings=tied)
     train(whole, groups, range(2))
     store = CheckpointStore(tmp_path, keep=2)
-    store.save(whole, Progress(RUN, 2), tiny_files(whole.model))
+    store.save(whole, TrainerProgress(RUN, 2), tiny_files(whole.model))
     drawn = torch.rand(4)
     train(whole, groups, range(2, 4))
 
     resumed = learner(seed=9, tie_word_embeddings=tied)  # other weights: everything must come from the checkpoint
-    assert stored_in(tmp_path).progress == Progress(RUN, 2, 0)
+    assert stored_in(tmp_path).progress == TrainerProgress(RUN, 2, 0)
     restore(resumed, stored_in(tmp_path))
     assert torch.equal(torch.rand(4), drawn), "generators are restored"
     train(resumed, groups, range(2, 4))
@@ -47,7 +47,7 @@ def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(tmp_path, g
     monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
     made, other = learner(), learner()
     train(made, groups, range(2))
-    folder = CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 2), tiny_files(made.model))
+    folder = CheckpointStore(tmp_path, 1).save(made, TrainerProgress(RUN, 2), tiny_files(made.model))
     parts = sorted(path.name for path in folder.glob("training*"))
     assert len(parts) > 2
     assert parts == [checkpoint.part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
@@ -62,7 +62,7 @@ def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(tmp_path, g
 def test_a_checkpoint_is_a_hugging_face_folder_without_pickle(tmp_path: Path, groups: list[TrainingGroup]) -> None:
     made = learner()
     train(made, groups)
-    folder = CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 1), tiny_files(made.model))
+    folder = CheckpointStore(tmp_path, 1).save(made, TrainerProgress(RUN, 1), tiny_files(made.model))
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[5, 9, 30]])
     assert torch.equal(loaded(ids).logits, made.model(ids).logits)
@@ -86,7 +86,7 @@ FILES = ["checkpoint.json", "model.safetensors", "training.safetensors", "tokeni
 def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made, folder = learner(), tmp_path_factory.mktemp("two")
     for version in (1, 2):
-        CheckpointStore(folder, 2).save(made, Progress(RUN, version), tiny_files(made.model))
+        CheckpointStore(folder, 2).save(made, TrainerProgress(RUN, version), tiny_files(made.model))
     return folder
 
 
@@ -125,22 +125,22 @@ def test_a_renamed_or_newer_checkpoint_is_refused(two_saved: Path, tmp_path: Pat
 def test_old_ones_are_removed_and_the_order_is_by_number_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     made, store = learner(), CheckpointStore(tmp_path, keep=2)
     for version, incarnation in [(8, 0), (9, 0), (10, 0), (10, 1)]:
-        last = store.save(made, Progress(RUN, version, incarnation), {})
+        last = store.save(made, TrainerProgress(RUN, version, incarnation), {})
     flip(last / MODEL)
-    store.save(made, Progress(RUN, 10, 1), {})
+    store.save(made, TrainerProgress(RUN, 10, 1), {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10.0", "10.1"]
-    assert stored_in(tmp_path).progress == Progress(RUN, 10, 1)
+    assert stored_in(tmp_path).progress == TrainerProgress(RUN, 10, 1)
 
 
 def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, store = learner(), CheckpointStore(tmp_path, keep=1)
-    store.save(made, Progress(RUN, 1), {})
+    store.save(made, TrainerProgress(RUN, 1), {})
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
         with pytest.raises(ResourceError, match="the disk is full"):
-            store.save(made, Progress(RUN, 2), {})
+            store.save(made, TrainerProgress(RUN, 2), {})
     assert stored_in(tmp_path).progress.version == 1
-    store.save(made, Progress(RUN, 2), {})  # what was left half-written is swept away
+    store.save(made, TrainerProgress(RUN, 2), {})  # what was left half-written is swept away
     assert [path.name for path in tmp_path.iterdir()] == ["2.0"]
 
 
@@ -148,13 +148,13 @@ def test_damaged_checkpoint_does_not_count_towards_retention(tmp_path: Path) -> 
     """A folder with a higher number, in which there is nothing: the newest good ones stay, whatever it is called."""
     made, store = learner(), CheckpointStore(tmp_path, keep=1)
     (tmp_path / "999.0").mkdir()
-    store.save(made, Progress(RUN, 3), {})
+    store.save(made, TrainerProgress(RUN, 3), {})
     assert (3, 0) in store.places(), "also where nobody has read the stray one yet"
     again = CheckpointStore(tmp_path, keep=1)
     stored = again.newest()
     assert stored.progress.version == 3
     for version in (4, 5):
-        again.save(made, Progress(RUN, version), {})
+        again.save(made, TrainerProgress(RUN, version), {})
         assert again.places() == [(999, 0), (version, 0)]
     assert again.sound() == [(5, 0)]
 
@@ -165,7 +165,7 @@ def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> Non
     made, store = learner(), CheckpointStore(tmp_path, keep=2)
     assert store.newest() is None
     for version in (1, 2):
-        store.save(made, Progress(RUN, version), {})
+        store.save(made, TrainerProgress(RUN, version), {})
     stored = stored_in(tmp_path)
     assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
 

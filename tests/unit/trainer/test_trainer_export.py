@@ -18,12 +18,12 @@ from shoal.protocol import LedgerHead
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.export import ModelCard, export_checkpoint, export_policy, write_card
-from shoal.trainer.folder import HIDDEN, Progress, Retention
+from shoal.trainer.folder import HIDDEN, Retention, TrainerProgress
 from shoal.trainer.learner import Learner
 from shoal.trainer.record import latest_metrics
 
 CARD = ModelCard(
-    Progress(RUN, 12, 1), base_model="tiny", environment="sort", digest="cd" * 32,
+    TrainerProgress(RUN, 12, 1), base_model="tiny", environment="sort", digest="cd" * 32,
     ledger_head=LedgerHead(run=RUN, index=99, hash="ef" * 32), metrics={"held_out": 0.875},
 )  # fmt: skip
 IDS = torch.tensor([[5, 9, 30, 41]])
@@ -51,7 +51,7 @@ def test_the_card_says_where_the_model_came_from_as_the_hugging_face_hub_reads_i
     read = HubCard.load(folder / "README.md").data
     assert (read.library_name, read.pipeline_tag) == ("transformers", "text-generation")
     assert read.base_model is None, "what the hub does not know"
-    (tmp_path / "card.md").write_text(ModelCard(Progress(RUN, 12), "Qwen/Qwen3-0.6B").as_readme("float32"))
+    (tmp_path / "card.md").write_text(ModelCard(TrainerProgress(RUN, 12), "Qwen/Qwen3-0.6B").as_readme("float32"))
     assert HubCard.load(tmp_path / "card.md").data.base_model == "Qwen/Qwen3-0.6B"
     facts = json.loads((folder / "shoal.json").read_text())
     assert (facts["ledger_head"]["index"], facts["progress"]) == (99, {"run": RUN, "version": 12, "incarnation": 1})
@@ -118,12 +118,12 @@ def test_a_list_of_files_that_somebody_edited_removes_nothing_elsewhere(tmp_path
 
 def test_a_checkpoint_can_be_exported_at_any_time_without_a_hub(tmp_path: Path) -> None:
     made = learner()
-    CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
+    CheckpointStore(tmp_path / "checkpoints", 1).save(made, TrainerProgress(RUN, 3), tiny_files(made.model))
     metrics = MetricsLog(tmp_path / "metrics.jsonl")
     metrics.append(2, {"reward_mean": 0.5, "held_out": 0.25})
     metrics.append(3, {"held_out": 0.75})
     metrics.append(4, {"held_out": 0.1})  # of a later version
-    folder = export_checkpoint(tmp_path, tmp_path / "out", ModelCard(Progress("", 0), base_model="tiny"))
+    folder = export_checkpoint(tmp_path, tmp_path / "out", ModelCard(TrainerProgress("", 0), base_model="tiny"))
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(IDS).logits, made.model(IDS).logits)
     facts = json.loads((folder / "shoal.json").read_text())
     assert facts["progress"]["version"] == 3
@@ -142,7 +142,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = CheckpointStore(folder / "checkpoints", Retention(keep=9))
     for version in (0, 2, 4, 5):
         made = learner(seed=version)
-        store.save(made, Progress(RUN, version), tiny_files(made.model))
+        store.save(made, TrainerProgress(RUN, version), tiny_files(made.model))
     metrics = MetricsLog(folder / "metrics.jsonl")
     for version in range(7):
         metrics.append(version, {"loss": version, **({"held_out": SCORES[version]} if version in SCORES else {})})
@@ -184,7 +184,7 @@ def test_without_a_checkpoint_a_score_or_that_version_it_says_so(trained: Path, 
     with pytest.raises(ConfigError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
         export_checkpoint(trained, tmp_path / "out", which=6)
     made = learner()
-    CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
+    CheckpointStore(tmp_path / "checkpoints", 1).save(made, TrainerProgress(RUN, 3), tiny_files(made.model))
     with pytest.raises(ConfigError, match=r"has a held-out score yet .* leaving out --best"):
         export_checkpoint(tmp_path, tmp_path / "out", which="best")
     assert not (tmp_path / "out").exists()
@@ -196,7 +196,7 @@ def test_without_a_checkpoint_a_score_or_that_version_it_says_so(trained: Path, 
     pytest.param({"base_model": "begun"}, "begun (a local model)", ("\nbase_model:",), id="local base"),
 ])  # fmt: skip
 def test_a_card_claims_no_more_than_there_is(card: dict[str, Any], said: str, unsaid: tuple[str, ...]) -> None:
-    made = ModelCard(Progress(RUN, 1 if card else 0), **card)
+    made = ModelCard(TrainerProgress(RUN, 1 if card else 0), **card)
     text = made.as_readme("float32")
     assert said in text
     assert not [claim for claim in unsaid if claim in text]

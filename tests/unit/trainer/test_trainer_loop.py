@@ -21,7 +21,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer import loop
 from shoal.trainer.checkpoint import CheckpointStore
-from shoal.trainer.folder import Progress
+from shoal.trainer.folder import TrainerProgress
 from shoal.trainer.loop import HeldOut, run_trainer
 from shoal.trainer.settings import TrainerConfig, TrainerSettings
 from shoal.trainer.step import Stopped
@@ -123,14 +123,14 @@ def test_a_digest_that_cannot_be_reproduced_begins_a_new_incarnation(tmp_path, w
     killed_at(tmp_path, hub, where, 2)
     with torch.no_grad():
         made.model.lm_head.weight.add_(1e-3)  # as if a GPU had rounded otherwise
-    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(made, Progress(RUN, 2), {})
+    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(made, TrainerProgress(RUN, 2), {})
     if origin_lost:
         shutil.rmtree(tmp_path / "origin")
     with caplog.at_level(logging.WARNING):
         training_run(tmp_path, hub)[0].run()
     assert sorted(hub.policies) == [*before, (1, 2), (1, 3), (1, 4)]
     assert "incarnation 1" in caplog.text
-    assert stubs.stored_in(tmp_path / "trainer" / "checkpoints").progress == Progress(RUN, STEPS, 1)
+    assert stubs.stored_in(tmp_path / "trainer" / "checkpoints").progress == TrainerProgress(RUN, STEPS, 1)
     # and once more: the new incarnation is continued, not left
     training_run(tmp_path, hub)[0].run()
     assert max(hub.policies) == (1, 4)
@@ -198,10 +198,11 @@ def test_a_stopped_trainer_ends_quietly_and_is_resumable(tmp_path: Path, whole, 
 
 
 @pytest.mark.parametrize(("progress", "said"), [
-    (Progress("other-run", 0), r"version 0 of run other-run, but the hub has seen at most version -1 of run test-"),
-    (Progress(RUN, 3), r"version 3 of run test-.*, but the hub has seen at most version -1 of run "),
+    (TrainerProgress("other-run", 0),
+     r"version 0 of run other-run, but the hub has seen at most version -1 of run test-"),
+    (TrainerProgress(RUN, 3), r"version 3 of run test-.*, but the hub has seen at most version -1 of run "),
 ])  # fmt: skip
-def test_checkpoints_that_the_hub_cannot_know_are_refused(tmp_path: Path, progress: Progress, said: str) -> None:
+def test_checkpoints_that_the_hub_cannot_know_are_refused(tmp_path: Path, progress: TrainerProgress, said: str) -> None:
     CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), progress, {})
     with pytest.raises(CheckpointError, match=said):
         training_run(tmp_path, FakeHub(STEPS))[0].run()

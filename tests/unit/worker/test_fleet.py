@@ -19,7 +19,7 @@ from kit.sandbox import needs_bubblewrap
 from shoal.errors import ConfigError, UserError
 from shoal.protocol import load_key
 from shoal.run import fleet, join
-from shoal.run.fleet import FleetStatus, Place, ending_of, plan_workers
+from shoal.run.fleet import FleetStatus, WorkerPlace, ending_of, plan_workers
 from shoal.run.join import JoinRequest
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.limits import MachineLimits
@@ -77,13 +77,13 @@ def test_a_worker_sees_its_gpu_alone_and_takes_its_share(tmp_path: Path, monkeyp
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     limits = MachineLimits(memory_bytes=9_000, disk_bytes=6_000, bandwidth_bytes_s=60_000.0)
-    spec = fleet._spec(request(limits=limits, sandbox=True), tmp_path, Place("gpu-2", "cuda", "GPU-8f1e"), 3)
+    spec = fleet._spec(request(limits=limits, sandbox=True), tmp_path, WorkerPlace("gpu-2", "cuda", "GPU-8f1e"), 3)
     assert spec.env == {"CUDA_VISIBLE_DEVICES": "GPU-8f1e", "OMP_NUM_THREADS": "3"}
     inner = TypeAdapter(JoinRequest).validate_json(spec.argv[-1])
     assert inner.limits == MachineLimits(3_000, 2_000, 20_000.0)
     found = (inner.folder, inner.device, inner.name, inner.workers, inner.sandbox)
     assert found == (tmp_path / "gpu-2", "cuda", "me-gpu-2", 1, True)
-    assert len(fleet._spec(request(name="n" * 64), tmp_path, Place("cpu-0", "cpu"), 1).argv) == len(spec.argv)
+    assert len(fleet._spec(request(name="n" * 64), tmp_path, WorkerPlace("cpu-0", "cpu"), 1).argv) == len(spec.argv)
 
 
 def test_workers_on_the_processor_share_the_memory_that_is_free_now(monkeypatch: Patch) -> None:
@@ -95,7 +95,7 @@ def test_workers_on_the_processor_share_the_memory_that_is_free_now(monkeypatch:
 
 
 def test_one_vouch_for_several_nodes_is_refused(tmp_path: Path) -> None:
-    both = [Place("gpu-0", "cuda", "0"), Place("gpu-1", "cuda", "1")]
+    both = [WorkerPlace("gpu-0", "cuda", "0"), WorkerPlace("gpu-1", "cuda", "1")]
     with pytest.raises(UserError, match="a vouch is for one node, and these are 2 workers"):
         fleet.refuse_one_vouch(both, request(vouch=tmp_path / "v"))
     fleet.refuse_one_vouch(both[:1], request(vouch=tmp_path / "v"))
@@ -118,7 +118,7 @@ def test_it_ends_when_all_have_with_the_code_of_the_first_that_failed(processes,
 
 def test_a_worker_started_again_counts_on_and_its_credit_is_the_hubs(tmp_path: Path, caplog: Logs) -> None:
     caplog.set_level("INFO")
-    places, clock = [Place("a", "cpu"), Place("b", "cpu")], ManualClock()
+    places, clock = [WorkerPlace("a", "cpu"), WorkerPlace("b", "cpu")], ManualClock()
     for place in places:
         (tmp_path / place.name).mkdir()
     status = FleetStatus(tmp_path, places, clock)

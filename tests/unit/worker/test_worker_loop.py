@@ -332,8 +332,8 @@ def test_a_lease_that_ran_out_is_not_begun_unless_its_deadline_was_moved(tmp_pat
     assert (bench.units, bench.released) == (([1, 2], []) if moved else ([2], [("lease-1",)]))
 
 
-@pytest.mark.parametrize(("newest", "goes_on"), [((0, 1), True), ((0, 2), False), ((1, 1), False)])
-def test_groups_of_a_policy_that_has_become_too_old_are_not_generated_any_further(tmp_path, newest, goes_on):
+@pytest.mark.parametrize(("newest", "continues"), [((0, 1), True), ((0, 2), False), ((1, 1), False)])
+def test_groups_of_a_policy_that_has_become_too_old_are_not_generated_any_further(tmp_path, newest, continues):
     """Staleness of the run: 1. Another incarnation voids every lease."""
     bench = Bench(tmp_path, [lease(1), lease(2)], [lease(3)])
     incarnation, version = newest
@@ -347,8 +347,8 @@ def test_groups_of_a_policy_that_has_become_too_old_are_not_generated_any_furthe
 
     bench.shelf.before_get = published
     bench.worker.run()
-    assert bench.units == ([1, 2, 3] if goes_on else [])
-    assert bench.released[:1] == ([] if goes_on else [("lease-1", "lease-2")])
+    assert bench.units == ([1, 2, 3] if continues else [])
+    assert bench.released[:1] == ([] if continues else [("lease-1", "lease-2")])
 
 
 def test_a_policy_at_the_sources_is_asked_for_at_once_if_it_makes_the_work_useless(tmp_path: Path) -> None:

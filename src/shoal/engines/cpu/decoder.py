@@ -1,4 +1,4 @@
-"""Decoding with pages on a processor: only live rows are computed, and whoever has ended makes room at once.
+"""Decoding with pages on a processor: only live rows are computed, and a row that ends frees its place at once.
 
 The forward pass is `dense`. What a CUDA graph is on a GPU, a short loop is here: the host sees every token, so rows
 that end leave the step, and a window ends early when others wait for their places.
@@ -57,11 +57,11 @@ class CpuDecoder(PagedDecoder):
             token_R, logprob_R = self._choose(states_RH, uniforms_RT[:, step], heat_R, greedy)
             pool.tokens_SW[live_R, step], pool.logprobs_SW[live_R, step] = token_R.int(), logprob_R
             columns[:3] = token_R, context_R + 1, drawn_R + 1
-            goes_on_R = (token_R != eos_R) & (columns[2] < limit_R)
-            if not bool(goes_on_R.all()):
-                slots.drawn[live_R], slots.alive[live_R] = columns[2], goes_on_R
-                live_R, uniforms_RT = live_R[goes_on_R], uniforms_RT[goes_on_R]
-                columns = [column[goes_on_R] for column in columns]
+            lives_R = (token_R != eos_R) & (columns[2] < limit_R)
+            if not bool(lives_R.all()):
+                slots.drawn[live_R], slots.alive[live_R] = columns[2], lives_R
+                live_R, uniforms_RT = live_R[lives_R], uniforms_RT[lives_R]
+                columns = [column[lives_R] for column in columns]
             for check in checks:
                 check()
             if len(live_R) <= left or time.monotonic() > until_s:

@@ -22,7 +22,6 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.engines import memory
-from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest, Respond, checks_of
+from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest, checks_of
 from shoal.engines.vllm.hook import Hook
 from shoal.engines.vllm.needs import load
 from shoal.engines.vllm.probe import check_model
@@ -183,8 +182,7 @@ class VllmEngine:
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
             self._refuse_long(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        asked = [replace(request, respond=self._known(request.respond)) for request in requests]
-        groups = [[DrawnRow(request, seed, greedy) for seed in request.seeds] for request in asked]
+        groups = [[DrawnRow(each, seed, self.vocabulary_size, greedy) for seed in each.seeds] for each in requests]
         rows = [row for group in groups for row in group]
         self._hook.keeps_states, checks = proof is not None, checks_of(requests)
         with self._in_flight([(row, row.request.prompt_ids, row.request.sampling.max_new_tokens) for row in rows]):
@@ -196,8 +194,8 @@ class VllmEngine:
                     row.take()
                 proved = prove(seen, proof) if proof is not None else []
                 self._abort([row for row in seen if row.ended])
-                for request, group in zip(asked, groups, strict=True):
-                    _tell(request, group, [row for row in proved if row.request is request], proof)
+                for request, group in zip(requests, groups, strict=True):
+                    _report(request, group, [row for row in proved if row.request is request], proof)
         return [[row.completion() for row in group] for group in groups]
 
     @contextmanager
@@ -252,18 +250,6 @@ class VllmEngine:
             points = top_points(states_TH.to(torch.bfloat16), [len(tokens)], proof.topk, proof.rows)
         return Prefill(logprobs, low, high, entropy, varentropy, points)
 
-    def _known(self, respond: Respond | None) -> Respond | None:
-        """The same; what it says must be tokens of the model."""
-        if respond is None:
-            return None
-
-        def known(token_ids: list[int]) -> tuple[int, ...] | None:
-            given = respond(token_ids)
-            self._refuse_unknown(given or ())
-            return given
-
-        return known
-
     def _refuse_unloaded(self) -> None:
         if not self._loaded:
             raise PolicyMismatch("no policy is loaded")
@@ -278,7 +264,7 @@ class VllmEngine:
             raise ValueError(f"{tokens} tokens, prompt included, are more than the {most} that vLLM has room for")
 
 
-def _tell(
+def _report(
     request: GenerationRequest, group: Sequence[DrawnRow], proved: Sequence[DrawnRow], proof: ProofParameters | None
 ) -> None:
     """The caller hears after each step how far a group is, and of its chunks."""

@@ -24,6 +24,7 @@ class DrawnRow:
 
     request: GenerationRequest
     seed: int
+    vocabulary: int
     greedy: bool = False
     line: Line = field(init=False)
     logprobs: list[float] = field(default_factory=list)
@@ -34,8 +35,7 @@ class DrawnRow:
     name: str = ""  # vLLM's
 
     def __post_init__(self) -> None:
-        sampling, respond = self.request.sampling, self.request.respond
-        self.line = Line(respond or (lambda _tokens: None), sampling.eos_token_id, sampling.max_new_tokens)
+        self.line = Line.of(self.request, self.vocabulary)
 
     @property
     def position(self) -> int:

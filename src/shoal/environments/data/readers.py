@@ -228,7 +228,7 @@ def _line_starts(path: Path) -> np.ndarray[Any, Any]:
     return begins
 
 
-class Table:
+class DataTable:
     """Rows by number over all files. Thread-safe: one thread reads at a time."""
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal.environments.data.cache import data_digest, entry_name, load_arrays, store_arrays
 from shoal.environments.data.locating import locate
-from shoal.environments.data.readers import ROW_LIMIT_BYTES, Broken, Table, rows_of, values_of
+from shoal.environments.data.readers import ROW_LIMIT_BYTES, Broken, DataTable, rows_of, values_of
 from shoal.environments.formats import DatasetOptions, Format, fit
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
 from shoal.environments.protocol import DIGEST_BYTES, question_digest
@@ -100,7 +100,7 @@ class OpenedData:
     """A data set that can be read. `checked`: the bad answers, after all answers were checked."""
 
     path: Path
-    table: Table
+    table: DataTable
     layout: Format
     found: Scan
     digest: str
@@ -124,7 +124,7 @@ class OpenedData:
 
 def open_data(path: Path, options: DatasetOptions) -> OpenedData:
     """Open the data set at `path`. Its columns are checked before the rows are read, which may take long."""
-    table = Table(locate(path, options.split))
+    table = DataTable(locate(path, options.split))
     layout, rates = fit(table.columns, options), ""
     if options.keep_solve_rate is not None:
         usual = [name for name in table.columns if name.startswith("solve_rate")]
@@ -139,7 +139,7 @@ def open_data(path: Path, options: DatasetOptions) -> OpenedData:
         return OpenedData(path, table, layout, scan(table, layout, rates, options.keep_solve_rate), digest.result())
 
 
-def scan(table: Table, layout: Format, rates: str, band: tuple[float, float] | None) -> Scan:
+def scan(table: DataTable, layout: Format, rates: str, band: tuple[float, float] | None) -> Scan:
     chosen = band and [rates, *band]
     name = entry_name("scan", VERSION, table.identities(), layout.signature, chosen, sorted({*GRADERS, *TASK_TYPES}))
     known = load_arrays(name)

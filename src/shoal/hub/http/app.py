@@ -3,7 +3,7 @@
     request ─► its address's bucket ─► call (`service/calls`) ─► `auth` ─► service, in a thread ─► reply, or `Problem`
                                                                              └ again on every change: long polls
 
-Refusals by address are held: whoever asks again at once is slowed to one request a second on each connection.
+Refusals by address are delayed: a caller that asks again at once gets one answer a second on each connection.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class App:
         return Reply(status, body.encode(), headers=headers)
 
     def _log(self, request: HttpRequest, status: int, took_s: float) -> None:
-        """Every request for whoever debugs; refusals for everybody, but only so many."""
+        """Every request at the level DEBUG; refusals always, but a limited number of them."""
         level = logging.DEBUG
         if status >= 400 and self._shown.take("", self.edge.clock.monotonic_s()) == 0.0:
             level = logging.WARNING if status >= 500 else logging.INFO

@@ -10,8 +10,6 @@ replay costs the key nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -60,12 +58,15 @@ def parse_json(body: bytes, kind: type[M]) -> M:
 async def caller(context: Context, edge: Edge, request: HttpRequest, call: Call) -> tuple[NodeRow | None, Any]:
     """The node that makes this call (None where anyone may make it, or who registers), and the body."""
     max_bytes = context.config.submission_limits.compressed_bytes if call.is_upload else call.max_bytes
-    if call.takes is Registration:
-        return None, await _newcomer(context, edge, request)
-    if call.roles is not None:
-        node, body = await _node(context, edge, request, call, max_bytes)
-    else:
-        node, body = None, await read_body(edge, request, max_bytes) if call.takes is not None else b""
+    try:
+        if call.takes is Registration:
+            return None, await _newcomer(context, edge, request)
+        if call.roles is not None:
+            node, body = await _node(context, edge, request, call, max_bytes)
+        else:
+            node, body = None, await read_body(edge, request, max_bytes) if call.takes is not None else b""
+    except SignatureError as error:
+        raise Refusal(401, "auth.signature", f"{error}; was it signed for this run, path and body?") from error
     return node, body if call.takes is None else parse_json(body, call.takes)
 
 
@@ -85,8 +86,7 @@ async def _node(
     if node.role != "worker":
         require_welcome(node)  # its key was revoked, or the owner has shut it out
     body = await read_body(edge, request, max_bytes, node.node)
-    with _proven():
-        verify_body(signature, body)
+    verify_body(signature, body)
     if node.role != "worker":  # while the body came, the owner may have shut its sender out
         require_welcome(await _find(context, edge, node.node) or node)
     return node, body
@@ -97,10 +97,9 @@ async def _newcomer(context: Context, edge: Edge, request: HttpRequest) -> Regis
     signature = _parse(context, request)
     body = await read_body(edge, request, SMALL_BODY_BYTES, signature.node)
     registration = parse_json(body, Registration)
-    with _proven():
-        if signature.node != node_id(registration.public_key):
-            raise SignatureError("the registration's key is not the one that the request is signed with")
-        verify_body(signature, body)
+    if signature.node != node_id(registration.public_key):
+        raise SignatureError("the registration's key is not the one that the request is signed with")
+    verify_body(signature, body)
     known = await _find(context, edge, signature.node)
     await _admit(context, edge, request, signature, registration.public_key, known)
     return registration
@@ -123,8 +122,8 @@ async def _admit(
         if wait_s > 0:
             raise too_much(*limit, wait_s)
 
-    with _proven():  # the signature covers the path with its query as the client sent it
-        verify_request(public_key, context.config.run_id, request.method, request.target, signature, now_ms)
+    # the signature covers the path with its query as the client sent it
+    verify_request(public_key, context.config.run_id, request.method, request.target, signature, now_ms)
     count(only_look=True)
     nonce = signature.node, signature.nonce, signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
     is_new = storage.arrivals.take_nonce(*nonce, lasting=not is_harmless and not storage.is_shared)
@@ -144,16 +143,8 @@ async def _find(context: Context, edge: Edge, node: str) -> NodeRow | None:
     return context.storage.known(node) or await edge.in_thread(context.storage.find, node)
 
 
-@contextmanager
-def _proven() -> Iterator[None]:
-    try:
-        yield
-    except SignatureError as error:
-        raise Refusal(401, "auth.signature", f"{error}; was it signed for this run, path and body?") from error
-
-
 def _parse(context: Context, request: HttpRequest) -> RequestSignature:
-    """The signature, if it is dated now; whoever is off the hub's clock is told what it shows."""
+    """The signature, if it is dated now; a refusal for its date contains the time of the hub's clock."""
     try:
         signature = RequestSignature.from_headers(request.headers)
     except SignatureError as error:

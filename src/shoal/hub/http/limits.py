@@ -102,12 +102,11 @@ class Intake:
 
 
 class Edge:
-    """`addresses` is the server's: without one (in one process, in tests) nobody has an address to be counted by. Rates
-    are real time, whatever clock the hub goes by."""
+    """Rates are real time, whatever clock the hub goes by."""
 
     def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
         settings, self.clock = config.settings, clock
-        self.addresses: Addresses | None = None
+        self.addresses = Addresses(settings.trusted_proxies)
         self.requests = Buckets(settings.requests_per_address_s)
         self.keys = Buckets(settings.requests_per_key_s)
         self.newcomers = Buckets(settings.requests_per_address_s * REGISTRATIONS, burst_s=60.0)
@@ -153,8 +152,6 @@ class Edge:
         return self.reading.setdefault(client, asyncio.Semaphore(READ_AT_ONCE))
 
     def client_of(self, request: HttpRequest) -> str:
-        if self.addresses is None or not request.peer:
-            return ""
         hops = request.headers.get("x-forwarded-for", "")
         client = self.addresses.client(self.addresses.forwarded(request.peer, hops))
         if not client and hops and not self._warned and not self.addresses.is_proxy(request.peer):

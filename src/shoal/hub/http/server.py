@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 
 from shoal.hub.http.app import App
-from shoal.hub.http.limits import Addresses
 from shoal.hub.settings import HubConfig, HubSettings
 from shoal.runtime.http import BACKLOG, HttpConnection, OpenConnections, bind
 from shoal.runtime.limits import allow_files
@@ -19,6 +18,7 @@ from shoal.shardcast.server import local_url
 
 GRACE_S, STOP_CHECK_S = 4.0, 0.2
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
+LEAST_CONNECTIONS, CONNECTIONS = 40, 2.5  # of one address: at least so many, and for each request a second
 FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
 
 
@@ -39,9 +39,9 @@ async def _serve(
     app: App, settings: HubSettings, listener: socket.socket, stop: StopToken, on_ready: Callable[[str], None]
 ) -> None:
     """A client's address is the socket's; a header counts only where a trusted proxy has set it."""
-    loop, addresses = asyncio.get_running_loop(), Addresses(settings.trusted_proxies)
-    app.edge.addresses = addresses
-    most = settings.connections_per_address or math.inf, allow_files() - FILES_KEPT
+    loop, addresses = asyncio.get_running_loop(), app.edge.addresses
+    rate = settings.requests_per_address_s
+    most = max(LEAST_CONNECTIONS, CONNECTIONS * rate) if rate else math.inf, allow_files() - FILES_KEPT
     client_of = lambda peer: "" if addresses.is_proxy(peer) else addresses.client(peer)  # noqa: E731
     connections = OpenConnections(app.answer, app.metrics.refused, client_of, *most)
     async with app.lifespan():

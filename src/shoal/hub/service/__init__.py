@@ -38,7 +38,7 @@ class Hub:
         self.upkeep, self._closed = Upkeep(context, posting, self.evaluating), False
 
     def close(self) -> None:
-        """Leave nothing in the outbox: whoever reads the folder reads the whole ledger. Twice is harmless."""
+        """Empty the outbox first, so that the folder has the whole ledger. Closing twice is harmless."""
         if self._closed:
             return
         self._closed = True

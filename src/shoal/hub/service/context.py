@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,7 +137,7 @@ class Context:
             self._shared_clock.agree(their_ms, self._shared_clock.monotonic_s() - asked_s)
 
     def was_away(self, from_ms: int, until_ms: int) -> None:
-        """Nobody could reach the hub meanwhile: what ran out then lasts a little longer."""
+        """The hub could not be reached between these times: what ran out then lasts a little longer."""
         self.absence = leases.Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
@@ -188,7 +189,7 @@ class Context:
         if mark and not (restored.is_file() and restored.read_text() == mark):
             raise ConfigError(
                 "a `shoal restore` has copied a run into hub.database, and was not completed, or its hub was not yet "
-                "started: start the hub of the restored folder first; if there is none, give the same command again"
+                "started: start the hub of the restored folder; without that folder, give the same command again"
             )
 
     def _begin_run(self) -> None:
@@ -206,9 +207,9 @@ class Context:
                     )
                 transaction.put_setting("run", json.dumps(identity))
                 # what checks the rest of the ledger; also the certificate of the hub's key, which signs receipts
-                told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
+                first_row = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
                 hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
-                row = {key: identity[key] for key in told}
+                row = {key: identity[key] for key in first_row}
                 row["certificates"] = [each.model_dump(mode="json") for each in hubs]
                 transaction.apply([Record("run", row, self.clock.now_ms())])
                 point("hub.start.before_commit")
@@ -230,7 +231,7 @@ class Context:
             "run": config.run_id, "root_key": config.root_key, "environment_digest": config.environment.digest,
             "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
             "eos_token_id": config.eos_token_id, "audit": config.settings.audit,
-            "pools": None if config.pools is None else config.pools.model_dump(mode="json"),
+            "pools": None if config.pools is None else asdict(config.pools),
             **config.run.model_dump(mode="json", exclude={"steps", "name"}),
         }  # fmt: skip
 

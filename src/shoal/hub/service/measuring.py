@@ -63,8 +63,8 @@ class Calibrating:
             for kind, why in made.refused.items():
                 if kind not in before.refused:
                     unused, code = f"the limits measured for {kind} are not used: {why}", format_of(kind)
-                    told = f"calibration.refused.{code}", f"{unused}. Change worker.dtype or validator.dtype"
-                    transaction.apply([RaiseAlarm(moment.progress.next_step, *told, moment.now_ms)])
+                    alarm = f"calibration.refused.{code}", f"{unused}. Change worker.dtype or validator.dtype"
+                    transaction.apply([RaiseAlarm(moment.progress.next_step, *alarm, moment.now_ms)])
         context.changes.notify(Topic.LEASES, Topic.AUDITS)
 
     def document(self, digest: str) -> SignedDocument:
@@ -95,8 +95,8 @@ class Evaluating:
         self._making = threading.Lock()
 
     def prepare(self, validator: NodeRow) -> bool:
-        """Make the tasks of a slice that this validator could have; whether there is a new one to claim. While another
-        one is being made, there is none: polls are woken when it is."""
+        """Make the tasks of a slice that this validator could have; whether there is a new one to claim. False while
+        another one is being made: polls are woken when it is ready."""
         with self._context.storage.read() as reader:
             rows = evaluations.free(reader.evaluations_under_way(), validator.node, self._context.clock.now_ms())
         made = any((row.first, row.tasks) in self._made for row in rows)

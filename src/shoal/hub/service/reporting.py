@@ -153,12 +153,12 @@ def _recent(reader: Reader) -> Iterator[RecentVerdict]:
     shown = {row.submission for row in newest}
     refused = [row for row in reader.refused_submissions(VERDICTS_SEARCHED) if row.submission not in shown]
     for row in (*newest, *refused[:REFUSALS_SHOWN]):
-        told = {"outcome": row.state.value, "decided_at_ms": row.decided_at_ms or 0}
-        yield RecentVerdict(**{**shared(row, RecentVerdict), **told})
+        decision = {"outcome": row.state.value, "decided_at_ms": row.decided_at_ms or 0}
+        yield RecentVerdict(**{**shared(row, RecentVerdict), **decision})
 
 
 class Figure:
-    """A number of the run, or several by their labels. Labels are states and roles: few, whoever comes."""
+    """A number of the run, or several by their labels. Labels are states and roles: strangers cannot add any."""
 
     def __init__(self, name: str, what: str, value: float | Mapping[tuple[str, ...], float], *labels: str) -> None:
         self.name, self.what, self.labels = name, what, labels
@@ -203,7 +203,7 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
         Figure("wasted_groups", "Groups that were accepted too late to be trained on.", stale),
         Figure("late_submissions", "Submissions refused since the start: their unit was gone.", late),
         Figure("lapsed_leases", "Leases that were let lapse.", sum(group.lapsed for group in fleet)),
-        Figure("wasted_fraction", "Of all groups submitted, those too late.", (stale + late) / max(1, accepted + late)),
+        Figure("wasted_fraction", "The part of groups that came too late.", (stale + late) / max(1, accepted + late)),
         Figure("unscored", "Groups that the validators known now could not score.", unscored),
         Figure("unusable_tasks", "Tasks passed over since the start: they cannot be used.", unusable),
     ]

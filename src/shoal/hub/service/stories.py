@@ -36,14 +36,14 @@ class Stories:
             assert unit is not None, "no unit is ever taken back"
             entries = reader.ledger_about(unit_subject(number), (), ENTRIES_SHOWN)
             leases, rows = reader.leases_of_unit(number), reader.submissions_of_unit(number)
-            told = _submissions(reader, rows)
+            sent = _submissions(reader, rows)
         # an accepted group without a batch may still be pulled, and the unit given out again
         batched, config = unit.state == UnitState.ACCEPTED and unit.step is not None, self._context.config
         decided = batched or unit.state in (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
         seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
         derived = {
             "run": config.run_id, "sentence": unit_sentence(unit, leases), "seeds": seeds,
-            "leases": tuple(_lease(row, decided) for row in leases), "submissions": told, "ledger": tuple(entries),
+            "leases": tuple(_lease(row, decided) for row in leases), "submissions": sent, "ledger": tuple(entries),
         }  # fmt: skip
         return status.UnitStory(**{**shared(unit, status.UnitStory), **derived})
 

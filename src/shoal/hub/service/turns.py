@@ -2,7 +2,7 @@
 
 If there is not enough for all, a free unit goes to the waiting network that had fewer; inside it in the same way to an
 address, and there to a key. A party with a newly accepted group is first, and its place is kept until it asks again.
-Nobody yields for longer than about `lease_s`: the others may wait for what they do not take. All this is of one
+A party yields for about `lease_s` at most: the others may wait for what they do not take. All this is of one
 process and in memory only: addresses are written nowhere.
 """
 

@@ -1,7 +1,7 @@
 """What happens without a request; of several hubs on one database the leader does it.
 
 Rows move from the outbox into the ledger in one exclusive transaction: accepting work never waits for the chain's last
-row, and nothing is lost or posted twice, whoever is killed when.
+row, and nothing is lost or posted twice if a hub is killed at any point.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Upkeep:
         for further in failures[1:]:
             log.error("upkeep failed: %s", further, exc_info=further)
         if failures:
-            raise failures[0]  # whoever ticks knows which failures end the hub
+            raise failures[0]  # the caller knows which failures end the hub
 
     def _log_alarms(self, _now_ms: int) -> None:
         with self._context.storage.read() as reader:

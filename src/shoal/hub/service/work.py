@@ -46,7 +46,7 @@ class Work:
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
     def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
-        """Tasks are made before the decision, which is made anew (`retry`) if others took those units meanwhile. The
+        """Tasks are made before the decision, which is made again (`retry`) if others took those units meanwhile. The
         worker asks from `network` (empty: this very machine), there from `address`."""
         self.drawing.prepare(self._next_unit, request.max_units)
         try:
@@ -118,7 +118,7 @@ class Work:
 
     def _ask(
         self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest, place: Place
-    ) -> tuple[leases.Ask, list[UnitRow], Moment]:
+    ) -> tuple[leases.Demand, list[UnitRow], Moment]:
         fresh = transaction.node(node.node) or node  # what lapsed just now may have cost it something
         held = len(transaction.holdings(node.node))
         open_units = transaction.open_units(request.max_units)
@@ -126,7 +126,7 @@ class Work:
             moment = replace(moment, progress=transaction.frontier())
         policy = request.policy
         is_known = policy is not None and transaction.policy(policy.incarnation, policy.version) == policy
-        ask = leases.Ask(
+        ask = leases.Demand(
             node=fresh, request=request.request, max_units=request.max_units, held=held,
             crowd=self._crowd(transaction, moment, fresh, held, place), tempo=self._tempo(transaction, moment),
             policy=policy, behind=request.behind and is_known,
@@ -195,7 +195,7 @@ class Work:
                 made = [unit for unit in units if self.drawing.is_made(unit)]  # others come with the next request
                 planned = leases.entrust(moment, made)
                 name = f"entrusted-u{units[0].unit}a{units[0].attempt}" if units else ""
-                ask = leases.Ask(transaction.node(node.node) or node, name, len(units), held=0)
+                ask = leases.Demand(transaction.node(node.node) or node, name, len(units), held=0)
                 held = self._issue(transaction, moment, leases.issue(moment, ask, planned), request.generates, "")
         return tuple(context.signed_before(lease.document) for lease in held)
 

@@ -81,7 +81,7 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     _require_fitting(moment, case, verdict)
     if submission.state not in rows.UNDECIDED_SUBMISSIONS:
         return _judge_again(submission, verdict)
-    if case.is_before_failure:  # the record has begun anew since: a second strike rests on fresh data alone
+    if case.is_before_failure:  # the record has begun again since: a second strike rests on fresh data alone
         verdict = verdict.model_copy(update={"tally": Tally(), "branches": Branches()})
         ruling = replace(ruling, verdict=verdict)
     case = replace(case, node=reputation.counted(case.node, verdict))
@@ -243,8 +243,9 @@ def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "tot
     if of == "total":
         return len(rewards) > 1 and len({reward.value for reward in rewards}) == 1
     judged = [sorted(item for item in reward.parts.items() if item[0].startswith(JUDGE_PART)) for reward in rewards]
-    told = {(task, *said) for task, said in zip(task_rewards(rewards), judged, strict=True)}
-    return len(rewards) > 1 and len(told) == 1
+    return (
+        len(rewards) > 1 and len({(task, *said) for task, said in zip(task_rewards(rewards), judged, strict=True)}) == 1
+    )
 
 
 def pass_rate(rewards: Sequence[RolloutReward]) -> float | None:

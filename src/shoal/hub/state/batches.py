@@ -4,7 +4,7 @@ A new incarnation means that the trainer could not reproduce a published digest:
 that are in no batch are void. A batch is the lowest-numbered accepted groups within the staleness bound, in order of
 unit; once written it never changes. With `max_staleness` 0 it is written down only when no lower-numbered unit can
 still come in, so it does not depend on who was fast. What is too old for the following step is void, also what is still
-being generated or checked: others get its place. Its worker submits it all the same, and its credit stays.
+being generated or checked: others get its place. Its worker submits it anyway, and its credit stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.hub.state import draws, pacing, rows, units
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
-from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, Progress, Rules, SubmissionRow, UnitRow, UnitState
+from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, Rules, RunProgress, SubmissionRow, UnitRow, UnitState
 from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 
 NOBODY_ASKS = " (no unit is given out: no worker is asking)"  # not said where the run's owner has ordered that none is
@@ -76,14 +76,14 @@ def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
     return _waiting(progress, accepted, wanted, alive) if accepted < wanted else ""
 
 
-def _require_next(rules: Rules, progress: Progress, step: int) -> None:
+def _require_next(rules: Rules, progress: RunProgress, step: int) -> None:
     if step >= rules.steps:
         raise Refusal(409, "batch.finished", f"the run has {rules.steps} steps: there is no step {step}")
     if step != progress.next_step:
         raise Refusal(409, "batch.order", f"step {step} comes after step {progress.next_step}, which has no batch yet")
 
 
-def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitState, int]) -> str:
+def _waiting(progress: RunProgress, ready: int, wanted: int, alive: Mapping[UnitState, int]) -> str:
     undecided = [state for state in UnitState if state in rows.UNDECIDED_UNITS and alive.get(state)]
     details = [f"{alive[state]} {state.value}" for state in undecided]
     rest = f" ({', '.join(details)})" if details else NOBODY_ASKS

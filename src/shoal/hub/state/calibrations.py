@@ -65,7 +65,7 @@ def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: Poli
         sentence = "another came into force meanwhile: fetch it, join what was measured with it, and try again"
         raise Refusal(409, "calibration.outdated", sentence)
     if policy is None or made.policy.incarnation != policy.incarnation or made.policy.version > policy.version:
-        raise Refusal(409, "calibration.policy", f"policy {made.policy.label} is none that this run has now")
+        raise Refusal(409, "calibration.policy", f"this run does not have policy {made.policy.label} now")
     measured = {"kinds": tuple(sorted(made.kinds)), "refused": dict(made.refused)}
     return in_force.model_copy(update={"digest": digest, **measured})
 
@@ -77,7 +77,7 @@ def open_kinds(in_force: InForce, digest: str, made: Calibration) -> InForce:
     if owners == in_force.owners:
         return in_force
     if made.made_at_ms <= in_force.owners_at_ms:
-        raise Refusal(409, "calibration.outdated", "the owner has signed a later one: sign this anew to go back to it")
+        raise Refusal(409, "calibration.outdated", "the owner has signed a later one: sign this again to return to it")
     if len(owners) > MAX_KINDS:
         raise Refusal(422, "calibration.kinds", f"no more than {MAX_KINDS} kinds can be opened")
     return in_force.model_copy(update={"owners": owners, "owners_at_ms": made.made_at_ms})

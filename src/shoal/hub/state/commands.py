@@ -28,7 +28,7 @@ R = TypeVar("R", UnitRow, LeaseRow, SubmissionRow, NodeRow, EvaluationRow)
 
 @dataclass(frozen=True)
 class Save(Generic[R]):
-    """The whole new row, and the state that the old one had (`was`; None: there is none). Storage writes only over a
+    """The whole new row, and the state that the old one had (`was`; None: a new row). Storage writes only over a
     row that still is in that state: two hubs on one database cannot both make a move."""
 
     row: R

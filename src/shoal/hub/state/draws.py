@@ -120,7 +120,7 @@ def pick(rules: PoolRules | None, seed: int, unit: int, known: Sequence[Drawn]) 
 
 def alarms(moment: Moment, unit: int, picked: Pick) -> list[Command]:
     if picked.task is None:
-        message = f"none of {MOST_DRAWN} tasks drawn for unit {unit} can be used: see the hub's log, and mend the data"
+        message = f"none of {MOST_DRAWN} tasks drawn for unit {unit} can be used: see the hub's log, and fix the data"
         return [alarm(moment, NO_TASK, message)]
     if picked.exhausted:
         message = f"all of {MOST_DRAWN} tasks drawn for a unit are retired (solved): harder ones would teach more"

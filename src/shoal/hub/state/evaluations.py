@@ -53,7 +53,7 @@ def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) ->
 
 
 def put_back(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[Save[EvaluationRow]]:
-    """Open again what this validator had claimed (it asks anew, so it has lost it), and what ran out."""
+    """Open again what this validator had claimed (it asks again, so it has lost it), and what ran out."""
     claimed = [row for row in under_way if row.state is EvaluationState.CLAIMED]
     return [_failed(row) for row in claimed if row.validator == validator or (row.claimed_until_ms or 0) <= now_ms]
 

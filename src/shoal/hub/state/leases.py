@@ -26,7 +26,7 @@ LONG_TRIES = 2  # first leases in a row that last long at once: a machine may be
 
 @dataclass(frozen=True)
 class Absence:
-    """Nobody could reach the hub between these times. Leases from before whose deadline falls into them, or into the
+    """The hub could not be reached between these times. Leases from before whose deadline falls into them, or into the
     grace after them, end with the grace, and are nobody's fault."""
 
     from_ms: int
@@ -41,7 +41,7 @@ class Absence:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Demand:
     """`held` leases are active already. `policy` is the one that the worker has loaded (None: the newest); `behind` if
     it asks for leases under it though a newer one is out."""
 
@@ -70,7 +70,7 @@ class LeasePlan:
     policy: PolicyRef | None = None
 
 
-def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
+def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePlan:
     node, rules, progress, crowd = ask.node, moment.rules, moment.progress, ask.crowd
     nodes.require_welcome(node)
     if node.state is NodeState.SUSPENDED:
@@ -122,7 +122,7 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
     )
 
 
-def _crowded(moment: Moment, ask: Ask) -> LeasePlan:
+def _crowded(moment: Moment, ask: Demand) -> LeasePlan:
     own, in_hand = newcomers.own_room(moment, ask.node, ask.crowd), ask.crowd.in_hand
     if own is not None and own < 1 and in_hand.own:
         waiting = "this node has one unit in hand, the most that it may have until its first group is accepted"
@@ -155,7 +155,7 @@ def entrust(moment: Moment, units: Sequence[UnitRow]) -> LeasePlan:
 
 
 def issue(
-    moment: Moment, ask: Ask, planned: LeasePlan, fresh: Sequence[UnitRow] = ()
+    moment: Moment, ask: Demand, planned: LeasePlan, fresh: Sequence[UnitRow] = ()
 ) -> list[tuple[LeaseRow, UnitRow]]:
     units, policy, now_ms = [*planned.again, *fresh], planned.policy, moment.now_ms
     if policy is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.hub.state.rows import Moment, Progress, Rules
+from shoal.hub.state.rows import Moment, Rules, RunProgress
 from shoal.protocol import PolicyRef
 
 LAST_BATCHES = 5  # the time between so many batches tells how long a step takes
@@ -21,21 +21,21 @@ OVERDUE_PART = 4  # nobody knows when an overdue step ends: a quarter of a step 
 SURE = 0.75  # the part of the time left that is counted on: paces vary, and what is submitted has to be judged as well
 
 
-def is_finished(rules: Rules, progress: Progress) -> bool:
+def is_finished(rules: Rules, progress: RunProgress) -> bool:
     return progress.policy is not None and progress.policy.version >= rules.steps
 
 
-def overdraw(rules: Rules, progress: Progress) -> int:
+def overdraw(rules: Rules, progress: RunProgress) -> int:
     return max(0, progress.dropped + progress.failed - rules.refill_cap * rules.groups_per_step)
 
 
-def steps_served(rules: Rules, progress: Progress) -> int:
+def steps_served(rules: Rules, progress: RunProgress) -> int:
     if progress.policy is None:
         return 0
     return max(0, min(progress.policy.version + rules.max_staleness, rules.steps - 1) + 1 - progress.next_step)
 
 
-def serves(rules: Rules, progress: Progress, policy: PolicyRef) -> bool:
+def serves(rules: Rules, progress: RunProgress, policy: PolicyRef) -> bool:
     """Whether groups by `policy`, perhaps not the newest, may be trained on in a step without a batch."""
     newest = progress.policy
     if newest is None or policy.incarnation != newest.incarnation or policy.version > newest.version:
@@ -43,16 +43,16 @@ def serves(rules: Rules, progress: Progress, policy: PolicyRef) -> bool:
     return steps_served(rules, replace(progress, policy=policy)) > 0
 
 
-def cap(rules: Rules, progress: Progress) -> int:
+def cap(rules: Rules, progress: RunProgress) -> int:
     """The most units that may be alive now. With 16 groups a step and `max_staleness` 1, after version 3: 32."""
     return max(0, rules.groups_per_step * steps_served(rules, progress) - overdraw(rules, progress))
 
 
-def room(rules: Rules, progress: Progress) -> int:
+def room(rules: Rules, progress: RunProgress) -> int:
     return max(0, cap(rules, progress) - progress.alive)
 
 
-def wanted_groups(rules: Rules, progress: Progress) -> int:
+def wanted_groups(rules: Rules, progress: RunProgress) -> int:
     return max(0, rules.groups_per_step - overdraw(rules, progress))
 
 

@@ -19,7 +19,7 @@ unsure work is neither trained on nor paid, certain failures ban, and so does `S
 
 Gains: what follows when the evidence says that tolerance was used to buy reward (`protocol.verdict`).
 
-    a node's evidence suffices ─► the validator rejects the group: a strike; the node's evidence begins anew
+    a node's evidence suffices ─► the validator rejects the group: a strike; the node's evidence begins at zero
     its owner's does ──────────► groups of all nodes of that owner with tokens that pass by tolerance are unsure
     that of newer nodes does ──► the same for nodes on probation, and an alarm: nobody gains by changing keys
 
@@ -105,7 +105,7 @@ def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: in
 
 
 def recent(record: Tally) -> Tally:
-    """Channels that are no higher than honest work's begin anew: honest work is not saved up to be spent later, and the
+    """Channels that are no higher than honest work's begin at zero: honest work cannot be saved up for later, and the
     evidence is always of one stretch of work."""
     above = {name: sums for name, sums in record.channels.items() if sums.seen > sums.expected}
     return record.model_copy(update={"channels": above})

@@ -69,6 +69,9 @@ class ByPolicy:
 
 @dataclass(frozen=True)
 class PoolRules:
+    """Tasks with a recent pass rate of `easy` or more, or `hard` or less; the shares of them, when drawn, that are
+    taken: a task that most groups solve, or fail, teaches little."""
+
     retire_after: int = 2
     easy: float = 0.9
     hard: float = 0.05
@@ -106,7 +109,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """`policy` is the newest one; `next_step` the first step without a batch; `dropped` (equal rewards) and `failed`
     (too many attempts) count the units lost since the batch before it."""
 
@@ -121,7 +124,7 @@ class Progress:
 @dataclass(frozen=True)
 class Moment:
     rules: Rules
-    progress: Progress
+    progress: RunProgress
     now_ms: int
 
 

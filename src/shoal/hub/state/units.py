@@ -28,7 +28,7 @@ UNJUDGED = {
     "If such machines are honest, measure one (`shoal doctor --calibrate`) and open its kind (`shoal admin calibrate`)",
     "second.missing": "failed a statistical check that a validator could not confirm in the worker's own number format",
 }
-"""Reasons of unsure audits that the owner can mend."""
+"""Reasons of unsure audits that the owner can remove."""
 
 NOT_THE_NODES = frozenset(UNJUDGED) - {"machinery.kind", "second.missing"}
 TRUSTED_AFTER = 2  # unsure attempts of workers after which a validator generates the unit

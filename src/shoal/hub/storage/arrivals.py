@@ -75,7 +75,7 @@ class Arrived:
         return bool(self._noted)
 
     def take(self) -> Noted:
-        """All that is to be written. Whoever could not write it gives it `back`."""
+        """All that is to be written. A caller that could not write it gives it `back`."""
         if not self._noted:
             return NOTHING
         with self._lock:

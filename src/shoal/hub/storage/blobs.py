@@ -44,7 +44,7 @@ class BlobFolder:
         name = submission_digest(body)
         path = self._folder / name
         if path.exists():  # renamed into place after its own fsync, so what is there is whole
-            sync_folder(self._folder)  # whoever put it may still be about to do this
+            sync_folder(self._folder)  # the process that put it may not have done this yet
         else:
             write_atomically(path, body)
         return name

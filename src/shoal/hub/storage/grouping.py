@@ -149,7 +149,7 @@ class GroupCommit:
         group.ended.set()
 
     def _drop_connection(self, group: _Group) -> None:
-        """Nobody knows how far a failed commit or rollback came; closing the connection undoes the rest."""
+        """How far a failed commit or rollback came is unknown; closing the connection undoes the rest."""
         self._connections.pop(group.durable, None)
         group.connection.invalidate()
         group.connection.close()

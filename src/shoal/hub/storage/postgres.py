@@ -8,7 +8,7 @@
     frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
 
 Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the
-frontier. A deadlock all the same is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
+frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.rows import NodeRow, Progress
+from shoal.hub.state.rows import NodeRow, RunProgress
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived, Noted
 from shoal.hub.storage.reader import Reader, among
@@ -192,7 +192,7 @@ class PostgresWriter(Writer):
         listed, values = among(sorted(set(nodes)))
         self._rows(f"SELECT node FROM nodes WHERE node IN {listed} ORDER BY node{self._lock('nodes')}", **values)
 
-    def frontier(self) -> Progress:
+    def frontier(self) -> RunProgress:
         self._connection.execute(_AT_FRONTIER)
         return self.progress()
 

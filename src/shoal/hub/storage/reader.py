@@ -25,7 +25,7 @@ from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
 R = TypeVar("R")
 Rank: TypeAlias = Literal["trusted", "sanctioned", "credit", "seen"]
 
-LEASES_TOLD = 200  # newest leases of a unit, which may have thousands
+LEASES_SHOWN = 200  # newest leases of a unit, which may have thousands
 NAMES_PER_QUERY = 500  # databases limit how many parameters a statement may have
 
 
@@ -119,11 +119,11 @@ class Reader:
         found = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
         return str(found[0][0]) if found else None
 
-    def progress(self, counted: bool = True) -> rows.Progress:
+    def progress(self, counted: bool = True) -> rows.RunProgress:
         ((step, unit, dropped, failed, incarnation, version, digest),) = self._rows(_PROGRESS)
         newest = None if digest is None else PolicyRef(incarnation=incarnation, version=version, digest=digest)
         alive = sum(self.alive_counts().values()) if counted else 0
-        return rows.Progress(newest, int(step), int(unit), alive, int(dropped), int(failed))
+        return rows.RunProgress(newest, int(step), int(unit), alive, int(dropped), int(failed))
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
         query = "SELECT digest FROM policies WHERE incarnation = :incarnation AND version = :version"
@@ -285,7 +285,7 @@ class Reader:
         return self._find(table.LEASES, where, node=node, request=request)
 
     def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
-        where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_TOLD}"
+        where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_SHOWN}"
         return self._find(table.LEASES, where, unit=unit)[::-1]
 
     def leases_of(self, node: str, limit: int) -> list[rows.LeaseRow]:

@@ -9,7 +9,7 @@ process (nonces, presence), go through connections of their own with `synchronou
 
 Counting all rows takes milliseconds with ten thousand workers, so the one process that writes keeps `Counts`:
 
-    where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
+    where the run stands (`RunProgress`)     kept while units are leased and submitted; read again after anything else
     how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
     what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
     nodes                                 rows as they were read or written last: every request asks for one
@@ -36,7 +36,7 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.state import rows
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Save
-from shoal.hub.state.rows import NodeRow, Progress, UnitRow, UnitState
+from shoal.hub.state.rows import NodeRow, RunProgress, UnitRow, UnitState
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.grouping import Busy, GroupCommit
@@ -55,7 +55,7 @@ _HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leas
     FROM nodes WHERE nodes.node = :node AND {NEWCOMER}"""
 
 
-class Hands:
+class UnitsInHand:
     """Units in hand of each node on probation, and sums by network: all, those of unproven nodes, and of these the ones
     that are not brief. Nodes in `changed` are to be read again."""
 
@@ -89,13 +89,13 @@ class Hands:
 
 class Counts:
     def __init__(self) -> None:
-        self.progress: Progress | None = None
+        self.progress: RunProgress | None = None
         self.alive: Counter[UnitState] | None = None
-        self.hands: Hands | None = None
+        self.in_hand: UnitsInHand | None = None
         self.nodes: dict[str, NodeRow] = {}
 
     def forget(self) -> None:
-        self.progress = self.alive = self.hands = None
+        self.progress = self.alive = self.in_hand = None
         self.nodes.clear()
 
 
@@ -109,8 +109,8 @@ class CountingWriter(Writer):
     def undone(self) -> None:
         if self._is_moved:
             self._counts.progress = self._counts.alive = None
-        if self._counts.hands is not None:
-            self._counts.hands.changed |= self._changed
+        if self._counts.in_hand is not None:
+            self._counts.in_hand.changed |= self._changed
         for node in self._changed:
             self._counts.nodes.pop(node, None)
 
@@ -125,7 +125,7 @@ class CountingWriter(Writer):
             self._counts.nodes.clear()
         self._counts.nodes[row.node] = row
 
-    def progress(self, counted: bool = True) -> Progress:  # noqa: ARG002  it is kept
+    def progress(self, counted: bool = True) -> RunProgress:  # noqa: ARG002  it is kept
         if self._counts.progress is None:
             self._counts.progress = super().progress()
         return self._counts.progress
@@ -136,10 +136,10 @@ class CountingWriter(Writer):
         return dict(+self._counts.alive)
 
     def newcomers_in_hand(self, node: str) -> rows.InHand:
-        if self._counts.hands is None:
-            self._counts.hands = Hands(holder for (holder,) in self._rows(_HOLDERS))
-        self._counts.hands.refresh(self._hand)
-        return self._counts.hands.of(node)
+        if self._counts.in_hand is None:
+            self._counts.in_hand = UnitsInHand(holder for (holder,) in self._rows(_HOLDERS))
+        self._counts.in_hand.refresh(self._hand)
+        return self._counts.in_hand.of(node)
 
     def _hand(self, node: str) -> tuple[str, list[int]] | None:
         found = self._rows(_HAND, node=node)
@@ -159,8 +159,8 @@ class CountingWriter(Writer):
             self._changed.add(command.row.node)
             if isinstance(command.row, NodeRow):
                 self._keep(command.row)
-            if self._counts.hands is not None:
-                self._counts.hands.changed.add(command.row.node)
+            if self._counts.in_hand is not None:
+                self._counts.in_hand.changed.add(command.row.node)
 
     def _unit_moved(self, row: UnitRow, was: Any) -> None:
         counts, self._is_moved = self._counts, True

@@ -99,7 +99,7 @@ leases = _table(
 )
 # One row per part: of two that race for the same place, one is refused and comes again.
 shown = _table("shown", ShownRow, ("lease", "part"), refer={"lease": "leases.lease"})
-# One submission per lease: another body for it is a 409, whoever wins the race.
+# One submission per lease: of two different bodies one gets a 409.
 # `matures_at_ms` is a single column, not a list of what is due: credit matures once or is void, never both.
 submissions = _table(
     "submissions", SubmissionRow, ("submission",), sa.Index("submissions_by_state", "state", "unit"),

@@ -81,10 +81,10 @@ class Writer(Reader):
                 self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
-        """Nobody else decides about these nodes until the end. A decision about several locks them first, at once."""
+        """Until the end no other transaction decides about these nodes. To decide about several, lock them together."""
 
-    def frontier(self) -> rows.Progress:
-        """Nobody else makes units until the end. To be called last: after that, no lock is waited for."""
+    def frontier(self) -> rows.RunProgress:
+        """Until the end no other transaction makes units. To be called last: after that, no lock is waited for."""
         return self.progress()
 
     def post(self, entries: Sequence[LedgerEntry], up_to: int) -> None:
@@ -156,7 +156,7 @@ class Storage(Protocol):
         """From the database; `known` from then on."""
 
     def flush(self) -> None:
-        """Write down what has arrived, for whoever is about to read it."""
+        """Write what has arrived to the database, so that it can be read there."""
         if noted := self.arrivals.take():
             try:
                 with self.write(durable=False) as transaction:

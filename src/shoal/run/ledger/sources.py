@@ -29,7 +29,7 @@ from shoal.hub.service.context import orders_of
 from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
-from shoal.ledger.evidence import Rows
+from shoal.ledger.evidence import LedgerReader
 from shoal.run.folder import RunFolder, hub_address
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.exchange import limited, read_body
@@ -47,7 +47,7 @@ START = b'{\n  "run"'
 MANIFEST = "the manifest of policy "
 
 
-class LedgerSource(Rows):
+class LedgerSource(LedgerReader):
     """A ledger somewhere. `notes` say what could not be fetched. It may grow: its rows are read as of the last call of
     `pins`. `complete`: its last row is the last of all; not known of a file."""
 
@@ -140,7 +140,7 @@ class HubLedger(LedgerSource):
         for source in self._sources:
             try:
                 head = self._download(source, HEAD, MAX_HEAD_BYTES)
-                labels = () if head is None else read_head(head, run, key).kept_versions
+                labels = () if head is None else read_head(head, run, key).versions
                 keys = [manifest_key(place) for label in labels if (place := parse_label(label)) is not None]
                 kept = [self._download(source, name, MAX_MANIFEST_BYTES) for name in keys]
                 if found := [data for data in kept if data is not None]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from shoal.environments.data.cache import data_digest
 from shoal.environments.data.locating import kind_of, locate
-from shoal.environments.data.readers import Broken, Table, rows_of
+from shoal.environments.data.readers import Broken, DataTable, rows_of
 from shoal.environments.formats import conversation, messages_of, required
 from shoal.environments.protocol import prompt_digest, question_digest
 from shoal.environments.settings import PromptSettings
@@ -100,7 +100,7 @@ class Demonstrations:
             files = [file for path in paths for file in locate(path)]
             if empty := next((file for file in files if file.stat().st_size == 0), None):
                 raise ConfigError(f"{empty} is empty: there is nothing to train on; check --data")
-            self._table = Table(files)
+            self._table = DataTable(files)
             (_, first), *others = self._table.columns_by_file
             self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
             needed = LAYOUTS.get(self.layout, ())
@@ -114,7 +114,7 @@ class Demonstrations:
             self._task = next((name for name in ("task", "task_id", "problem_id") if name in first), None)
             self._columns = [*needed, *([self._task] if self._task else [])]
             for kind in set(map(kind_of, files)):  # JSON lines declare no types, so files are compared by kind
-                Table([file for file in files if kind_of(file) == kind]).agree(self._columns)
+                DataTable([file for file in files if kind_of(file) == kind]).agree(self._columns)
             self.digest = data_digest(self._table.paths)
         except EnvironmentSetupError as error:  # data is named in a recipe elsewhere, and here by --data
             message = str(error).replace("environment.options.split", "--data to the files of one split")

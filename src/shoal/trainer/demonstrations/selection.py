@@ -49,7 +49,7 @@ CHUNK = 256  # demonstrations given to a filter at a time; a request to stop is 
 SCHEMA = pa.schema({"ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()), "question": pa.int64()})
 
 
-class Interrupted(Exception):
+class SelectionInterrupted(Exception):
     """The process was told to stop during the selection. Nothing is kept."""
 
 
@@ -248,7 +248,7 @@ def select(
             if number % CHUNK == 0:
                 progress(number, data.rows)
                 if interrupted():
-                    raise Interrupted
+                    raise SelectionInterrupted
             try:
                 if isinstance(found, UnusableTask):
                     raise found

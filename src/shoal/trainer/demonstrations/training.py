@@ -21,7 +21,7 @@ from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, restore
 from shoal.trainer.demonstrations.selection import LOSS, Corpus, Indices, Schedule
 from shoal.trainer.export import ModelCard, export_policy
-from shoal.trainer.folder import Progress
+from shoal.trainer.folder import TrainerProgress
 from shoal.trainer.guards import GuardMonitor, GuardReport
 from shoal.trainer.learner import Learner
 from shoal.trainer.record import RunRecord, Trackers
@@ -81,7 +81,7 @@ class SftRun:
             self.trackers.close()
         files = {**self.files, **self.extra, METRICS: (self.folder / METRICS).read_bytes()}
         metrics = self._record.latest(self.version)
-        card = replace(self.card, progress=Progress(self.name, self.version), metrics=metrics)
+        card = replace(self.card, progress=TrainerProgress(self.name, self.version), metrics=metrics)
         export_policy(self.out, self.learner.state(), files, card, self._settings.publish_dtype)
         log.info("done after %d steps: %s", self.version, self.out)
         return True
@@ -143,5 +143,5 @@ class SftRun:
 
     def _save(self) -> None:
         if self._saved != self.version:
-            self._store.save(self.learner, Progress(self.name, self.version), self.files)
+            self._store.save(self.learner, TrainerProgress(self.name, self.version), self.files)
             self._saved = self.version
