@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 ROOT = Path(__file__).parents[1]
 ROLES = ("hub", "origin", "relay-0", "trainer", "validator-0", "worker-0")
@@ -113,8 +113,8 @@ class Watched:
         endpoints = json.loads((self._path / "endpoints.json").read_text())
         url = endpoints["relays"][0] if kind == "relay" else endpoints[kind]
         try:
-            answer = httpx.get(f"{url}/health", timeout=1)
-        except httpx.HTTPError:
+            answer = httpx2.get(f"{url}/health", timeout=1)
+        except httpx2.HTTPError:
             return False
         newest = f"0.{len(self.versions()) - 1}"
         return answer.is_success and (kind != "relay" or answer.json()["head"] == newest)

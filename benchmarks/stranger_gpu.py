@@ -154,11 +154,11 @@ def wait_for(what: str, found: Any, deadline_s: float, *alive: subprocess.Popen[
 
 
 def status_of(url: str) -> dict[str, Any]:
-    import httpx
+    import httpx2
 
     try:
-        answer: dict[str, Any] = httpx.get(url.split("/#")[0] + "/status", timeout=30, trust_env=False).json()
-    except httpx.TransportError:
+        answer: dict[str, Any] = httpx2.get(url.split("/#")[0] + "/status", timeout=30, trust_env=False).json()
+    except httpx2.TransportError:
         return {"nodes": []}
     return answer
 

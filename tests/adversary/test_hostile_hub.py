@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from pydantic import ValidationError
 
@@ -267,7 +267,7 @@ def test_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path) 
             client.trusted_run()
         with closing(open_http()) as http:
             assert fetch_status(hub.url, http) is None
-        with pytest.raises(httpx.DecodingError, match="compressed"):
+        with pytest.raises(httpx2.DecodingError, match="compressed"):
             download(f"{hub.url}/witness", 1000)
         assert tracemalloc.get_traced_memory()[1] < 16 * MIB
     finally:

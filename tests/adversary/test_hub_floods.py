@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import pytest
 import zstandard
 
@@ -55,8 +55,8 @@ def fresh(tmp_path: Path, monkeypatch: Patch) -> Iterator[Hub]:
 @contextmanager
 def calling_from(hub: Hub, address: str) -> Iterator[Hub]:
     """The same hub, seen from another address."""
-    transport = httpx.HTTPTransport(local_address=address)
-    with httpx.Client(base_url=hub.http.base_url, timeout=30, transport=transport) as http:
+    transport = httpx2.HTTPTransport(local_address=address)
+    with httpx2.Client(base_url=hub.http.base_url, timeout=30, transport=transport) as http:
         yield replace(hub, http=http)
 
 
@@ -206,7 +206,7 @@ def test_too_many_connections(fresh: Hub) -> None:
         def is_let_in() -> bool:
             try:
                 return seen.http.get("/health").status_code == 200
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 return False
 
         eventually(is_let_in, DEADLINE_S, "connections that ended are still counted")
@@ -375,7 +375,7 @@ def watched(tmp_path_factory: TempPaths) -> Iterator[Watched]:
         stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx2.Client(base_url=url, timeout=60) as http:
             hub = begun(run, http, lambda: process.poll() is not None)
             hub.trusted("validator-0", "validator")
             yield Watched(hub, process.pid)
@@ -442,7 +442,7 @@ def test_bombs_refused_in_bounded_memory(watched: Watched, record_property: Call
     [lease] = worker.lease()
     leases = partial(worker.call, "POST", "/leases")
     verdicts = partial(hub.caller(hub.folder.key("validator-0")).call, "POST", "/verdicts")
-    thrown: list[tuple[str, Callable[[], httpx.Response], tuple[int, ...]]] = [
+    thrown: list[tuple[str, Callable[[], httpx2.Response], tuple[int, ...]]] = [
         *((f"bulk: {name}", partial(worker.submit, lease, make()), (413, 422)) for name, make in BULK_BOMBS.items()),
         *((f"json: {name}", partial(leases, body), (422,)) for name, body in JSON_BOMBS.items()),
         ("trusted: 15 MiB of verdicts", partial(verdicts, b'{"verdicts":[' + b"{}," * 5 * MIB), (422,)),
@@ -464,12 +464,12 @@ def test_bombs_refused_in_bounded_memory(watched: Watched, record_property: Call
     assert most_mib["trusted"] < TRUSTED_MIB
 
 
-def _head_bomb(hub: Hub) -> httpx.Response:
+def _head_bomb(hub: Hub) -> httpx2.Response:
     """The hub answers and hangs up before the head is through: either is seen as a refusal."""
     try:
         return hub.http.get("/health", headers={"x": "y" * 2 * MIB})
-    except httpx.TransportError:
-        return httpx.Response(431)
+    except httpx2.TransportError:
+        return httpx2.Response(431)
 
 
 def test_many_large_bodies_at_once_are_not_all_held(watched: Watched) -> None:

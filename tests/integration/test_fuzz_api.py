@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import pytest
 import zstandard
 from hypothesis import HealthCheck, Phase, given, settings
@@ -154,9 +154,9 @@ class Fuzzer:
             else:
                 query += [(name, str(each)) for each in (value if isinstance(value, list) else [value])]
         encoded = [(name, value.encode(errors="replace")) for name, value in query]
-        return path, f"?{httpx.QueryParams(encoded)}" if encoded else ""
+        return path, f"?{httpx2.QueryParams(encoded)}" if encoded else ""
 
-    def _check(self, call: Call, response: httpx.Response, what: str) -> None:
+    def _check(self, call: Call, response: httpx2.Response, what: str) -> None:
         assert response.status_code < 500, what
         if response.status_code >= 300:
             Problem.model_validate_json(response.content)

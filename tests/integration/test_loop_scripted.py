@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -65,12 +65,12 @@ def encode(task: Task) -> list[int]:
     return [ord(character) % 90 + 3 for character in task.prompt]
 
 
-class Switch(httpx.BaseTransport):
+class Switch(httpx2.BaseTransport):
     """The wire to the hub, in this process; behind it is another one after a restart."""
 
     current: AppTransport
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         return self.current.handle_request(request)
 
 
@@ -97,7 +97,7 @@ class Run:
         self.id = run_id(self.settings.name, self.fingerprint)
         keys = {"hub": self.hub_key, "trainer": self.trainer_key, "validator": self.validator_key}
         self.certificates = {role: certificate(key, role, self.id, self.root) for role, key in keys.items()}
-        self.http = httpx.Client(transport=self.switch)
+        self.http = httpx2.Client(transport=self.switch)
         self.source = self._serve_origin()
         self.origin = Origin(self.folder / "origin", self.id, self.trainer_key)
         self.hub_up()

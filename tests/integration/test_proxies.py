@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -261,7 +261,7 @@ def test_secure_target_is_asked_at_the_checked_address(proxy, secure, monkeypatc
 
 def test_addresses_in_numbers_are_checked_before_a_proxy_is_asked(proxy: ForwardProxy) -> None:
     reach = Reach(Nearness.PUBLIC)
-    with open_http() as http, pytest.raises(httpx.ConnectError, match="it may not send this machine there"):
+    with open_http() as http, pytest.raises(httpx2.ConnectError, match="it may not send this machine there"):
         http.get("http://10.0.0.1:80/", extensions={REACH: reach})
     with pytest.raises(BroadcastError, match="it may not send this machine there"):
         Connection("http://169.254.169.254", StopToken(), Timeouts(reach=reach)).get("/head.json", Deadline(10))

@@ -1,4 +1,4 @@
-"""A hub in this process: a synchronous httpx transport over its app, without a socket.
+"""A hub in this process: a synchronous httpx2 transport over its app, without a socket.
 
     thread of a role ─► AppTransport.handle_request ─► event loop in a background thread ─► the app
                         (waits for the whole answer)
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import httpx
+import httpx2
 
 from shoal.hub.http.app import App
 from shoal.runtime.http import HttpRequest
@@ -32,8 +32,8 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-class AppTransport(httpx.BaseTransport):
-    """`httpx.Client(transport=AppTransport(app))` talks to `app`, whose lifespan is from construction to `close()`."""
+class AppTransport(httpx2.BaseTransport):
+    """`httpx2.Client(transport=AppTransport(app))` talks to `app`, whose lifespan is from construction to `close()`."""
 
     def __init__(self, app: App, peer: str = "127.0.0.1") -> None:
         self._app, self.peer = app, peer
@@ -48,29 +48,29 @@ class AppTransport(httpx.BaseTransport):
         CPython 3.11 crashes if another thread collects meanwhile."""
         self._loop.run_forever()
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         timeout_s = request.extensions.get("timeout", {}).get("read")
         future = self._run(self._answer(request, request.read()))
         try:
-            response: httpx.Response = future.result(timeout_s)
+            response: httpx2.Response = future.result(timeout_s)
             return response
         except concurrent.futures.TimeoutError as error:
             future.cancel()
-            raise httpx.ReadTimeout(f"no answer within {timeout_s} s", request=request) from error
+            raise httpx2.ReadTimeout(f"no answer within {timeout_s} s", request=request) from error
         except concurrent.futures.CancelledError as error:
-            raise httpx.ConnectError("the app was closed", request=request) from error
+            raise httpx2.ConnectError("the app was closed", request=request) from error
 
-    async def _answer(self, request: httpx.Request, body: bytes) -> httpx.Response:
+    async def _answer(self, request: httpx2.Request, body: bytes) -> httpx2.Response:
         headers = {name.lower(): value for name, value in request.headers.items()}
         target = request.url.raw_path.decode("ascii")
         reply = await self._app.answer(HttpRequest(request.method, target, headers, self.peer, body))
         media = {"content-type": reply.media} if reply.body else {}
-        return httpx.Response(reply.status, headers={**reply.headers, **media}, content=reply.body)
+        return httpx2.Response(reply.status, headers={**reply.headers, **media}, content=reply.body)
 
     def _run(self, coroutine: Any) -> concurrent.futures.Future[Any]:
         if self._loop.is_closed() or not self._thread.is_alive():
             coroutine.close()
-            raise httpx.ConnectError("the app was closed")
+            raise httpx2.ConnectError("the app was closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+import httpx2
 
 from kit import eventually
 from kit import hub as kit
@@ -268,7 +268,7 @@ class Actors:
     def __init__(self, hub: Any, workers: Sequence[SigningKey] = WORKERS) -> None:
         self.hub, self.workers, self.steps = hub, workers, hub.place.run["steps"]
         self.books = Books()
-        self._http = httpx.Client(timeout=15)
+        self._http = httpx2.Client(timeout=15)
         self._is_over, self._deciding = threading.Event(), threading.Lock()
         self._end_s = time.monotonic() + DEADLINE_S
 
@@ -287,7 +287,7 @@ class Actors:
             headers = {} if key is None else sign_request(key, kit.RUN_ID, method, path, content, now_ms)
             try:
                 response = self._http.request(method, url + path, content=content, headers=headers)
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 self.hub.revive(url)
                 continue
             if response.status_code == BUSY:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    "pytest", "httpx", "typer.rich_utils", "shoal.shardcast.cast.fetch", "shoal.shardcast.cast.serve",
+    "pytest", "httpx2", "typer.rich_utils", "shoal.shardcast.cast.fetch", "shoal.shardcast.cast.serve",
     "shoal.run.doctor", "shoal.run.sources", "shoal.run.join", "shoal.cli.main",
     "shoal.run.estimate", "shoal.run.launch", "shoal.run.preflight", "shoal.cli.view",
     "shoal.hub.http.app", "shoal.hub.http.server",

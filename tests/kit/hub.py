@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from kit.asgi import AppTransport
 from shoal import protocol
@@ -92,19 +92,19 @@ class Actor:
     """One key that talks to the hub; `call` signs like a client does, and can be told to sign wrongly."""
 
     key: protocol.SigningKey
-    http: httpx.Client
+    http: httpx2.Client
     clock: Clock
     run: str = RUN_ID
     hub_key: str = HUB.public_key
 
     def call(
         self, method: str, path: str, body: bytes | protocol.Message | dict[str, Any] | None = None
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         content = as_bytes(body)
         headers = protocol.sign_request(self.key, self.run, method, path, content, self.clock.now_ms())
         return self.http.request(method, path, content=content, headers=headers)
 
-    def register(self, role: protocol.Role = "worker", name: str = "", **changes: Any) -> httpx.Response:
+    def register(self, role: protocol.Role = "worker", name: str = "", **changes: Any) -> httpx2.Response:
         signed = None if role == "worker" else certificate(self.key, role)
         fields = {"name": name, "role": role, "certificate": signed, **changes}
         return self.call("POST", "/nodes", protocol.Registration(public_key=self.key.public_key, **fields))
@@ -114,7 +114,7 @@ class Actor:
         reply = protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
         return [protocol.open_document(signed, protocol.Lease, self.hub_key) for signed in reply.leases]
 
-    def submit(self, lease: protocol.Lease, body: bytes | None = None) -> httpx.Response:
+    def submit(self, lease: protocol.Lease, body: bytes | None = None) -> httpx2.Response:
         return self.call("PUT", f"/submissions/{lease.lease}", submission_body(lease) if body is None else body)
 
 
@@ -130,15 +130,15 @@ def as_bytes(body: bytes | protocol.Message | dict[str, Any] | None) -> bytes:
         return body
     if isinstance(body, protocol.Message):
         return body.model_dump_json().encode()
-    return b"" if body is None else httpx.Request("POST", "http://x", json=body).content
+    return b"" if body is None else httpx2.Request("POST", "http://x", json=body).content
 
 
-def ok(response: httpx.Response) -> httpx.Response:
+def ok(response: httpx2.Response) -> httpx2.Response:
     assert response.status_code < 300, response.text
     return response
 
 
-def code_of(response: httpx.Response) -> tuple[int, str]:
+def code_of(response: httpx2.Response) -> tuple[int, str]:
     return response.status_code, response.json()["code"]
 
 
@@ -192,7 +192,7 @@ class Bench:
     def __post_init__(self) -> None:
         config = replace(make_config(self.folder, self.run, self.settings), **self.changes)
         self.app = App(config, self.clock)
-        self.http = httpx.Client(transport=AppTransport(self.app), base_url="http://hub", timeout=20, headers=HEADERS)
+        self.http = httpx2.Client(transport=AppTransport(self.app), base_url="http://hub", timeout=20, headers=HEADERS)
         self.trainer, self.validator = self.actor(TRAINER), self.actor(VALIDATOR)
         self.alice, self.bob = self.actor(worker_key(1)), self.actor(worker_key(2))
         ok(self.trainer.register("trainer"))
@@ -235,7 +235,7 @@ class Bench:
         self.close()
         return Bench(self.folder, self.run, self.settings, self.clock, self.changes)
 
-    def announce(self, version: int, incarnation: int = 0, digest: str | None = None) -> httpx.Response:
+    def announce(self, version: int, incarnation: int = 0, digest: str | None = None) -> httpx2.Response:
         ref = policy(version, incarnation, digest)
         document = protocol.PolicyAnnouncement(run=RUN_ID, policy=ref, created_at_ms=self.clock.now_ms())
         return self.trainer.call("POST", "/policies", protocol.sign_document(document, TRAINER))
@@ -245,15 +245,15 @@ class Bench:
         response = ok(self.validator.call("POST", "/audits", {"max_audits": max_audits, "left": names}))
         return protocol.AuditReply.model_validate_json(response.content).audits
 
-    def judge(self, audit: protocol.Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> httpx.Response:
+    def judge(self, audit: protocol.Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> httpx2.Response:
         return self.report(self.verdict(audit, rewards, **changes))
 
-    def report(self, *verdicts: protocol.SignedDocument) -> httpx.Response:
+    def report(self, *verdicts: protocol.SignedDocument) -> httpx2.Response:
         """The hub's answer; if it did not take the only verdict, the answer that this one alone amounts to."""
         response = self.validator.call("POST", "/verdicts", protocol.VerdictReport(verdicts=verdicts))
         refused = response.json().get("refused", ())
         if len(verdicts) == len(refused) == 1:
-            return httpx.Response(refused[0]["status"], json=refused[0], request=response.request)
+            return httpx2.Response(refused[0]["status"], json=refused[0], request=response.request)
         return response
 
     def verdict(
@@ -304,7 +304,7 @@ class Owner:
         signed = None if key is ROOT else certificate(ADMIN, "admin")
         return protocol.AdminRequest(action=protocol.sign_document(action(verb, **values), key), certificate=signed)
 
-    def post(self, request: protocol.AdminRequest) -> httpx.Response:
+    def post(self, request: protocol.AdminRequest) -> httpx2.Response:
         return self.bench.http.post("/admin", content=request.model_dump_json())
 
     def order(self, verb: str, /, key: protocol.SigningKey = ADMIN, **fields: Any) -> protocol.AdminReply:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import zstandard
 
@@ -34,7 +34,7 @@ class Hub:
     """The hub, and whose keys it believes."""
 
     folder: RunFolder
-    http: httpx.Client
+    http: httpx2.Client
 
     @property
     def run(self) -> str:
@@ -96,16 +96,16 @@ def packed(value: Any) -> bytes:
 def running_hub(folder: Path, **changes: dict[str, Any]) -> Iterator[Hub]:
     """A hub with policy 0 announced."""
     run = prepared(folder, RECIPE, **changes)
-    with running_roles(run, "hub") as roles, httpx.Client(base_url=run.endpoints.hub, timeout=30) as http:
+    with running_roles(run, "hub") as roles, httpx2.Client(base_url=run.endpoints.hub, timeout=30) as http:
         yield begun(run, http, roles["hub"].done)
 
 
-def begun(run: RunFolder, http: httpx.Client, has_ended: Callable[[], bool]) -> Hub:
+def begun(run: RunFolder, http: httpx2.Client, has_ended: Callable[[], bool]) -> Hub:
     """A hub that is being started: once it answers, and with policy 0 announced."""
 
     def answers() -> bool:
         assert not has_ended(), "the hub did not start"
-        with suppress(httpx.TransportError):
+        with suppress(httpx2.TransportError):
             return http.get("/status").is_success
         return False
 

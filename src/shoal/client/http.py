@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from shoal import __version__
 from shoal.protocol.node import HEADER_PROTOCOL, PROTOCOL_VERSION
@@ -21,21 +21,21 @@ HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__vers
 REACH = "shoal.reach"
 
 
-def open_http(max_connections: int = 16) -> httpx.Client:
+def open_http(max_connections: int = 16) -> httpx2.Client:
     """A client that honours HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
-    return httpx.Client(transport=_Routes(httpx.Limits(max_connections=max_connections)), headers=HEADERS)
+    return httpx2.Client(transport=_Routes(httpx2.Limits(max_connections=max_connections)), headers=HEADERS)
 
 
-class _Routes(httpx.BaseTransport):
+class _Routes(httpx2.BaseTransport):
     """Direct, through a proxy, or through a socket out of a sandbox. Thread-safe."""
 
-    def __init__(self, limits: httpx.Limits) -> None:
+    def __init__(self, limits: httpx2.Limits) -> None:
         self._limits, self._lock = limits, threading.Lock()
-        self._certificates = httpx.create_ssl_context()  # slow to create, so shared
+        self._certificates = httpx2.create_ssl_context()  # slow to create, so shared
         self._direct = self._transport()
-        self._others: dict[Proxy | Path, httpx.HTTPTransport] = {}
+        self._others: dict[Proxy | Path, httpx2.HTTPTransport] = {}
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         reach, proxy = request.extensions.get(REACH), proxy_of(str(request.url))
         try:
             if (inside := way_out(*endpoint_of(request.url))) is not None:
@@ -45,31 +45,31 @@ class _Routes(httpx.BaseTransport):
                 return self._by(proxy).handle_request(request)
             return self._direct.handle_request(request) if reach is None else self._checked(request, reach)
         except OSError as error:
-            raise httpx.ConnectError(str(error), request=request) from error
+            raise httpx2.ConnectError(str(error), request=request) from error
 
-    def _checked(self, request: httpx.Request, reach: Reach) -> httpx.Response:
+    def _checked(self, request: httpx2.Request, reach: Reach) -> httpx2.Response:
         host, port = endpoint_of(request.url)
         *earlier, last = addresses(host, port, reach)
         for address in earlier:
             try:
                 return self._direct.handle_request(_at(request, address))
-            except (httpx.ConnectError, httpx.ConnectTimeout):
+            except (httpx2.ConnectError, httpx2.ConnectTimeout):
                 continue
         return self._direct.handle_request(_at(request, last))
 
-    def _by(self, way: Proxy | Path) -> httpx.HTTPTransport:
+    def _by(self, way: Proxy | Path) -> httpx2.HTTPTransport:
         with self._lock:
             if way not in self._others:
                 if isinstance(way, Path):
                     self._others[way] = self._transport(uds=str(way))
                 else:
                     headers = {"proxy-authorization": way.authorization} if way.authorization else {}
-                    self._others[way] = self._transport(proxy=httpx.Proxy(way.shown, headers=headers))
+                    self._others[way] = self._transport(proxy=httpx2.Proxy(way.shown, headers=headers))
             return self._others[way]
 
-    def _transport(self, uds: str | None = None, proxy: httpx.Proxy | None = None) -> httpx.HTTPTransport:
-        made = httpx.HTTPTransport(verify=self._certificates, limits=self._limits, uds=uds, proxy=proxy)
-        made._pool._network_backend = Network()  # httpx has no parameter for it
+    def _transport(self, uds: str | None = None, proxy: httpx2.Proxy | None = None) -> httpx2.HTTPTransport:
+        made = httpx2.HTTPTransport(verify=self._certificates, limits=self._limits, uds=uds, proxy=proxy)
+        made._pool._network_backend = Network()  # httpx2 has no parameter for it
         return made
 
     def close(self) -> None:
@@ -77,6 +77,6 @@ class _Routes(httpx.BaseTransport):
             transport.close()
 
 
-def _at(request: httpx.Request, address: str) -> httpx.Request:
+def _at(request: httpx2.Request, address: str) -> httpx2.Request:
     url, extensions = request.url.copy_with(host=address), {**request.extensions, "sni_hostname": request.url.host}
-    return httpx.Request(request.method, url, headers=request.headers, stream=request.stream, extensions=extensions)
+    return httpx2.Request(request.method, url, headers=request.headers, stream=request.stream, extensions=extensions)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import quote
 
-import httpx
+import httpx2
 
 import shoal.protocol as wire
 from shoal import __version__
@@ -40,7 +40,7 @@ TRAINING_BATCH_LIMITS = wire.BodyLimits(compressed_bytes=2**30, inflated_bytes=2
 class HubClient:
     def __init__(
         self, url: str | Sequence[str], key: SigningKey, stop: StopToken, root_fingerprint: str | None = None,
-        http: httpx.Client | None = None, clock: Clock = SystemClock(), options: ClientOptions = ClientOptions(),
+        http: httpx2.Client | None = None, clock: Clock = SystemClock(), options: ClientOptions = ClientOptions(),
     ) -> None:  # fmt: skip
         self.key = key
         self.on_receipt: Callable[[SignedDocument], None] | None = None  # gets every verified receipt as it was signed

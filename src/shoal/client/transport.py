@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TypeVar
 
-import httpx
+import httpx2
 from pydantic import ValidationError
 
 from shoal import errors
@@ -191,7 +191,7 @@ class SharedState:
 
 @dataclass(frozen=True)
 class Transport:
-    http: httpx.Client
+    http: httpx2.Client
     hubs: Hubs
     key: SigningKey
     stop: StopToken
@@ -298,16 +298,16 @@ class Transport:
                     content = read_body(response, call.max_bytes)
                 finally:
                     response.close()
-        except (httpx.TransportError, httpx.DecodingError) as error:
+        except (httpx2.TransportError, httpx2.DecodingError) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise _Retry(what, elsewhere=True) from error
         if response.status_code == HTTPStatus.UNAUTHORIZED and HEADER_NONCE in request.headers:
             self._learn_time(request, content)
         return _sorted_out(response, content), near
 
-    def _request(self, call: HubCall, hub: HubAddress) -> httpx.Request:
+    def _request(self, call: HubCall, hub: HubAddress) -> httpx2.Request:
         headers = {**HEADERS, **({"content-type": call.content_type} if call.body else {})}
-        timeout = httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s)
+        timeout = httpx2.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s)
         reach = None if self.known.trusted is None else self.known.trusted.reach  # where hubs may send this machine
         is_checked = hub.named or hub.verified  # not at the first contact with one that the user gave
         try:
@@ -315,14 +315,14 @@ class Transport:
                 call.method, hub.url + call.path, params=list(call.params) or None, content=call.body, headers=headers,
                 timeout=timeout, extensions={REACH: reach} if is_checked else None,
             )  # fmt: skip
-        except httpx.InvalidURL as error:
+        except httpx2.InvalidURL as error:
             raise _Retry(f"{hub.url} is no address: {error}", elsewhere=True) from error
         if call.run is not None:
             target, at_ms = request.url.raw_path.decode("ascii"), self.clock.now_ms() + self.known.ahead_ms
             request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
         return request
 
-    def _learn_time(self, request: httpx.Request, content: bytes) -> None:
+    def _learn_time(self, request: httpx2.Request, content: bytes) -> None:
         """Go by the hub's clock from now on, if it has refused this very request for its date and has signed that."""
         if (problem := _problem(content)) is None or problem.clock is None:
             return
@@ -358,7 +358,7 @@ def parsed(kind: type[M], where: str, content: bytes) -> M:
         raise ProtocolError(f"{what}: check the address") from error
 
 
-def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
+def _sorted_out(response: httpx2.Response, content: bytes) -> bytes:
     """The content if the answer is a success; else the exception that it stands for. Only a hub's own no is one."""
     if response.is_success and not response.headers.get("content-type", "").startswith("text/html"):
         return content

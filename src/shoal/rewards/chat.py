@@ -21,7 +21,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 
-import httpx
+import httpx2
 
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
@@ -86,13 +86,13 @@ class ChatJudge:
 
         try:
             asyncio.run(ask())
-        except httpx.HTTPStatusError as error:
+        except httpx2.HTTPStatusError as error:
             status = error.response.status_code
             if 400 <= status < 500 and status not in BUSY:
                 detail = ADVICE.get(status, "look at its url, model and prompt (environment.judges)")
                 raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {status}: {detail}") from None
             log.warning("%s answers with HTTP %d; until that changes, no group gets a reward", name, status)
-        except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
+        except (httpx2.HTTPError, httpx2.StreamError, TimeoutError) as error:
             log.warning("%s does not answer (%s); until it does, no group gets a reward", name, type(error).__name__)
         except UnreadableAnswer as error:
             log.warning("%s has no number from 0 to 10 in its last line when it was tried: %s", name, error)
@@ -124,7 +124,7 @@ class ChatJudge:
         return [late if each.cancelled() else each.result() for each in asked]
 
     async def _value(
-        self, client: httpx.AsyncClient, free: asyncio.Semaphore, piece: JudgedText
+        self, client: httpx2.AsyncClient, free: asyncio.Semaphore, piece: JudgedText
     ) -> float | ScoringFailure:
         problem, unreadable = "", 0
         async with free:
@@ -136,7 +136,7 @@ class ChatJudge:
                     problem, unreadable = f"has no number from 0 to 10 in its last line ({error})", unreadable + 1
                     if unreadable > 1:
                         break
-                except httpx.HTTPStatusError as error:
+                except httpx2.HTTPStatusError as error:
                     status = error.response.status_code
                     problem = f"answered with HTTP {status}"
                     if status != 429 and status < 500:
@@ -144,28 +144,28 @@ class ChatJudge:
                     with suppress(ValueError):
                         asked_s = float(error.response.headers.get("retry-after", "0"))
                         pause_s = max(pause_s, min(LONGEST_PAUSE_S, asked_s))
-                except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
+                except (httpx2.HTTPError, httpx2.StreamError, TimeoutError) as error:
                     problem = f"did not answer ({type(error).__name__})"
-                except (httpx.InvalidURL, ValueError) as error:  # of the request: another attempt fails, too
+                except (httpx2.InvalidURL, ValueError) as error:  # of the request: another attempt fails, too
                     problem = f"could not be asked ({type(error).__name__})"
                     break
                 await asyncio.sleep(pause_s)
         log.warning("%s %s", self._where, problem)
         return ScoringFailure(f"{self._where} {problem}")
 
-    def _client(self) -> httpx.AsyncClient:
+    def _client(self) -> httpx2.AsyncClient:
         key = os.environ.get(KEY, "")
         headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
-        own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
-        return httpx.AsyncClient(headers=headers, timeout=None, trust_env=not own)
+        own = is_own(httpx2.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
+        return httpx2.AsyncClient(headers=headers, timeout=None, trust_env=not own)
 
-    async def _ask(self, client: httpx.AsyncClient, piece: JudgedText) -> str:
+    async def _ask(self, client: httpx2.AsyncClient, piece: JudgedText) -> str:
         body = {
             "model": self._settings.model, "temperature": 0, "max_tokens": MAX_TOKENS,
             "messages": [{"role": "user", "content": question(self._settings.prompt or DEFAULT_PROMPT, piece)}],
         }  # fmt: skip
         address, answer = self._settings.url.rstrip("/") + "/chat/completions", bytearray()
-        # httpx limits single receives only: a slow stream of small pieces would never end
+        # httpx2 limits single receives only: a slow stream of small pieces would never end
         async with asyncio.timeout(self._settings.timeout_s), client.stream("POST", address, json=body) as response:
             response.raise_for_status()
             check_plain(response)
@@ -185,10 +185,10 @@ class ChatJudge:
 def check_address(settings: JudgeSettings) -> None:
     """Whether the address and the key can be used at all, without asking anybody (`EnvironmentSetupError`)."""
     try:
-        url = httpx.URL(settings.url)
+        url = httpx2.URL(settings.url)
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError("it has no scheme or no host")
-    except (httpx.InvalidURL, ValueError) as error:
+    except (httpx2.InvalidURL, ValueError) as error:
         what = f"environment.judges: the url of {settings.label}, {settings.url!r}, is no address"
         raise EnvironmentSetupError(f"{what}: {error}; write it as http://HOST:PORT/v1") from None
     key = os.environ.get(KEY, "")

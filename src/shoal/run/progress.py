@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-import httpx
+import httpx2
 from pydantic import ValidationError
 
 from shoal.client.http import open_http
@@ -258,18 +258,18 @@ def _quiet(process: ProcessView, who: str, status: RunStatus) -> str:
     return f"{who} has said nothing for {duration(quiet_s)}: is it stuck?" if quiet_s >= QUIET_S else ""
 
 
-def fetch_status(url: str, http: httpx.Client, timeout_s: float = TIMEOUT_S) -> RunStatus | None:
+def fetch_status(url: str, http: httpx2.Client, timeout_s: float = TIMEOUT_S) -> RunStatus | None:
     try:
         with limited(timeout_s), http.stream("GET", f"{url}/status", timeout=timeout_s) as answer:
-            if answer.status_code != httpx.codes.OK:
+            if answer.status_code != httpx2.codes.OK:
                 return None
             return RunStatus.model_validate_json(read_body(answer, MAX_STATUS_BYTES))
-    except (httpx.HTTPError, CodecError, ValidationError):
+    except (httpx2.HTTPError, CodecError, ValidationError):
         return None
 
 
 class StatusPoller:
-    def __init__(self, url: str, http: httpx.Client | None = None, every_s: float = POLL_S) -> None:
+    def __init__(self, url: str, http: httpx2.Client | None = None, every_s: float = POLL_S) -> None:
         self._url, self._http, self._every_s = url, http or open_http(), every_s
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._newest: RunStatus | None = None

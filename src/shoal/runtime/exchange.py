@@ -4,7 +4,7 @@
         response = client.send(...)         `Network` checks the limit before every receive
         body = read_body(response, cap)     never decompressed; received bytes extend the time
 
-httpx limits only each receive: a slowly dripping head, or one 1xx answer after another, could block a caller for days.
+httpx2 limits only each receive: a slowly dripping head, or one 1xx answer after another, could block a caller for days.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpcore
-import httpx
+import httpcore2
+import httpx2
 
 from shoal.errors import CodecError
 from shoal.runtime.clock import Clock, SystemClock
@@ -63,14 +63,14 @@ def limited(seconds: float, stop: StopToken | None = None, clock: Clock = System
         _here.limit = before
 
 
-def check_plain(response: httpx.Response) -> None:
+def check_plain(response: httpx2.Response) -> None:
     """Refuse a compressed answer, which was not asked for: a few bytes can become gigabytes."""
     encodings = response.headers.get_list("content-encoding", split_commas=True)
     if any(each.strip().lower() not in ("", "identity") for each in encodings):
-        raise httpx.DecodingError(f"the answer is compressed ({', '.join(encodings)[:100]}), which was not asked for")
+        raise httpx2.DecodingError(f"the answer is compressed ({', '.join(encodings)[:100]}), which was not asked for")
 
 
-def read_body(response: httpx.Response, max_bytes: int) -> bytes:
+def read_body(response: httpx2.Response, max_bytes: int) -> bytes:
     """The whole body, read in pieces, so one over the limit is never held in memory."""
     check_plain(response)
     content = bytearray()
@@ -81,12 +81,12 @@ def read_body(response: httpx.Response, max_bytes: int) -> bytes:
         if _here.limit is not None:
             _here.limit.extend(len(piece))
             if _here.limit.remaining_s() <= 0:
-                raise httpx.ReadTimeout(SLOW)
+                raise httpx2.ReadTimeout(SLOW)
     return bytes(content)
 
 
-class _Stream(httpcore.NetworkStream):
-    def __init__(self, inner: httpcore.NetworkStream) -> None:
+class _Stream(httpcore2.NetworkStream):
+    def __init__(self, inner: httpcore2.NetworkStream) -> None:
         self._inner = inner
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -97,35 +97,37 @@ class _Stream(httpcore.NetworkStream):
         while (left_s := limit.remaining_s()) > 0:
             try:
                 return self._inner.read(max_bytes, min(SLICE_S, left_s))
-            except httpcore.ReadTimeout:
+            except httpcore2.ReadTimeout:
                 if until_s is not None and time.monotonic() >= until_s:
                     raise
-        raise httpcore.ReadTimeout(SLOW)
+        raise httpcore2.ReadTimeout(SLOW)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         for start in range(0, len(buffer), WRITTEN_BYTES):
-            self._inner.write(buffer[start : start + WRITTEN_BYTES], _left_s(timeout, httpcore.WriteTimeout))
+            self._inner.write(buffer[start : start + WRITTEN_BYTES], _left_s(timeout, httpcore2.WriteTimeout))
 
     def close(self) -> None:
         self._inner.close()
 
     def start_tls(self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None) -> _Stream:
-        left_s = _left_s(timeout, httpcore.ConnectTimeout)
+        left_s = _left_s(timeout, httpcore2.ConnectTimeout)
         return _Stream(self._inner.start_tls(ssl_context, server_hostname, left_s))
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)
 
 
-class Network(httpcore.NetworkBackend):
+class Network(httpcore2.NetworkBackend):
     def __init__(self) -> None:
-        self._inner = httpcore.SyncBackend()
+        self._inner = httpcore2.SyncBackend()
 
     def connect_tcp(self, host: str, port: int, timeout: float | None = None, *more: Any, **options: Any) -> _Stream:
-        return _Stream(self._inner.connect_tcp(host, port, _left_s(timeout, httpcore.ConnectTimeout), *more, **options))
+        return _Stream(
+            self._inner.connect_tcp(host, port, _left_s(timeout, httpcore2.ConnectTimeout), *more, **options)
+        )
 
     def connect_unix_socket(self, path: str, timeout: float | None = None, socket_options: Any = None) -> _Stream:
-        left_s = _left_s(timeout, httpcore.ConnectTimeout)
+        left_s = _left_s(timeout, httpcore2.ConnectTimeout)
         return _Stream(self._inner.connect_unix_socket(path, left_s, socket_options))
 
 

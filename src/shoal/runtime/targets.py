@@ -37,7 +37,7 @@ from urllib.request import getproxies_environment, proxy_bypass_environment  # t
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_ANSWER_BYTES = 16 * 1024
@@ -227,24 +227,24 @@ def own_address() -> str:
     return str(_source_of("192.0.2.1") or "127.0.0.1")
 
 
-def endpoint_of(url: str | httpx.URL) -> tuple[str, int]:
+def endpoint_of(url: str | httpx2.URL) -> tuple[str, int]:
     """Host, as it is looked up (`xn--bcher-kva.example`), and port of a URL."""
-    import httpx  # a server that never calls anybody does without it
+    import httpx2  # a server that never calls anybody does without it
 
-    parsed = httpx.URL(url)
+    parsed = httpx2.URL(url)
     return parsed.raw_host.decode("ascii"), parsed.port or DEFAULT_PORTS.get(parsed.scheme, 0)
 
 
 def is_address(url: str) -> bool:
     """Whether this is an http(s) URL of a host that can be looked up, by every parser that reads it."""
-    import httpx
+    import httpx2
 
     try:
-        parts, host, shown = urlsplit(url), endpoint_of(url)[0], httpx.URL(url).host
-        host.encode("idna")  # ValueError for labels that are too long or not valid
+        parts, host, shown = urlsplit(url), endpoint_of(url)[0], httpx2.URL(url).host
+        host.encode("idna").decode("idna")  # ValueError for labels that are too long or not valid
         same = host == parts.hostname or not url.isascii()
         return parts.scheme in DEFAULT_PORTS and bool(host and shown) and parts.port != 0 and same
-    except (ValueError, httpx.InvalidURL):
+    except (ValueError, httpx2.InvalidURL):
         return False
 
 

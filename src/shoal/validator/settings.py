@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import httpx
+import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.client import Intervals
@@ -71,5 +71,5 @@ class ValidatorConfig:
     certificate: SignedDocument
     shuffle_rewards: bool = False
     scored_by: EnvironmentSettings | None = None
-    http: httpx.Client | None = None
+    http: httpx2.Client | None = None
     pace: Intervals = field(default_factory=Intervals)

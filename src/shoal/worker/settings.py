@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import httpx
+import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.adversary import find_cheat
@@ -56,7 +56,7 @@ class WorkerConfig:
     hub_url: str
     root_fingerprint: str | None
     name: str
-    http: httpx.Client | None = None
+    http: httpx2.Client | None = None
     cheat: str | None = None
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -111,8 +111,8 @@ def test_the_guide_lists_them_all_in_their_own_words() -> None:
     [("steam", None, "there is no"), ("scripted", "bribe", "there is no cheat 'bribe'; there are answer, best-of, ")],
 )
 def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path, engine, cheat, sentence):
-    asked: list[httpx.Request] = []
-    http = httpx.Client(transport=httpx.MockTransport(lambda request: asked.append(request) or httpx.Response(500)))
+    asked: list[httpx2.Request] = []
+    http = httpx2.Client(transport=httpx2.MockTransport(lambda request: asked.append(request) or httpx2.Response(500)))
     folder = tmp_path / "node"
     config = WorkerConfig(folder, WorkerSettings(), engine, "http://hub", None, "n", http, cheat)
     with pytest.raises(ConfigError, match=sentence):

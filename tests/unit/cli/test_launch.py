@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -196,7 +196,7 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
         mirror = ["--folder", str(tmp_path / "mirror")]
         with subprocess.Popen([*command, *mirror], stderr=subprocess.PIPE, text=True) as relay:
             line = next((line for line in relay.stderr if "serving at" in line), "")
-            assert httpx.get(line.split()[-1], timeout=5).status_code < 500
+            assert httpx2.get(line.split()[-1], timeout=5).status_code < 500
             relay.terminate()
             assert relay.wait(20) == 0
             relay.stderr.read()

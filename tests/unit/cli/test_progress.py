@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kit import eventually
@@ -133,8 +133,8 @@ def test_training_on_nothing_is_explained(tmp_path, groups, dropped, unsure, sai
 DEADLINE_S = 20.0
 
 
-def answer(seen: RunStatus) -> httpx.Response:
-    return httpx.Response(200, text=seen.model_dump_json())
+def answer(seen: RunStatus) -> httpx2.Response:
+    return httpx2.Response(200, text=seen.model_dump_json())
 
 
 def taken(poller: progress.StatusPoller) -> RunStatus:
@@ -144,10 +144,10 @@ def taken(poller: progress.StatusPoller) -> RunStatus:
 
 
 def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
-    answers: queue.SimpleQueue[httpx.Response | Exception] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[httpx2.Response | Exception] = queue.SimpleQueue()
     asked = 0
 
-    def answer_when_told(_request: httpx.Request) -> httpx.Response:
+    def answer_when_told(_request: httpx2.Request) -> httpx2.Response:
         nonlocal asked
         asked += 1
         given = answers.get(timeout=DEADLINE_S)
@@ -155,16 +155,16 @@ def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
             raise given
         return given
 
-    http = httpx.Client(transport=httpx.MockTransport(answer_when_told))
+    http = httpx2.Client(transport=httpx2.MockTransport(answer_when_told))
     with progress.StatusPoller("http://hub", http, every_s=0.001) as poller:
         answers.put(answer(at_step(1)))
         assert taken(poller).step == 1
         assert poller.take() is None
         answers.put(answer(at_step(2)))
-        answers.put(httpx.ConnectError("away"))
+        answers.put(httpx2.ConnectError("away"))
         eventually(lambda: asked >= 4, DEADLINE_S)
         assert taken(poller).step == 2, "an answer is not lost because the next one did not come"
-        answers.put(httpx.ConnectError("for a question that may be on its way"))
+        answers.put(httpx2.ConnectError("for a question that may be on its way"))
     assert not polling()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.trust import run_id
@@ -57,13 +57,13 @@ def signed(document: Document, by: SigningKey = HUB) -> SignedDocument:
     return sign_document(document, by)
 
 
-def answer(message: Message, status: int = 200) -> httpx.Response:
-    return httpx.Response(status, content=message.model_dump_json().encode())
+def answer(message: Message, status: int = 200) -> httpx2.Response:
+    return httpx2.Response(status, content=message.model_dump_json().encode())
 
 
-def refusal(status: int, code: str, message: str, **headers: str) -> httpx.Response:
+def refusal(status: int, code: str, message: str, **headers: str) -> httpx2.Response:
     body = Problem(code=code, message=message).model_dump_json().encode()
-    return httpx.Response(status, content=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    return httpx2.Response(status, content=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
 
 class TickingStop(StopToken):
@@ -80,7 +80,7 @@ class TickingStop(StopToken):
         return self.is_set()
 
 
-Step = Callable[[httpx.Request], httpx.Response]
+Step = Callable[[httpx2.Request], httpx2.Response]
 
 
 @dataclass
@@ -88,26 +88,26 @@ class ScriptedHub:
     """Answers `GET /run` with the run's description, and everything else with the next step of the script."""
 
     info: SignedDocument = field(default_factory=lambda: signed(run_info()))
-    script: list[Step | httpx.Response] = field(default_factory=list)
-    requests: list[httpx.Request] = field(default_factory=list)
+    script: list[Step | httpx2.Response] = field(default_factory=list)
+    requests: list[httpx2.Request] = field(default_factory=list)
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
         self.stop = TickingStop(self.clock)
 
-    def handle(self, request: httpx.Request) -> httpx.Response:
+    def handle(self, request: httpx2.Request) -> httpx2.Response:
         if request.url.path == "/run":
             return answer(self.info)
         self.requests.append(request)
         step = self.script.pop(0)
-        return step if isinstance(step, httpx.Response) else step(request)
+        return step if isinstance(step, httpx2.Response) else step(request)
 
     def client(self, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
         options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
-        http = httpx.Client(transport=httpx.MockTransport(self.handle))
+        http = httpx2.Client(transport=httpx2.MockTransport(self.handle))
         return HubClient("http://hub:1/", NODE, self.stop, pinned, http, self.clock, options)
 
-    def verify(self, request: httpx.Request, run: str = RUN) -> RequestSignature:
+    def verify(self, request: httpx2.Request, run: str = RUN) -> RequestSignature:
         """Check a recorded request's signature as the hub would, and hand back what it says."""
         signature = RequestSignature.from_headers(request.headers)
         target = request.url.raw_path.decode()
@@ -117,8 +117,8 @@ class ScriptedHub:
         return signature
 
 
-def no_answer(request: httpx.Request) -> httpx.Response:
-    raise httpx.ConnectError("connection refused", request=request)
+def no_answer(request: httpx2.Request) -> httpx2.Response:
+    raise httpx2.ConnectError("connection refused", request=request)
 
 
 VIEW = NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE)
@@ -132,16 +132,16 @@ class Network:
     def __init__(self, **infos: SignedDocument) -> None:
         self.infos, self.asked = infos, list[str]()
         self.down, self.frozen = set[str](), dict[str, str]()
-        self.broken: dict[str, httpx.Response] = {}
+        self.broken: dict[str, httpx2.Response] = {}
         self.clock = ManualClock()
         self.stop = TickingStop(self.clock)
 
-    def handle(self, request: httpx.Request) -> httpx.Response:
+    def handle(self, request: httpx2.Request) -> httpx2.Response:
         host, path = request.url.host, request.url.path
         self.asked.append(f"{host}{path}")
         if how := self.frozen.get(host):
             self.clock.advance(request.extensions["timeout"][how])
-            raise (httpx.ReadTimeout if how == "read" else httpx.ConnectTimeout)("frozen", request=request)
+            raise (httpx2.ReadTimeout if how == "read" else httpx2.ConnectTimeout)("frozen", request=request)
         if host in self.down:
             no_answer(request)
         if host in self.broken and (path != "/run" or host not in self.infos):
@@ -150,5 +150,5 @@ class Network:
 
     def client(self, *urls: str, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
         options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
-        http = httpx.Client(transport=httpx.MockTransport(self.handle))
+        http = httpx2.Client(transport=httpx2.MockTransport(self.handle))
         return HubClient(urls, NODE, self.stop, pinned, http, self.clock, options)

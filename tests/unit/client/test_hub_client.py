@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fake_run
-import httpx
+import httpx2
 import pytest
 from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, ScriptedHub, answer, lease, no_answer, refusal, run_info, signed
 
@@ -44,7 +44,7 @@ def test_public_calls_need_no_identity() -> None:
 
 
 def test_retry_has_a_new_signature_and_the_same_body() -> None:
-    hub = ScriptedHub(script=[no_answer, httpx.Response(502), refusal(503, "hub.busy", "wait"), answer(LeaseReply())])
+    hub = ScriptedHub(script=[no_answer, httpx2.Response(502), refusal(503, "hub.busy", "wait"), answer(LeaseReply())])
     hub.client().lease(LeaseRequest(request="request-1", max_units=4))
     signatures = [hub.verify(request) for request in hub.requests]
     assert len({signature.nonce for signature in signatures}) == 4
@@ -96,7 +96,7 @@ def test_a_refusal_of_this_node_is_known_as_one(code: str) -> None:
     ids=["another kind", "endless"],
 )
 def test_an_answer_that_cannot_be_read_is_an_error(content: bytes, error: type[Exception], why: str) -> None:
-    hub = ScriptedHub(script=[httpx.Response(200, content=content)])
+    hub = ScriptedHub(script=[httpx2.Response(200, content=content)])
     with pytest.raises(error, match=why):
         hub.client().register("n", "worker", None)
 
@@ -139,7 +139,7 @@ def test_a_lease_id_cannot_change_the_path() -> None:
 
 def test_a_submission_is_checked_against_its_name() -> None:
     answers = [pack(SubmissionBodies([BODY, b"2"])), pack(SubmissionBodies([b"2", BODY])), pack(SubmissionBodies([]))]
-    hub = ScriptedHub(script=[httpx.Response(200, content=content) for content in answers])
+    hub = ScriptedHub(script=[httpx2.Response(200, content=content) for content in answers])
     client = hub.client()
     names = [submission_digest(BODY), submission_digest(b"2")]
     assert client.submissions(names) == [BODY, b"2"]
@@ -157,10 +157,10 @@ def test_a_patient_twin_shares_the_run_but_not_the_patience() -> None:
     assert sum(hub.stop.waits) <= 1.0
 
 
-def wrong_clock(hub_ms: int, by: SigningKey = HUB, **changes: Any) -> Callable[[httpx.Request], httpx.Response]:
+def wrong_clock(hub_ms: int, by: SigningKey = HUB, **changes: Any) -> Callable[[httpx2.Request], httpx2.Response]:
     """A hub that refuses a request for its date, and says what time it is."""
 
-    def refused(request: httpx.Request) -> httpx.Response:
+    def refused(request: httpx2.Request) -> httpx2.Response:
         fields = {
             "run": RUN, "node": fake_run.NODE.node, "nonce": request.headers["shoal-nonce"], "now_ms": hub_ms,
             **changes,
@@ -186,7 +186,7 @@ def test_two_requests_refused_for_the_same_clock_are_both_asked_again() -> None:
     """As two threads do: the second refusal is no news, but its request was dated before the first."""
     skew = wrong_clock(ScriptedHub().clock.now_ms() + 3_600_000)
 
-    def refused_meanwhile(request: httpx.Request) -> httpx.Response:
+    def refused_meanwhile(request: httpx2.Request) -> httpx2.Response:
         assert client.register("n", "worker", None) == VIEW
         return skew(request)
 
@@ -243,7 +243,7 @@ def later(document: Document, **added: Any) -> SignedDocument:
 
 def test_unknown_fields_of_a_newer_hub_are_ignored() -> None:
     reply = {"leases": [later(lease(), colour="grey").model_dump()], "mood": "good"}
-    hub = ScriptedHub(info=later(run_info(), colour="grey"), script=[httpx.Response(200, json=reply)])
+    hub = ScriptedHub(info=later(run_info(), colour="grey"), script=[httpx2.Response(200, json=reply)])
     client = hub.client()
     got = client.lease(LeaseRequest(request="request-1"))
     assert client.open_leases(got)[0][0] == lease()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import fake_run
-import httpx
+import httpx2
 import pytest
 from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, Network, ScriptedHub, answer, lease, refusal, run_info, signed
 
@@ -153,12 +153,12 @@ def test_when_all_are_down_it_waits_and_comes_back_to_whichever_is_up_first() ->
     net.down |= {"a", "b"}
     up_at_s = net.clock.monotonic_s() + 30
 
-    def until_it_is_up(request: httpx.Request) -> httpx.Response:
+    def until_it_is_up(request: httpx2.Request) -> httpx2.Response:
         if net.clock.monotonic_s() >= up_at_s:
             net.down.discard("a")
         return net.handle(request)
 
-    client._transport.http._transport = httpx.MockTransport(until_it_is_up)
+    client._transport.http._transport = httpx2.MockTransport(until_it_is_up)
     client.heartbeat(Heartbeat())
     assert client.url == A
     assert 30 <= sum(net.stop.waits) < 60
@@ -168,7 +168,7 @@ def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
     hub = ScriptedHub(script=[refusal(429, "rate.key", "slow down", retry_after="3"), answer(fake_run.REPLY),
                               refusal(403, "auth.role", "no")])  # fmt: skip
     options = ClientOptions(backoff=Backoff(0.1, 5.0))
-    http = httpx.Client(transport=httpx.MockTransport(hub.handle))
+    http = httpx2.Client(transport=httpx2.MockTransport(hub.handle))
     client = HubClient(["http://hub:1", "http://other:1"], fake_run.NODE, hub.stop, None, http, hub.clock, options)
     client.heartbeat(Heartbeat())
     assert hub.stop.waits == [3.0]
@@ -271,22 +271,22 @@ def test_refreshing_the_run_blocks_no_other_call() -> None:
 
 
 PAGES = [
-    httpx.Response(302, headers={"location": "http://portal/login"}), httpx.Response(400, text="Bad Request"),
-    httpx.Response(401, json={"message": "Unauthorized"}), httpx.Response(403, html="<h1>Forbidden</h1>"),
-    httpx.Response(404, json={"code": 404, "message": "no backend"}), httpx.Response(407, text=""),
-    httpx.Response(413, html="<h1>Request Entity Too Large</h1>"),
-    httpx.Response(200, html="<h1>Welcome to the hotel</h1>"),
+    httpx2.Response(302, headers={"location": "http://portal/login"}), httpx2.Response(400, text="Bad Request"),
+    httpx2.Response(401, json={"message": "Unauthorized"}), httpx2.Response(403, html="<h1>Forbidden</h1>"),
+    httpx2.Response(404, json={"code": 404, "message": "no backend"}), httpx2.Response(407, text=""),
+    httpx2.Response(413, html="<h1>Request Entity Too Large</h1>"),
+    httpx2.Response(200, html="<h1>Welcome to the hotel</h1>"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
-def test_a_page_that_is_not_the_hubs_is_no_refusal(page: httpx.Response) -> None:
+def test_a_page_that_is_not_the_hubs_is_no_refusal(page: httpx2.Response) -> None:
     hub = ScriptedHub(script=[page, page, answer(REPLY)])
     assert (hub.client().heartbeat(Heartbeat()), len(hub.stop.waits)) == (REPLY, 2)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
-def test_behind_such_a_page_the_next_hub_is_asked(page: httpx.Response) -> None:
+def test_behind_such_a_page_the_next_hub_is_asked(page: httpx2.Response) -> None:
     hubs, client = network()
     hubs.broken["a"] = page
     assert client.heartbeat(Heartbeat()) == REPLY
@@ -294,7 +294,7 @@ def test_behind_such_a_page_the_next_hub_is_asked(page: httpx.Response) -> None:
 
 
 def test_a_page_that_stays_is_told_in_the_end() -> None:
-    hub = ScriptedHub(script=[httpx.Response(404, text="<h1>Not\nFound</h1>")] * 100)
+    hub = ScriptedHub(script=[httpx2.Response(404, text="<h1>Not\nFound</h1>")] * 100)
     with pytest.raises(HubUnreachable, match=r"answers, but it is no shoal hub \[HTTP 404\]; check the address"):
         hub.client(patience_s=20).status()
     assert hub.stop.waits, "a worker asks again: the page may be a network's, for a while"
@@ -302,7 +302,7 @@ def test_a_page_that_stays_is_told_in_the_end() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
 def test_a_person_is_told_at_once_that_no_hub_answers_and_waits_where_a_proxy_cannot_reach_it(page) -> None:
-    hub = ScriptedHub(script=[page, httpx.Response(502, html="<h1>Bad Gateway</h1>"), answer(REPLY)])
+    hub = ScriptedHub(script=[page, httpx2.Response(502, html="<h1>Bad Gateway</h1>"), answer(REPLY)])
     client = hub.client()
     client._transport = replace(client._transport, options=ClientOptions.of_a_person(10.0))
     with pytest.raises(HubUnreachable, match="answers, but it is no shoal hub") as caught:
@@ -318,7 +318,7 @@ RECEIPT = Receipt(
     run=RUN, node=fake_run.NODE.node, lease="lease-1", unit=7, submission=submission_digest(BODY), size_bytes=6,
     received_at_ms=5,
 )  # fmt: skip
-CALLS: dict[str, tuple[Callable[[HubClient], object], httpx.Response]] = {
+CALLS: dict[str, tuple[Callable[[HubClient], object], httpx2.Response]] = {
     "/heartbeat": (lambda client: client.heartbeat(Heartbeat()), answer(REPLY)),
     "/leases": (lambda client: client.lease(LeaseRequest(request="request-1", max_units=1)), answer(LeaseReply())),
     "/submissions/lease-1": (lambda client: client.submit("lease-1", BODY), answer(signed(RECEIPT))),
@@ -350,7 +350,7 @@ def test_a_hub_that_forgets_at_once_or_was_never_registered_with_has_refused() -
 
 
 def test_concurrent_refused_calls_register_once() -> None:
-    def refused_meanwhile(_request: httpx.Request) -> httpx.Response:
+    def refused_meanwhile(_request: httpx2.Request) -> httpx2.Response:
         assert client.heartbeat(Heartbeat()) == REPLY
         return FORGOTTEN
 

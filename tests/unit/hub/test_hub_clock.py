@@ -4,7 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from kit.asgi import AppTransport
@@ -49,7 +49,7 @@ def test_a_hub_that_restarts_after_a_jump_keeps_no_lease_for_an_hour(bench: Benc
     bench.close()
     bench.clock.jump(jump_s)
     app = App(make_config(bench.folder), bench.clock)
-    with httpx.Client(transport=AppTransport(app), base_url="http://hub", timeout=20) as http:
+    with httpx2.Client(transport=AppTransport(app), base_url="http://hub", timeout=20) as http:
         for _ in range(round(LATE_S) + SPARED_S):  # it was away: what runs out meanwhile has a little more time
             bench.clock.advance(1)
             app.hub.upkeep.tick()
@@ -101,7 +101,7 @@ def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None
     bench = Bench(tmp_path / "hub")
     there = [bench]
 
-    http = httpx.Client(transport=httpx.MockTransport(lambda request: there[-1].http.send(request)))
+    http = httpx2.Client(transport=httpx2.MockTransport(lambda request: there[-1].http.send(request)))
     client = HubClient("http://hub", worker_key(3), StopToken(), http=http, clock=bench.clock)
     client.register("late", "worker", None)
     client.heartbeat(protocol.Heartbeat())
@@ -118,7 +118,7 @@ def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None
 
 
 def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench: Bench) -> None:
-    recorded: list[httpx.Request] = []
+    recorded: list[httpx2.Request] = []
     bench.http.event_hooks["request"].append(recorded.append)
     bench.alice.lease(fresh_request())
     bench.clock.jump(HOUR_S)
@@ -130,7 +130,7 @@ def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench:
 
 def test_a_request_that_changes_something_cannot_be_replayed_after_a_restart(bench: Bench) -> None:
     """Its nonce is written down with what it did, at the latest."""
-    recorded: list[httpx.Request] = []
+    recorded: list[httpx2.Request] = []
     bench.http.event_hooks["request"].append(recorded.append)
     [lease] = bench.alice.lease(fresh_request())
     bench.alice.call("POST", "/heartbeat", {})

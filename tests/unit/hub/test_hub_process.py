@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -71,7 +71,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 
 def test_it_serves_on_a_free_port_and_refuses_a_taken_or_foreign_one(running: Running, tmp_path: Path) -> None:
-    assert httpx.get(f"{running.url}/health").json() == {"ok": True}
+    assert httpx2.get(f"{running.url}/health").json() == {"ok": True}
     port = int(running.url.rsplit(":", 1)[1])
     config = make_config(tmp_path / "other", settings={"port": port})
     with pytest.raises(ResourceError, match=rf"port {port} on 127\.0\.0\.1 is taken: .*choose another"):
@@ -84,14 +84,14 @@ def test_it_serves_on_a_free_port_and_refuses_a_taken_or_foreign_one(running: Ru
 
 def test_stopping_answers_what_is_in_flight_and_is_quick(tmp_path: Path) -> None:
     running = Running(make_config(tmp_path / "hub"))
-    with httpx.Client(base_url=running.url, timeout=30) as http:
+    with httpx2.Client(base_url=running.url, timeout=30) as http:
         worker = Actor(worker_key(1), http, SystemClock())
         ok(worker.register())
-        answers: list[httpx.Response] = []
+        answers: list[httpx2.Response] = []
         body = LeaseRequest(request=fresh_request(), wait_s=30)
         poll = threading.Thread(target=lambda: answers.append(worker.call("POST", "/leases", body)))
         poll.start()
-        eventually(lambda: httpx.get(f"{running.url}/status").json()["waits"])
+        eventually(lambda: httpx2.get(f"{running.url}/status").json()["waits"])
         assert running.end() < 6
         poll.join(10)
     assert [answer.status_code for answer in answers] == [200]
@@ -166,7 +166,7 @@ def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def introduced(url: str) -> Iterator[Actor]:
     """A worker, after the trainer has announced policy 0."""
-    with httpx.Client(base_url=url, timeout=10) as http:
+    with httpx2.Client(base_url=url, timeout=10) as http:
         trainer, worker = Actor(TRAINER, http, SystemClock()), Actor(worker_key(1), http, SystemClock())
         ok(trainer.register("trainer"))
         ok(worker.register())
@@ -245,7 +245,7 @@ def test_the_process_ends_and_says_why(tmp_path: Path, request: pytest.FixtureRe
     with small_disk(tmp_path / "hub", "4m") as disk, ThreadPoolExecutor(1) as pool:
         ready: Queue[str] = Queue()
         ended = pool.submit(run_hub, make_config(disk.path), StopToken(), ready.put)
-        with httpx.Client(base_url=ready.get(timeout=20), timeout=20) as http:
+        with httpx2.Client(base_url=ready.get(timeout=20), timeout=20) as http:
             worker = Actor(worker_key(1), http, SystemClock())
             ok(worker.register())
             disk.fill()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
@@ -167,7 +167,7 @@ def vouch(node: str = CAROL.node, owner: SigningKey = OWNER, by: SigningKey | No
     return sign_document(Vouch(owner=owner.public_key, node=node, issued_at_ms=1), by or owner)
 
 
-def register(bench: Bench, key: SigningKey, signed: SignedDocument | None, **changes: Any) -> httpx.Response:
+def register(bench: Bench, key: SigningKey, signed: SignedDocument | None, **changes: Any) -> httpx2.Response:
     return bench.actor(key).call("POST", "/nodes", Registration(public_key=key.public_key, vouch=signed, **changes))
 
 

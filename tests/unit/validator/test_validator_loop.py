@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, audit_job, engine, lease, weights
 
@@ -352,15 +352,15 @@ def test_it_ends_at_a_stop_and_fails_when_the_hub_is_gone() -> None:
 def test_a_stop_while_it_registers_is_no_failure(tmp_path: Path) -> None:
     stop = StopToken()
 
-    def away(_request: httpx.Request) -> httpx.Response:
+    def away(_request: httpx2.Request) -> httpx2.Response:
         stop.set("SIGTERM")
-        raise httpx.ConnectError("nobody there")
+        raise httpx2.ConnectError("nobody there")
 
     role = RoleCertificate(run=RUN, role="validator", public_key=KEY.public_key, issued_at_ms=0)
     certificate = sign_document(role, KEY)
     config = ValidatorConfig(
         tmp_path, ValidatorSettings(), LengthEnvironment(), "scripted", "http://hub.test", None, KEY, certificate,
-        http=httpx.Client(transport=httpx.MockTransport(away)),
+        http=httpx2.Client(transport=httpx2.MockTransport(away)),
     )  # fmt: skip
     run_validator(config, stop)
     assert stop.is_set()

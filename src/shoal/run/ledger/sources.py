@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-import httpx
+import httpx2
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal import protocol
@@ -154,8 +154,8 @@ class HubLedger(LedgerSource):
         try:
             check_url(source)
             return download(f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
-        except (httpx.HTTPError, ProtocolError, TargetRefused) as error:
-            absent = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.NOT_FOUND
+        except (httpx2.HTTPError, ProtocolError, TargetRefused) as error:
+            absent = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code == httpx2.codes.NOT_FOUND
             if not absent or name == HEAD:
                 self.notes.append(f"{source}: {error}")
             return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import httpx
+import httpx2
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal import protocol
@@ -134,7 +134,7 @@ def witness_pins(source: LedgerSource, witness: str, run: str, given: Sequence[P
     if url:
         try:
             found.append(download(f"{url.rstrip('/')}/{witness_key(key)}", MAX_WITNESS_BYTES))
-        except (httpx.HTTPError, ProtocolError) as error:
+        except (httpx2.HTTPError, ProtocolError) as error:
             source.notes.append(f"{url}: {error}")
     pins = []
     for data in found:
