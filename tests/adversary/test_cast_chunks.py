@@ -11,26 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import TempPaths, eventually
-from kit.cast import (
-    CHUNK,
-    DEAD,
-    WITHIN_S,
-    Handler,
-    Lab,
-    ScriptedSource,
-    ask,
-    chunk_paths,
-    chunks_in,
-    dial,
-    flip,
-    from_folder,
-    head_version,
-    health,
-    is_complete,
-    reply,
-    says,
-)
+from kit import TempPaths, cast, eventually
 from kit.forged import ENDLESS, endings, hanging_up, write
 from shoal.errors import BroadcastError, ChunkCorrupt, VersionNotFound
 from shoal.protocol import PolicyManifest
@@ -61,50 +42,46 @@ def head_of(size: int) -> bytes:
 
 Lie = Callable[[socket.socket, bytes, Path], object]  # given the true bytes, and the tree
 ATTACKS: dict[str, tuple[Lie, type[BroadcastError], str]] = {
-    "corrupt": (lambda to, data, _: reply(to, 200, flipped(data)), ChunkCorrupt, "sent bytes that are not chunk"),
-    "mislabelled": (
-        lambda to, data, folder: reply(to, 200, mislabelled(data, folder)), ChunkCorrupt,
-        "sent bytes that are not chunk",
-    ),
-    "shorter": (lambda to, data, _: reply(to, 200, data[:-1]), ChunkCorrupt, "bytes as chunk"),
+    "corrupt": (lambda to, data, _: cast.reply(to, 200, flipped(data)), ChunkCorrupt, "sent bytes that are not chunk"),
+    "mislabelled": (lambda to, data, folder: cast.reply(to, 200, mislabelled(data, folder)), ChunkCorrupt,
+        "sent bytes that are not chunk"),
+    "shorter": (lambda to, data, _: cast.reply(to, 200, data[:-1]), ChunkCorrupt, "bytes as chunk"),
     "huge": (lambda to, *_: ENDLESS["huge body"]("", to), ChunkCorrupt, "offers 1125899906842624 bytes"),
-    "truncated": (
-        lambda to, data, _: hanging_up(data[:-1], len(data))("", to), BroadcastError, "closed the connection after"
-    ),
+    "truncated": (lambda to, data, _: hanging_up(data[:-1], len(data))("", to), BroadcastError,
+        "closed the connection after"),
     "endless": (lambda to, *_: ENDLESS["endless body"]("", to), BroadcastError, "Content-Length"),
     "dripping": (lambda to, data, _: drip(to, head_of(len(data)) + b"\r\n" + data), BroadcastError, "too slow"),
-    "dripping headers": (
-        lambda to, data, _: drip(to, head_of(len(data)) + b"X-Padding: " + b"x" * 4000), BroadcastError, "too slow"
-    ),
+    "dripping headers": (lambda to, data, _: drip(to, head_of(len(data)) + b"X-Padding: " + b"x" * 4000),
+        BroadcastError, "too slow"),
     "endless headers": (lambda to, *_: ENDLESS["endless headers"]("", to), BroadcastError, "endless answer head"),
     "silent": (lambda to, *_: to.recv(1), BroadcastError, "has sent nothing for"),
-    "absent": (lambda to, *_: reply(to, 404), BroadcastError, "does not have chunk"),
-    "busy": (lambda to, *_: reply(to, 503), BroadcastError, "does not have chunk|busy|503"),
-    "failing": (lambda to, *_: reply(to, 500), BroadcastError, "answers 500"),
-    "elsewhere": (lambda to, *_: reply(to, 302), BroadcastError, "answers 302"),
+    "absent": (lambda to, *_: cast.reply(to, 404), BroadcastError, "does not have chunk"),
+    "busy": (lambda to, *_: cast.reply(to, 503), BroadcastError, "does not have chunk|busy|503"),
+    "failing": (lambda to, *_: cast.reply(to, 500), BroadcastError, "answers 500"),
+    "elsewhere": (lambda to, *_: cast.reply(to, 302), BroadcastError, "answers 302"),
 }  # fmt: skip
 ALONE_S = 3.0  # all liars at once, on a machine that may be busy
-IMPATIENT = {"min_rate_bytes_s": CHUNK / 0.1, "stall_s": 0.2}
+IMPATIENT = {"min_rate_bytes_s": cast.CHUNK / 0.1, "stall_s": 0.2}
 
 
-def attack(lab: Lab, name: str) -> Handler:
+def attack(lab: cast.Lab, name: str) -> cast.Handler:
     lie, _, _ = ATTACKS[name]
     return lambda target, to: lie(to, (lab.www / target.lstrip("/")).read_bytes(), lab.www)
 
 
-def liar_of(lab: Lab, name: str) -> tuple[PolicyManifest, ScriptedSource]:
+def liar_of(lab: cast.Lab, name: str) -> tuple[PolicyManifest, cast.ScriptedSource]:
     """A version, and a source that lies so about its chunks."""
     return lab.publish(1), lab.liar({"/chunks/": attack(lab, name)})
-
-
-def fetch_from_a_liar(lab: Lab, name: str) -> None:
-    manifest, liar = liar_of(lab, name)
-    lab.client(liar.url, **IMPATIENT).fetch(manifest.policy, ALONE_S)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
     """How a fetch ends that has nobody but a liar."""
+
+    def fetch_from_a_liar(lab: cast.Lab, name: str) -> None:
+        manifest, liar = liar_of(lab, name)
+        lab.client(liar.url, **IMPATIENT).fetch(manifest.policy, ALONE_S)
+
     return endings(tmp_path_factory.mktemp("alone"), ATTACKS, fetch_from_a_liar)
 
 
@@ -116,31 +93,31 @@ def test_a_client_with_nobody_but_a_liar_says_what_it_did(alone: dict[str, Broad
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_client_gets_the_right_bytes_beside_a_liar(lab: Lab, name: str) -> None:
+def test_a_client_gets_the_right_bytes_beside_a_liar(lab: cast.Lab, name: str) -> None:
     manifest, liar = liar_of(lab, name)
     lab.fetch(manifest, liar.url, lab.honest().url, **IMPATIENT)
 
 
 @pytest.mark.parametrize("name", ["corrupt", "mislabelled", "shorter", "huge"])
-def test_a_source_that_lies_once_is_asked_for_no_further_chunk(lab: Lab, name: str) -> None:
+def test_a_source_that_lies_once_is_asked_for_no_further_chunk(lab: cast.Lab, name: str) -> None:
     manifest, liar = liar_of(lab, name)
     lab.fetch(manifest, liar.url, lab.honest().url, connections=1)
     assert len(liar.asked("/chunks/")) <= 1
 
 
 @pytest.mark.parametrize("name", ["corrupt", "mislabelled", "shorter", "truncated", "absent", "endless headers"])
-def test_a_relay_gets_the_right_bytes_beside_a_liar(lab: Lab, name: str) -> None:
+def test_a_relay_gets_the_right_bytes_beside_a_liar(lab: cast.Lab, name: str) -> None:
     manifest, liar = liar_of(lab, name)
     relay = lab.relay("relay", liar.url, lab.honest().url)
     lab.fetch(manifest, relay.url)
-    for path in chunk_paths(lab.www, manifest):
-        assert ask(relay.url, f"/{path.relative_to(lab.www)}") == (200, path.read_bytes())
+    for path in cast.chunk_paths(lab.www, manifest):
+        assert cast.ask(relay.url, f"/{path.relative_to(lab.www)}") == (200, path.read_bytes())
 
 
 LIES = ("corrupt", "mislabelled", "shorter", "truncated")
 
 
-def fetch_from_a_relay_that_is_lied_to(lab: Lab, name: str) -> None:
+def fetch_from_a_relay_that_is_lied_to(lab: cast.Lab, name: str) -> None:
     """Ends as it should only if the relay holds nothing."""
     manifest, liar = liar_of(lab, name)
     relay = lab.relay("relay", liar.url)
@@ -148,8 +125,8 @@ def fetch_from_a_relay_that_is_lied_to(lab: Lab, name: str) -> None:
     try:
         lab.client(relay.url, stall_s=1).fetch(manifest.policy, 2)
     finally:
-        assert health(relay)["missing_chunks"] == len({chunk.hash for chunk in offered(manifest)})
-        assert chunks_in(lab.folder / "relay") == set()
+        assert cast.health(relay)["missing_chunks"] == len({chunk.hash for chunk in offered(manifest)})
+        assert cast.chunks_in(lab.folder / "relay") == set()
 
 
 @pytest.fixture(scope="module")
@@ -163,31 +140,31 @@ def test_a_relay_never_passes_a_lie_on(from_a_relay: dict[str, BroadcastError], 
         raise from_a_relay[name]
 
 
-def test_a_relay_takes_no_chunk_that_no_signed_manifest_names(lab: Lab) -> None:
+def test_a_relay_takes_no_chunk_that_no_signed_manifest_names(lab: cast.Lab) -> None:
     """What a relay holds is decided by signatures: asking it for something else does not make it fetch that."""
     lab.publish(1)
     stray = chunk_key("ab" * 32)
     write(lab.www / stray, b"not in any manifest")
     upstream = lab.source()
     relay = lab.relay("relay", upstream.url)
-    eventually(lambda: health(relay)["missing_chunks"] == 0)
-    assert ask(relay.url, f"/{stray}")[0] == 404
+    eventually(lambda: cast.health(relay)["missing_chunks"] == 0)
+    assert cast.ask(relay.url, f"/{stray}")[0] == 404
     assert upstream.asked("ab" * 32) == []
 
 
 # ── a source that lies about what it has ─────────────────────────────────────────────────────────────────────────
 
 
-def map_of(manifest: PolicyManifest, have: int, soon: int) -> Handler:
+def map_of(manifest: PolicyManifest, have: int, soon: int) -> cast.Handler:
     """A map that says of every chunk: it is here, or will be soon, do not fetch it."""
     count = len(offered(manifest))
-    return says(b"".join((flag * ((1 << count) - 1)).to_bytes(-(-count // 8), "little") for flag in (have, soon)))
+    return cast.says(b"".join((flag * ((1 << count) - 1)).to_bytes(-(-count // 8), "little") for flag in (have, soon)))
 
 
 @pytest.mark.parametrize("chunks", ["absent", "silent", "truncated", "corrupt"])
 @pytest.mark.parametrize("flags", [(1, 0), (0, 1)], ids=["has everything", "will have everything"])
 @pytest.mark.parametrize("who", ["client", "relay", "peer"])
-def test_wrong_map_delays_no_client(lab: Lab, who: str, flags: tuple[int, int], chunks: str) -> None:
+def test_wrong_map_delays_no_client(lab: cast.Lab, who: str, flags: tuple[int, int], chunks: str) -> None:
     """Peers fetch different chunks and trade them: one that promises and never delivers must not be waited for."""
     manifest, honest = lab.publish(1), lab.honest()
     liar = lab.liar({"/have/": map_of(manifest, *flags), "/chunks/": attack(lab, chunks)})
@@ -198,11 +175,11 @@ def test_wrong_map_delays_no_client(lab: Lab, who: str, flags: tuple[int, int], 
         lab.fetch(manifest, lab.relay("relay", *upstreams, peers=peers).url)
 
 
-BROKEN_MAPS = {"empty": says(b""), "too short": says(b"\xff"), "failing": says(b"", 500), **ENDLESS}
+BROKEN_MAPS = {"empty": cast.says(b""), "too short": cast.says(b"\xff"), "failing": cast.says(b"", 500), **ENDLESS}
 
 
 @pytest.mark.parametrize("name", BROKEN_MAPS)
-def test_a_broken_map_does_not_keep_anybody_from_the_chunks(lab: Lab, name: str) -> None:
+def test_a_broken_map_does_not_keep_anybody_from_the_chunks(lab: cast.Lab, name: str) -> None:
     """The chunks of this source are right; only its map is nonsense."""
     manifest = lab.publish(1)
     lab.fetch(manifest, lab.liar({"/have/": BROKEN_MAPS[name]}).url, **IMPATIENT)
@@ -218,12 +195,12 @@ def idle_connections(url: str, words: bytes) -> Iterator[None]:
     """Clients that connect and say nothing, or not enough, or never read."""
     with ExitStack() as stack:
         for _ in range(IDLE):
-            stack.enter_context(dial(url, words))
+            stack.enter_context(cast.dial(url, words))
         yield
 
 
 @pytest.mark.parametrize("words", [b"", b"GET /chunks/", b"GET /head.json?wait_s=60 HTTP/1.1\r\n\r\n", b"never reads"])
-def test_idle_connections_block_nobody(lab: Lab, words: bytes) -> None:
+def test_idle_connections_block_nobody(lab: cast.Lab, words: bytes) -> None:
     manifest, origin = lab.publish(1), lab.honest()
     relay = lab.relay("relay", origin.url)
     if words == b"never reads":
@@ -233,17 +210,17 @@ def test_idle_connections_block_nobody(lab: Lab, words: bytes) -> None:
         lab.fetch(manifest, relay.url, name="other")
 
 
-def test_dead_sources_in_the_list_do_not_matter(lab: Lab) -> None:
+def test_dead_sources_in_the_list_do_not_matter(lab: cast.Lab) -> None:
     manifest = lab.publish(1)
-    client = lab.client(DEAD, "http://does-not-exist.invalid:1", lab.honest().url)
-    assert client.newest(WITHIN_S) == manifest.policy
+    client = lab.client(cast.DEAD, "http://does-not-exist.invalid:1", lab.honest().url)
+    assert client.newest(cast.WITHIN_S) == manifest.policy
     lab.fetch(manifest, client)
-    lab.fetch(manifest, lab.relay("relay", DEAD, lab.honest().url).url, name="other")
+    lab.fetch(manifest, lab.relay("relay", cast.DEAD, lab.honest().url).url, name="other")
 
 
-def test_a_relay_that_dies_in_the_middle_does_not_matter(lab: Lab) -> None:
+def test_a_relay_that_dies_in_the_middle_does_not_matter(lab: cast.Lab) -> None:
     manifest = lab.publish(1)
-    honest = from_folder(lab.www)
+    honest = cast.from_folder(lab.www)
 
     def dies(target: str, to: socket.socket) -> None:
         if len(dying.seen) > 3:
@@ -257,26 +234,26 @@ def test_a_relay_that_dies_in_the_middle_does_not_matter(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("what", ["flipped", "gone", "restarted"])
-def test_chunks_damaged_on_a_relays_disk_are_fetched_again(lab: Lab, what: str) -> None:
+def test_chunks_damaged_on_a_relays_disk_are_fetched_again(lab: cast.Lab, what: str) -> None:
     """From somebody else by its client, who notices; by the relay itself where it can tell, or is started again."""
     manifest, origin = lab.publish(1), lab.honest()
     relay, folder = lab.relay("relay", origin.url), lab.folder / "relay"
-    eventually(lambda: is_complete(relay, "0.1"))
+    eventually(lambda: cast.is_complete(relay, "0.1"))
     if what == "restarted":
         lab.stop(relay)
     if what != "gone":
-        flip(folder / chunk_key(manifest.chunks[2].hash))
+        cast.flip(folder / chunk_key(manifest.chunks[2].hash))
     (folder / chunk_key(manifest.chunks[3].hash)).write_bytes(b"short")
     (folder / chunk_key(manifest.chunks[1].hash)).unlink()
     if what == "restarted":
         relay = lab.relay("relay", origin.url)
     lab.fetch(manifest, relay.url, *([origin.url] if what == "flipped" else []))
-    eventually(lambda: is_complete(relay, "0.1"))
+    eventually(lambda: cast.is_complete(relay, "0.1"))
 
 
-def test_version_removed_during_a_fetch_is_reported_as_gone(lab: Lab) -> None:
+def test_version_removed_during_a_fetch_is_reported_as_gone(lab: cast.Lab) -> None:
     manifest = lab.publish(1)
-    honest = from_folder(lab.www)
+    honest = cast.from_folder(lab.www)
 
     def removes(target: str, to: socket.socket) -> None:
         if manifest.chunks[-1].hash in target and (lab.www / manifest_key((0, 1))).exists():
@@ -285,20 +262,20 @@ def test_version_removed_during_a_fetch_is_reported_as_gone(lab: Lab) -> None:
         honest(target, to)
 
     with pytest.raises(VersionNotFound, match="no longer offered"):
-        lab.client(lab.source(removes).url).fetch(manifest.policy, WITHIN_S)
+        lab.client(lab.source(removes).url).fetch(manifest.policy, cast.WITHIN_S)
 
 
-def test_two_relays_out_of_step_hold_nobody_up(lab: Lab) -> None:
+def test_two_relays_out_of_step_hold_nobody_up(lab: cast.Lab) -> None:
     """One has stopped at version 1, the other goes on; every version that anybody has can be fetched from both."""
     first, upstream = lab.publish(1), lab.honest()
     behind, ahead = lab.relay("behind", upstream.url), lab.relay("ahead", lab.honest().url)
-    eventually(lambda: is_complete(behind, "0.1"))
+    eventually(lambda: cast.is_complete(behind, "0.1"))
     lab.stop(upstream)
     second, third = lab.publish(2), lab.publish(3)
-    eventually(lambda: head_version(ahead) == "0.3")
+    eventually(lambda: cast.head_version(ahead) == "0.3")
     for manifest in (second, third, first):
         client = lab.client(behind.url, ahead.url, name=f"client-{manifest.policy.label}")
-        assert client.newest(WITHIN_S) == third.policy
+        assert client.newest(cast.WITHIN_S) == third.policy
         lab.fetch(manifest, client)
-    assert head_version(behind) == "0.1"
-    assert ask(behind.url, f"/{manifest_key((0, 3))}")[0] == 404
+    assert cast.head_version(behind) == "0.1"
+    assert cast.ask(behind.url, f"/{manifest_key((0, 3))}")[0] == 404

@@ -66,11 +66,24 @@ def attack_of(run: Attacked, cheat: str) -> Attack:
 
 
 @pytest.mark.parametrize("cheat", HERE)
-def test_cheat_is_caught_within_its_bound_for_its_reason(found: dict[str, Result], cheat: str) -> None:
+def test_cheat_is_caught_in_time_and_paid_only_for_groups_of_its_seeds(found, cheat, run, ledger):
     result = found[cheat]
     assert result.reason in CHEATS[cheat].reasons
     assert result.caught_at is not None
     assert result.caught_at <= WITHIN[cheat]
+    node = run.nodes()[attack_of(run, cheat).name]
+    rejected = {each.submission for each in run.story(node.node).refused if each.state == "rejected"}
+    credited = {str(e.body["submission"]) for e in ledger if e.kind == "credit" and e.body["node"] == node.node}
+    assert not rejected & credited
+    assert (len(rejected), len(credited)) == (node.rejected, node.accepted)
+    assert fold(ledger).by_node.get(node.node, Account()).credit == node.credit
+    # nobody can tell such a group from honest work, for it is the same, but for a token where rounding decides
+    assert found[cheat].wrong == 0
+    assert found[cheat].near <= 1
+    if cheat not in HONEST_AT_FIRST:
+        # those under way when it was caught, twice (a second statistical strike is of work leased after the first): up
+        # to four each time, on a busy machine all of them
+        assert found[cheat].accepted <= WITHIN[cheat] + 8
 
 
 @pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
@@ -106,34 +119,19 @@ def severity_of(submission: SubmissionStory) -> str | None:
     return severity
 
 
-@pytest.mark.parametrize("cheat", HERE)
-def test_rejected_groups_earn_no_credit(run, ledger, found, cheat):
-    node = run.nodes()[attack_of(run, cheat).name]
-    rejected = {each.submission for each in run.story(node.node).refused if each.state == "rejected"}
-    credited = {str(e.body["submission"]) for e in ledger if e.kind == "credit" and e.body["node"] == node.node}
-    assert not rejected & credited
-    assert (len(rejected), len(credited)) == (node.rejected, node.accepted)
-    assert fold(ledger).by_node.get(node.node, Account()).credit == node.credit
-
-
-@pytest.mark.parametrize("cheat", HERE)
-def test_accepted_groups_of_cheats_follow_their_seeds(found: dict[str, Result], cheat: str) -> None:
-    """Nobody can tell such a group from honest work, for it is the same, but for a token where rounding decides."""
-    assert found[cheat].wrong == 0
-    assert found[cheat].near <= 1
-    if cheat not in HONEST_AT_FIRST:
-        # those under way when it was caught, twice (a second statistical strike is of work leased after the first): up
-        # to four each time, on a busy machine all of them
-        assert found[cheat].accepted <= WITHIN[cheat] + 8
-
-
-def test_batches_hold_only_groups_that_follow_their_seeds(run: Attacked, found: dict[str, Result]) -> None:
+def test_batches_hold_only_right_groups_and_honest_worker_is_not_punished(run, found):
     right = {each.verdict.submission for each in run.watch.judged if each.is_near}
     trained = run.trained()
     assert {group.submission for group in trained} <= right
     cheaters = {result.node for result in found.values() if result.accepted == 0}
     assert len(cheaters) > 20
     assert not cheaters & {group.node for group in trained}
+    node = run.nodes()[HONEST]
+    assert node.state is NodeState.ACTIVE
+    assert (node.rejected, node.strikes) == (0, 0)
+    assert node.unsure <= 0.01 * node.accepted
+    assert node.accepted >= HONEST_LEAST
+    assert node.node in {group.node for group in run.trained()}
 
 
 def test_banned_key_is_refused_when_it_returns(run: Attacked) -> None:
@@ -141,15 +139,6 @@ def test_banned_key_is_refused_when_it_returns(run: Attacked) -> None:
     outcome = run.start(attack_of(run, "best-of").name).exception(60)
     assert isinstance(outcome, ShutOut)
     assert str(outcome).startswith("the hub has banned this node: sampling.seed")
-
-
-def test_honest_worker_beside_cheats_is_not_punished(run: Attacked) -> None:
-    node = run.nodes()[HONEST]
-    assert node.state is NodeState.ACTIVE
-    assert (node.rejected, node.strikes) == (0, 0)
-    assert node.unsure <= 0.01 * node.accepted
-    assert node.accepted >= HONEST_LEAST
-    assert node.node in {group.node for group in run.trained()}
 
 
 def test_table_of_results_is_printed(run: Attacked, record_property: Callable[[str, object], None]) -> None:

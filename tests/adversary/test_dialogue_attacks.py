@@ -140,7 +140,7 @@ def test_honest_dialogue_passes_every_check(limit: int, max_turns: int) -> None:
         assert {rollout.finish for rollout in group.rollouts} == {"eos", "length"}
 
 
-def test_tool_tokens_earn_nothing_and_are_in_no_tally() -> None:
+def test_tool_tokens_earn_nothing_and_are_in_no_tally_and_no_measured_limit() -> None:
     of = lease(1)
     verdict = judged(of, honest(of))
     masks = [drawn_mask(rollout.given, len(rollout.token_ids)) for rollout in honest(of).rollouts]
@@ -148,6 +148,12 @@ def test_tool_tokens_earn_nothing_and_are_in_no_tally() -> None:
     assert drawn < everything - 20
     assert verdict.generated_tokens == drawn == verdict.tally.tokens
     assert judged(of, honest(of), depth="light").generated_tokens == drawn
+    # what the tool said is far from any uniform: one such token would widen a profile beyond use
+    case = replayed(lease(1))
+    bands = Bands.of([case])
+    assert bands.tokens == case.generated < len(case.tokens)
+    assert bands.distance_max < 1e-4
+    assert bands.logprob_max < 1e-3
 
 
 def test_last_turn_is_scored() -> None:
@@ -184,15 +190,6 @@ def test_uniforms_are_checked_for_drawn_tokens_only() -> None:
     assert found.severity is protocol.Severity.STATISTICAL, "it takes several to be certain"
     assert (found.result.evidence["tokens"], found.result.evidence["outside"]) == (odd.generated, 1)
     assert np.flatnonzero(coarse.outliers.seeds).tolist() == [coarse.chunk_of[at]]
-
-
-def test_limits_are_measured_on_drawn_tokens_only() -> None:
-    """What the tool said is far from any uniform: one such token would widen a profile beyond use."""
-    case = replayed(lease(1))
-    bands = Bands.of([case])
-    assert bands.tokens == case.generated < len(case.tokens)
-    assert bands.distance_max < 1e-4
-    assert bands.logprob_max < 1e-3
 
 
 def test_validator_without_the_tool_is_unsure() -> None:
@@ -271,13 +268,10 @@ def test_forged_dialogue_is_rejected(forgery: str) -> None:
     rejected(of, changed(of, change), reason)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        b"\1", b"\1\0\0\0", pack_spans([(0, 2)]), pack_spans([(2, 0)]), pack_spans([(2, 10**6)]),
-        pack_spans([(2, 3), (3, 2)]), pack_spans([(5, 1), (2, 1)]), pack_spans([(2**32 - 1, 2**32 - 1)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("given", [
+    b"\1", b"\1\0\0\0", pack_spans([(0, 2)]), pack_spans([(2, 0)]), pack_spans([(2, 10**6)]),
+    pack_spans([(2, 3), (3, 2)]), pack_spans([(5, 1), (2, 1)]), pack_spans([(2**32 - 1, 2**32 - 1)]),
+])  # fmt: skip
 def test_malformed_spans_are_rejected(given: bytes) -> None:
     rejected(lease(1), with_rollout(honest(lease(1)), 0, given=given), "dialogue.malformed")
 

@@ -275,11 +275,14 @@ def test_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path) 
     assert {asked.headers["accept-encoding"] for asked in hub.requests} == {"identity"}
 
 
-def test_endless_status_is_not_read(hub: HostileHub, monkeypatch: Patch) -> None:
+def test_endless_status_and_run_info_are_not_read_beyond_their_caps(hub: HostileHub, monkeypatch: Patch) -> None:
     monkeypatch.setattr(reporter, "MAX_STATUS_BYTES", 1000)
     hub.answers["/status"] = (200, {}, nasty_status(hub).model_dump_json().encode() + b" " * 1000)
     with closing(open_http()) as http:
         assert fetch_status(hub.url, http) is None
+    hub.answers["/run"] = (200, {}, hub.sign(hub.info).model_dump_json().encode() + b" " * 2 * MIB)
+    with client_of(hub) as client, pytest.raises(CodecError, match="it was not read"):
+        client.trusted_run()
 
 
 @contextmanager
@@ -341,12 +344,6 @@ def test_run_info_with_too_many_entries_is_refused(hub: HostileHub, field: str) 
     signed = protocol.sign_document(hub.info.model_copy(update={field: many}), hub.key)
     hub.answers["/run"] = (200, {}, signed.model_dump_json().encode())
     with client_of(hub) as client, pytest.raises(ProtocolError, match=field):
-        client.trusted_run()
-
-
-def test_run_info_is_not_read_beyond_its_cap(hub: HostileHub) -> None:
-    hub.answers["/run"] = (200, {}, hub.sign(hub.info).model_dump_json().encode() + b" " * 2 * MIB)
-    with client_of(hub) as client, pytest.raises(CodecError, match="it was not read"):
         client.trusted_run()
 
 

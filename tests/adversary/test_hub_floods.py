@@ -412,30 +412,25 @@ def framed(raw: bytes) -> bytes:
 
 
 BULK_BOMBS: dict[str, Callable[[], bytes]] = {
-    "a gigabyte of zeros": zstd_bomb,
-    "a frame that lies about its size": liar_bomb,
-    "a frame without a size": unsized_bomb,
-    "a frame that wants a huge window": window_bomb,
+    "a gigabyte of zeros": zstd_bomb, "a frame that lies about its size": liar_bomb,
+    "a frame without a size": unsized_bomb, "a frame that wants a huge window": window_bomb,
     "frames upon frames": lambda: framed(b"") * 60_000,
     "four billion elements": lambda: framed(b"\xdd\xff\xff\xff\xff" + bytes(1000)),
     "four billion keys": lambda: framed(b"\xdf\xff\xff\xff\xff" + bytes(1000)),
     "four billion bytes": lambda: framed(b"\xc6\xff\xff\xff\xff" + bytes(1000)),
-    "nested lists": lambda: framed(b"\x91" * 900_000),
-    "nested maps": lambda: framed(b"\x81\xa1a" * 300_000),
+    "nested lists": lambda: framed(b"\x91" * 900_000), "nested maps": lambda: framed(b"\x81\xa1a" * 300_000),
     "nested in a field": lambda: framed(b"\x81\xa8rollouts" + b"\x91" * 900_000),
     "a million rollouts": lambda: framed(b"\x81\xa8rollouts\xdd\x00\x0f\x42\x40" + b"\x80" * 1_000_000),
     "many empty lists": lambda: framed(b"\x81\xa6engine\xdd\x00\x0f\x42\x40" + b"\x90" * 1_000_000),
-}
+}  # fmt: skip
 
 JSON_BOMBS: dict[str, bytes] = {
-    "nested lists": b'{"held":' + b"[" * 60_000,
-    "nested maps": b'{"held":' + b'{"a":' * 12_000,
-    "digits": b'{"max_units":' + b"9" * 60_000 + b"}",
-    "an exponent": b'{"wait_s":1e999999999}',
+    "nested lists": b'{"held":' + b"[" * 60_000, "nested maps": b'{"held":' + b'{"a":' * 12_000,
+    "digits": b'{"max_units":' + b"9" * 60_000 + b"}", "an exponent": b'{"wait_s":1e999999999}',
     "many names": b'{"held":[' + b'"u0a0",' * 9_000 + b'"u0a0"]}',
     "one name for ever": b'{"request":"' + b"x" * 60_000 + b'"}',
     "many unknown fields": b"{" + b",".join(b'"f%d":1' % number for number in range(6_000)) + b"}",
-}
+}  # fmt: skip
 
 
 def test_bombs_refused_in_bounded_memory(watched: Watched, record_property: Callable[[str, object], None]) -> None:

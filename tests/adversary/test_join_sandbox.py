@@ -107,11 +107,9 @@ def test_inside_reaches_the_run_and_own_folder(hub, other, tmp_path, monkeypatch
     mark = f"shoal-test-{os.urandom(8).hex()}"
     listening = socket.socket(socket.AF_UNIX)
     with (
-        closing(listening),
-        tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix=".shoal-test-") as planted,
-        tempfile.TemporaryDirectory(prefix="shoal-") as sockets,
-        closing(Forwarder(Path(sockets))) as forwarder,
-    ):
+        closing(listening), tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix=".shoal-test-") as planted,
+        tempfile.TemporaryDirectory(prefix="shoal-") as sockets, closing(Forwarder(Path(sockets))) as forwarder,
+    ):  # fmt: skip
         listening.bind(f"\0{mark}")
         listening.listen()
         planted.write("a private key")
@@ -151,15 +149,10 @@ FORBIDDEN = "echo 'bwrap: No permissions to create new namespace' >&2; exit 1"
 OLD = "for word; do case $word in %s) echo 'bwrap: Unknown option' >&2; exit 1;; esac; done"
 
 
-@pytest.mark.parametrize(
-    ("program", "complaint"),
-    [
-        ("", "install bubblewrap"),
-        (FORBIDDEN, "allow user namespaces"),
-        (OLD % "--disable-userns", "Install bubblewrap 0.8 or newer"),
-        (OLD % "--size", "Install bubblewrap 0.8 or newer"),
-    ],
-)
+@pytest.mark.parametrize(("program", "complaint"), [
+    ("", "install bubblewrap"), (FORBIDDEN, "allow user namespaces"),
+    (OLD % "--disable-userns", "Install bubblewrap 0.8 or newer"), (OLD % "--size", "Install bubblewrap 0.8 or newer"),
+])  # fmt: skip
 def test_join_without_a_working_sandbox_ends(hub, tmp_path, monkeypatch, capsys, program, complaint):
     """There is no bubblewrap, it may not, or it makes every sandbox but one with this option."""
     (tmp_path / "bin").mkdir()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kit.trial import PROFILES, Harness, Judged, Trial, audit_job, farthest
+from shoal import protocol
 from shoal.adversary import Cheat, CheatContext
 from shoal.adversary.base import EngineWrapper, rewriting, with_honest_proofs
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
@@ -23,19 +24,6 @@ from shoal.engines.rows import GrowingLayer
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.models.load import load_model
-from shoal.protocol import (
-    Outcome,
-    PolicyRef,
-    ProofParameters,
-    Rollout,
-    Severity,
-    Submission,
-    Tally,
-    TensorView,
-    Verdict,
-    pack_logprobs,
-    pack_tokens,
-)
 from shoal.sampling import uniforms
 from shoal.validator.calibrate import Measurement, Plan, measure
 from shoal.validator.canary import CANARY_CHEATS, original_of
@@ -176,11 +164,11 @@ class CoarseCache(EngineWrapper):
         super().__init__(plain(engine))
         self._how, self._vouching = how, vouching
 
-    def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
+    def load_policy(self, ref: protocol.PolicyRef | None, tensors: Mapping[str, protocol.TensorView]) -> None:
         super().load_policy(ref, tensors)
         self._engine.rows_at_once(1)  # while the cache is right: the engine tries it once
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+    def generate(self, requests: Sequence[GenerationRequest], proof: protocol.ProofParameters | None = None) -> Groups:
         honest, how = GrowingLayer.update, self._how
 
         def update(layer: Any, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
@@ -215,7 +203,7 @@ class EarlyExit(EngineWrapper):
         with without_last_layers(self._engine.model, self._layers):
             return self._engine.generate(requests)
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+    def generate(self, requests: Sequence[GenerationRequest], proof: protocol.ProofParameters | None = None) -> Groups:
         return with_honest_proofs(self._engine, requests, self.drafted(requests), proof)
 
 
@@ -246,7 +234,7 @@ class Speculative(EarlyExit):
         self._accepts, self._ahead = accepts, ahead
         self.taken = self.drafts = 0
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+    def generate(self, requests: Sequence[GenerationRequest], proof: protocol.ProofParameters | None = None) -> Groups:
         rows = [(request, seed, list[int]()) for request in requests for seed in request.seeds]
         while waiting := [row for row in rows if not _ended(*row)]:
             self._round(waiting)
@@ -340,7 +328,7 @@ def test_miner_is_banned_and_what_passed_equals_honest_work(name: str, harness: 
     assert banned[0] <= groups
     assert {each.verdict.reason for each in trial.rejected} <= reasons
     for mined, asked in zip(trial.judged, honest.judged, strict=False):
-        assert mined.verdict.outcome is Outcome.REJECTED or tokens_of(mined) == tokens_of(asked)
+        assert mined.verdict.outcome is protocol.Outcome.REJECTED or tokens_of(mined) == tokens_of(asked)
 
 
 @pytest.mark.parametrize("accepts", [exact, above(0.9)])
@@ -354,32 +342,32 @@ def test_speculative_decoding_of_the_seeds_tokens_is_accepted(accepts: Any, harn
 
     trial = tried(harness, make)
     assert [tokens_of(each) for each in trial.judged] == [tokens_of(each) for each in honest.judged]
-    assert {each.verdict.outcome for each in trial.judged} == {Outcome.ACCEPTED}
+    assert {each.verdict.outcome for each in trial.judged} == {protocol.Outcome.ACCEPTED}
     assert made[0].taken > 0.5 * made[0].drafts
 
 
-def judged(harness: Formats, each: Judged, submission: Submission) -> Verdict:
+def judged(harness: Formats, each: Judged, submission: protocol.Submission) -> protocol.Verdict:
     return verdict_on(harness, audit_job(each.lease, submission))
 
 
-def verdict_on(harness: Formats, on_table: AuditJob) -> Verdict:
+def verdict_on(harness: Formats, on_table: AuditJob) -> protocol.Verdict:
     truth = LoadedPolicy(on_table.lease.policy, harness.engine(), harness.files)
     [verdict] = replace(harness.judge, seen=SeenWork()).verdicts([on_table], truth)
     return verdict
 
 
-def with_first(submission: Submission, **changes: Any) -> Submission:
+def with_first(submission: protocol.Submission, **changes: Any) -> protocol.Submission:
     first, *others = submission.rollouts
     return msgspec.structs.replace(submission, rollouts=[msgspec.structs.replace(first, **changes), *others])
 
 
 def spans(*pairs: int) -> bytes:
-    return pack_tokens(np.array(pairs))
+    return protocol.pack_tokens(np.array(pairs))
 
 
-ROLLOUT_FIELDS: dict[str, tuple[Callable[[Rollout], object], str]] = {
-    "tokens": (lambda r: pack_tokens(np.roll(r.token_ids, 1)), "termination.past_eos"),
-    "logprobs": (lambda r: pack_logprobs(r.logprob_values - np.float32(0.05)), "logprobs.mismatch"),
+ROLLOUT_FIELDS: dict[str, tuple[Callable[[protocol.Rollout], object], str]] = {
+    "tokens": (lambda r: protocol.pack_tokens(np.roll(r.token_ids, 1)), "termination.past_eos"),
+    "logprobs": (lambda r: protocol.pack_logprobs(r.logprob_values - np.float32(0.05)), "logprobs.mismatch"),
     "finish": (lambda r: {"eos": "length", "length": "eos"}[r.finish], "termination.finish"),
     "proofs": (lambda r: r.proofs[:-2], "proofs.malformed"),
     "given": (lambda _: spans(1, 2), "dialogue.forged"),
@@ -393,7 +381,7 @@ SUBMISSION_FIELDS: dict[str, tuple[object, str]] = {
     "incarnation": (1, "policy.mismatch"),
     "version": (1, "policy.mismatch"),
     "policy_digest": ("f" * 64, "policy.mismatch"),
-    "prompt": (pack_tokens(np.array([7, 8, 9])), "prompt.mismatch"),
+    "prompt": (protocol.pack_tokens(np.array([7, 8, 9])), "prompt.mismatch"),
     "engine": ("a faster one", ""),  # nobody reads it but people
 }
 
@@ -402,13 +390,13 @@ def test_every_declared_field_is_checked_or_unused(harness: Formats, honest: Tri
     """No field of a submission says what is trained on: a mask, an end or a length that is not so is rejected for
     certain, but for log-probabilities, which rounding moves. A field that is added must be added here."""
     each = honest.judged[0]
-    assert {field.name for field in msgspec.structs.fields(Rollout)} == set(ROLLOUT_FIELDS)
-    assert {field.name for field in msgspec.structs.fields(Submission)} == {*SUBMISSION_FIELDS, "rollouts"}
+    assert {field.name for field in msgspec.structs.fields(protocol.Rollout)} == set(ROLLOUT_FIELDS)
+    assert {field.name for field in msgspec.structs.fields(protocol.Submission)} == {*SUBMISSION_FIELDS, "rollouts"}
     for name, (change, reason) in ROLLOUT_FIELDS.items():
         lie = with_first(each.submission, **{name: change(each.submission.rollouts[0])})
         verdict = judged(harness, each, lie)
-        assert (name, verdict.outcome, verdict.reason) == (name, Outcome.REJECTED, reason)
-        assert verdict.severity is (Severity.STATISTICAL if name == "logprobs" else Severity.CERTAIN)
+        assert (name, verdict.outcome, verdict.reason) == (name, protocol.Outcome.REJECTED, reason)
+        assert verdict.severity is (protocol.Severity.STATISTICAL if name == "logprobs" else protocol.Severity.CERTAIN)
     for name, (value, reason) in SUBMISSION_FIELDS.items():
         verdict = judged(harness, each, msgspec.structs.replace(each.submission, **{name: value}))
         assert (name, verdict.reason) == (name, reason)
@@ -416,21 +404,18 @@ def test_every_declared_field_is_checked_or_unused(harness: Formats, honest: Tri
     assert judged(harness, each, few).reason == "shape.rollouts"
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (spans(1, 1), "dialogue.forged"),  # the second token is not to be trained on
-        (spans(0, 1), "dialogue.malformed"),  # nor the first: no dialogue begins with the tool
-        (spans(0, 0), "dialogue.malformed"),
-        (spans(0, 10**6), "dialogue.malformed"),
-        (spans(0), "dialogue.malformed"),
-        (spans(1, 1, 0, 1), "dialogue.malformed"),
-    ],
-)
+@pytest.mark.parametrize(("given", "reason"), [
+    (spans(1, 1), "dialogue.forged"),  # the second token is not to be trained on
+    (spans(0, 1), "dialogue.malformed"),  # nor the first: no dialogue begins with the tool
+    (spans(0, 0), "dialogue.malformed"),
+    (spans(0, 10**6), "dialogue.malformed"),
+    (spans(0), "dialogue.malformed"),
+    (spans(1, 1, 0, 1), "dialogue.malformed"),
+])  # fmt: skip
 def test_loss_mask_by_tool_spans_without_tool_refused(given, reason, harness, honest):
     each = honest.judged[1]
     verdict = judged(harness, each, with_first(each.submission, given=given))
-    assert (verdict.reason, verdict.severity) == (reason, Severity.CERTAIN)
+    assert (verdict.reason, verdict.severity) == (reason, protocol.Severity.CERTAIN)
 
 
 def test_same_text_in_more_tokens_is_rejected(harness: Formats, honest: Trial) -> None:
@@ -448,7 +433,7 @@ def test_same_text_in_more_tokens_is_rejected(harness: Formats, honest: Trial) -
     first = tried(harness, lambda engine: rewritten(engine, split)).judged[0]
     assert text(first) == text(honest.judged[0])
     assert first.tokens > honest.judged[0].tokens
-    assert (first.verdict.reason, first.verdict.severity) == ("sampling.seed", Severity.CERTAIN)
+    assert (first.verdict.reason, first.verdict.severity) == ("sampling.seed", protocol.Severity.CERTAIN)
 
 
 # ── where rounding is coarse: bfloat16 workers, limits as measured, float32 and bfloat16 looks ───────────────────────
@@ -471,7 +456,7 @@ def long() -> Formats:
 @pytest.fixture(scope="module")
 def honest_long(long: Formats) -> Trial:
     trial = long.tried(Cheat(), range(12))
-    assert {each.verdict.outcome for each in trial.judged} == {Outcome.ACCEPTED}
+    assert {each.verdict.outcome for each in trial.judged} == {protocol.Outcome.ACCEPTED}
     return trial
 
 
@@ -486,7 +471,7 @@ def test_group_with_one_wrong_end_is_not_accepted(name: str, coarse: Formats) ->
 
     trial = coarse.tried(Miner(make), range(24))
     limit = coarse.judge.profiles[coarse.profile].sampling.distance
-    accepted = [each for each in trial.judged if each.verdict.outcome is Outcome.ACCEPTED]
+    accepted = [each for each in trial.judged if each.verdict.outcome is protocol.Outcome.ACCEPTED]
     for each in accepted:
         assert min(farthest(engine, each.lease, each.submission) for engine in coarse.engines.values()) <= limit
     assert len(accepted) < len(trial.judged) / 2
@@ -498,8 +483,8 @@ def test_one_wrong_log_probability_is_not_accepted(coarse: Formats) -> None:
     for lease, submission in coarse.groups(Cheat(), [coarse.lease(unit) for unit in range(4)]):
         values = submission.rollouts[0].logprob_values.copy()
         values[0] = -1000.0
-        verdict = verdict_on(coarse, audit_job(lease, with_first(submission, logprobs=pack_logprobs(values))))
-        assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
+        verdict = verdict_on(coarse, audit_job(lease, with_first(submission, logprobs=protocol.pack_logprobs(values))))
+        assert (verdict.outcome, verdict.reason) == (protocol.Outcome.UNSURE, "sampling.accident")
 
 
 @pytest.mark.parametrize("name", ["fp8-cache", "fp8-cache-with_honest_proofs-for", "early-exit"])
@@ -515,23 +500,25 @@ def test_int8_cache_of_a_bfloat16_worker_passes(long: Formats) -> None:
     """A bound, not a guard (docs/guides/attack-your-run.md): in float32 it is banned, see above."""
     trial = tried(long, lambda engine: CoarseCache(engine, int8))
     assert not trial.rejected
-    sums = reduce(Tally.plus, [each.verdict.tally for each in trial.judged])
+    sums = reduce(protocol.Tally.plus, [each.verdict.tally for each in trial.judged])
     assert all(sums.of(name).seen < sums.of(name).expected for name in NoiseLimits.model_fields)
 
 
 def test_no_canary_of_long_rollouts_is_accepted(long: Formats, honest_long: Trial) -> None:
-    found: Counter[tuple[str, Outcome]] = Counter()
+    found: Counter[tuple[str, protocol.Outcome]] = Counter()
     for each in honest_long.judged:
         original = original_of(audit_job(each.lease, each.submission), long.judge, long.engine())
         for name, spoil in CANARY_CHEATS.items():
             if (twin := spoil(original)) is not None:
                 found[name, verdict_on(long, twin).outcome] += 1
     assert {name for name, _ in found} == set(CANARY_CHEATS)
-    assert not any(found[name, Outcome.ACCEPTED] for name in CANARY_CHEATS)
-    assert all(found[name, Outcome.REJECTED] > 3 * found[name, Outcome.UNSURE] for name in CANARY_CHEATS)
+    assert not any(found[name, protocol.Outcome.ACCEPTED] for name in CANARY_CHEATS)
+    assert all(
+        found[name, protocol.Outcome.REJECTED] > 3 * found[name, protocol.Outcome.UNSURE] for name in CANARY_CHEATS
+    )
 
 
-def chunks(rollout: Rollout) -> list[bytes]:
+def chunks(rollout: protocol.Rollout) -> list[bytes]:
     size = len(rollout.proofs) // 3
     return [rollout.proofs[start : start + size] for start in range(0, 3 * size, size)]
 
@@ -554,7 +541,7 @@ def test_proofs_of_other_chunks_are_rejected(name: str, long: Formats, honest_lo
         proofs = forge([chunks(rollout) for rollout in rollouts])
         forged = [msgspec.structs.replace(one, proofs=b"".join(own)) for one, own in zip(rollouts, proofs, strict=True)]
         verdict = judged(long, each, msgspec.structs.replace(each.submission, rollouts=forged))
-        assert (verdict.outcome, verdict.reason in reasons) == (Outcome.REJECTED, True)
+        assert (verdict.outcome, verdict.reason in reasons) == (protocol.Outcome.REJECTED, True)
 
 
 def test_equal_rollouts_may_have_equal_proofs(long: Formats, honest_long: Trial) -> None:
@@ -563,4 +550,4 @@ def test_equal_rollouts_may_have_equal_proofs(long: Formats, honest_long: Trial)
     lease = each.lease.model_copy(update={"seeds": (each.lease.seeds[0],) * len(each.lease.seeds)})
     same = msgspec.structs.replace(each.submission, rollouts=[each.submission.rollouts[0]] * len(lease.seeds))
     verdict = verdict_on(long, audit_job(lease, same))
-    assert (verdict.outcome, verdict.reason) == (Outcome.ACCEPTED, "")
+    assert (verdict.outcome, verdict.reason) == (protocol.Outcome.ACCEPTED, "")

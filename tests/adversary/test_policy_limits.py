@@ -143,22 +143,19 @@ def test_small_policy_of_a_large_model_takes_no_memory(lab):
     assert peak_growth(refused) < 50 * 10**6
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"num_hidden_layers": 2000, "layer_types": None}, "far more than the [0-9]+ weights that come with it"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers in the model's config.json is 1000000; at most 65536"),
-        ({"num_labels": 10**6}, "num_labels in the model's config.json is 1000000; at most"),
-        ({"vocab_size": 10**12}, "vocab_size in the model's config.json is 1000000000000; at most 33554432"),
-        ({"layer_types": ["full"] * 120_000}, "more than 100000 values"),
-        ({"rope_scaling": {"a": [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}}, "or 16 levels"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized models are not supported"),
-        ({"model_type": "gptj", "n_positions": 2**20, "n_embd": 64, "n_layer": 1, "n_head": 2}, "another model"),
-        ({"model_type": "marian"}, "models of type marian are not supported"),
-        ({"model_type": "ctrl"}, "models of type ctrl are not supported"),
-        ({"model_type": "xglm", "max_position_embeddings": 10**6}, "xglm have at most 4096 positions here"),
-    ],
-)
+@pytest.mark.parametrize(("config", "said"), [
+    ({"num_hidden_layers": 2000, "layer_types": None}, "far more than the [0-9]+ weights that come with it"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers in the model's config.json is 1000000; at most 65536"),
+    ({"num_labels": 10**6}, "num_labels in the model's config.json is 1000000; at most"),
+    ({"vocab_size": 10**12}, "vocab_size in the model's config.json is 1000000000000; at most 33554432"),
+    ({"layer_types": ["full"] * 120_000}, "more than 100000 values"),
+    ({"rope_scaling": {"a": [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}}, "or 16 levels"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantized models are not supported"),
+    ({"model_type": "gptj", "n_positions": 2**20, "n_embd": 64, "n_layer": 1, "n_head": 2}, "another model"),
+    ({"model_type": "marian"}, "models of type marian are not supported"),
+    ({"model_type": "ctrl"}, "models of type ctrl are not supported"),
+    ({"model_type": "xglm", "max_position_embeddings": 10**6}, "xglm have at most 4096 positions here"),
+])  # fmt: skip
 def test_configuration_with_absurd_counts_is_refused_without_memory(config, said):
     loaded = load_model("tiny")
     changed = json.dumps({**json.loads(loaded.files["config.json"]), **config}).encode()
@@ -288,45 +285,39 @@ def test_padding_to_ten_million_tokens_is_ignored():
     assert texts.encode("2") == texts.encode_plain("2") == (2,)
 
 
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ({"normalizer": replacing("22", String="2")}, "the normalizer replaces something by more than it was"),
-        ({"decoder": {"type": "Sequence", "decoders": [replacing("2" * 10, String="2")] * 9}}, "decoder replaces"),
-        ({"decoder": replacing("2", String="")}, "decoder replaces"),
-        ({"normalizer": replacing("zz", Regex="z")}, "normalizer replaces"),
-        ({"normalizer": replacing("z", Regex="(2*)*x")}, "a pattern that can take forever"),
-        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(2*)\1"}}}, "a pattern that can take forever"),
-        ({"decoder": replacing("z", Regex="z")}, "the decoder has a pattern"),
-        ({"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 30}}, "too many steps"),
-        ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "adds more than 64 characters"),
-        ({"normalizer": charsmap(b"a", b"x" * 1000)}, "more than 64 bytes of one character"),
-        ({"vocabulary": ["<unk>", "x" * 2000]}, "a token of more than 1024 characters"),
-        ({"added_tokens": [{"id": 9, "content": "x" * 2000}]}, "a token of more than 1024 characters"),
-        ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["x" * 2000, 0.0]]}}, "a token of more than 1024"),
-        ({"model": {"type": "WordPiece", "vocab": {}, "unk_token": "x" * 2000}}, "a token of more than 1024"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 65}}, "normalizer has too many steps"),
-        ({"pre_tokenizer": nested(200)}, "its pre_tokenizer has too many steps"),
-        ({"normalizer": replacing("z", Regex="z" * 3000)}, "a pattern that can take forever"),
-        ({"normalizer": replacing("z", Regex=5)}, "a pattern that can take forever"),
-        ({"normalizer": replacing("zz", Regex="z|zzz")}, "normalizer replaces"),
-        ({"normalizer": replacing("z", Regex="")}, "normalizer replaces"),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": 5}}, "more than 64 bytes of one character"),
-    ],
-)
+@pytest.mark.parametrize(("parts", "said"), [
+    ({"normalizer": replacing("22", String="2")}, "the normalizer replaces something by more than it was"),
+    ({"decoder": {"type": "Sequence", "decoders": [replacing("2" * 10, String="2")] * 9}}, "decoder replaces"),
+    ({"decoder": replacing("2", String="")}, "decoder replaces"),
+    ({"normalizer": replacing("zz", Regex="z")}, "normalizer replaces"),
+    ({"normalizer": replacing("z", Regex="(2*)*x")}, "a pattern that can take forever"),
+    ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(2*)\1"}}}, "a pattern that can take forever"),
+    ({"decoder": replacing("z", Regex="z")}, "the decoder has a pattern"),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 30}}, "too many steps"),
+    ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "adds more than 64 characters"),
+    ({"normalizer": charsmap(b"a", b"x" * 1000)}, "more than 64 bytes of one character"),
+    ({"vocabulary": ["<unk>", "x" * 2000]}, "a token of more than 1024 characters"),
+    ({"added_tokens": [{"id": 9, "content": "x" * 2000}]}, "a token of more than 1024 characters"),
+    ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["x" * 2000, 0.0]]}}, "a token of more than 1024"),
+    ({"model": {"type": "WordPiece", "vocab": {}, "unk_token": "x" * 2000}}, "a token of more than 1024"),
+    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 65}}, "normalizer has too many steps"),
+    ({"pre_tokenizer": nested(200)}, "its pre_tokenizer has too many steps"),
+    ({"normalizer": replacing("z", Regex="z" * 3000)}, "a pattern that can take forever"),
+    ({"normalizer": replacing("z", Regex=5)}, "a pattern that can take forever"),
+    ({"normalizer": replacing("zz", Regex="z|zzz")}, "normalizer replaces"),
+    ({"normalizer": replacing("z", Regex="")}, "normalizer replaces"),
+    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": 5}}, "more than 64 bytes of one character"),
+])  # fmt: skip
 def test_tokenizer_that_multiplies_texts_is_refused(parts, said):
     with pytest.raises(ModelError, match=rf"tokenizer\.json is refused: .*{said}"):
         tokenizer(**parts)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"\s+\s+[xy]", r"\s*\s*\s*\s*[^\s]\d", r"\s{1,}\s{0,99}x", r"\s+(?=\s+x)", r"(?:\s+|y)\s+x",  # n³ and more
-        r"\s?" * 22 + r"\s" * 22, "(?:a|a)" * 30 + "x", r"\s{1,9}" * 20 + "x",  # 2 to the length of the pattern
-        r"(?x)(\s*) *x", "a{9}{9}{9}x", "(?:a|" + "a|" * 20 + "b)x", "[a-z]+[[a-z]]*[xy]+z",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("pattern", [
+    r"\s+\s+[xy]", r"\s*\s*\s*\s*[^\s]\d", r"\s{1,}\s{0,99}x", r"\s+(?=\s+x)", r"(?:\s+|y)\s+x",  # n³ and more
+    r"\s?" * 22 + r"\s" * 22, "(?:a|a)" * 30 + "x", r"\s{1,9}" * 20 + "x",  # 2 to the length of the pattern
+    r"(?x)(\s*) *x", "a{9}{9}{9}x", "(?:a|" + "a|" * 20 + "b)x", "[a-z]+[[a-z]]*[xy]+z",
+])  # fmt: skip
 def test_tokenizer_with_a_slow_pattern_is_refused(pattern):
     with pytest.raises(ModelError, match="a pattern that can take forever"):
         tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"})

@@ -52,40 +52,31 @@ def worth(code: str, answer: str = ANSWER) -> tuple[float, str]:
 
 BOMBS = {
     "fork bomb": ("import os\nwhile True: os.fork()", "error (PermissionError)"),
-    "fork bomb that does not give up": (
-        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-        "took longer",
-    ),
+    "fork bomb that does not give up": ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+        "took longer"),
     "processes": ("import subprocess\nsubprocess.run(['/bin/sh'])", "error"),
     "exec": ("import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", "error (PermissionError)"),
     "multiprocessing": ("import multiprocessing as m\nm.Process(target=print).start()", "error (PermissionError)"),
     "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**7))", "error (MemoryError)"),
     "memory at once": ("x = b'x' * 10**11", "error (MemoryError)"),
-    "memory in a file": (
-        "import os\nfd = os.memfd_create('x')\nwhile True: os.write(fd, b'x' * 10**6)",
-        "error (OSError)",
-    ),
+    "memory in a file": ("import os\nfd = os.memfd_create('x')\nwhile True: os.write(fd, b'x' * 10**6)",
+        "error (OSError)"),
     "endless output": ("while True: print('x' * 10**4)", "printed more than"),
     "endless errors": ("import sys\nwhile True: print('x' * 10**4, file=sys.stderr)", "printed more than"),
-    "threads": (
-        "import threading, time\nthreading.stack_size(32768)\nn = 0\ntry:\n  while True:\n"
+    "threads": ("import threading, time\nthreading.stack_size(32768)\nn = 0\ntry:\n  while True:\n"
         "    threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n    n += 1\n"
-        "except RuntimeError:\n  assert n <= 66, n\n  raise",
-        "error (RuntimeError)",
-    ),
+        "except RuntimeError:\n  assert n <= 66, n\n  raise", "error (RuntimeError)"),
     "open files": ("x = [open('/dev/null') for _ in range(10**6)]", "error (OSError)"),
     "pipes": ("import os\nx = [os.pipe() for _ in range(10**6)]", "error (OSError)"),
     "loop in C": ("sum(range(10**13))", "took longer"),
     "powers": ("x = 7 ** 10**9", "took longer"),
     "regular expression": ("import re\nre.match('(a|a)*$', 'a' * 60 + 'b')", "took longer"),
-    "deaf to signals": (
-        "import signal\nfor s in set(signal.valid_signals()) - {9, 19}:\n"
+    "deaf to signals": ("import signal\nfor s in set(signal.valid_signals()) - {9, 19}:\n"
         "  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError): pass\nwhile True: pass",
-        "took longer",
-    ),
+        "took longer"),
     "hard to compile": ("(" * 50_000, "error"),
     "recursion": ("def f(): f()\nimport sys\nsys.setrecursionlimit(10**9)\nf()", ""),
-}
+}  # fmt: skip
 
 
 # Each of these takes a second of processor time, and one like it is always tried.
@@ -121,11 +112,12 @@ def test_waiting_program_is_ended_by_the_clock(code: str, monkeypatch: Patch) ->
     assert "took longer" in notes
 
 
-def test_fork_fails() -> None:
+def test_fork_fails_and_only_three_descriptors_are_open() -> None:
     code = "import os\ntry:\n  os.fork()\nexcept OSError as e:\n  print(e.errno)\nimport ctypes\n" + "".join(
         f"print(ctypes.CDLL(None, use_errno=True).{call})\n" for call in ("fork()", "vfork()", "daemon(0, 0)")
     )
     assert said(code).split() == ["1", "-1", "-1", "-1"]
+    assert said("import os\nprint(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"  # 3 is the listing itself
 
 
 def test_nothing_can_be_written_anywhere() -> None:
@@ -215,7 +207,7 @@ print(found, os.environ.get("SHOAL_SECRET"), sys.argv)
 """
 
 
-def test_expected_output_is_not_in_memory(monkeypatch: Patch) -> None:
+def test_expected_output_is_not_found_by_a_search_that_finds_the_input(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     kept = os.memfd_create("secret", 0)
     os.write(kept, SECRET.encode())
@@ -227,10 +219,7 @@ def test_expected_output_is_not_in_memory(monkeypatch: Patch) -> None:
         os.close(kept)
     assert scored == "[] None ['solution.py']"
     assert worth(HUNTER)[0] == 0.0
-
-
-def test_search_of_memory_finds_its_input() -> None:
-    """The hunt itself works: what a program is given, it finds."""
+    # the hunt itself works: what a program is given, it finds
     code = f"given = input()\n{HUNTER}"
     assert said(code, SECRET + "\n") != "[] None ['solution.py']"
 
@@ -384,7 +373,7 @@ CALLS = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-def test_forbidden_system_call_fails() -> None:
+def test_forbidden_system_calls_fail_and_unknown_ones_do_not_exist() -> None:
     code = f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -392,10 +381,6 @@ for name, (number, *arguments) in {CALLS!r}.items():
     print(name, libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)), ctypes.get_errno(), sep=": ")
 """
     assert said(code).splitlines() == [f"{name}: -1: 1" for name in CALLS]
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-def test_unknown_system_calls_do_not_exist() -> None:
     code = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -433,10 +418,6 @@ for name in ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE", "DATA", "MEMLOCK")
 print([resource.getrlimit(x)[1] for x in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)])
 """
     assert said(code) == f"[2, {256 << 20}, 0]"
-
-
-def test_only_three_descriptors_are_open() -> None:
-    assert said("import os\nprint(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']"  # 3 is the listing itself
 
 
 def test_programs_do_not_share_a_limit_of_threads() -> None:

@@ -17,7 +17,7 @@ from kit.hub import make_config
 from kit.served_hub import Hub, ok, refusal, running_hub
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
-from shoal.hub.state.rows import NodeRow, Rules
+from shoal.hub.state.rows import NodeRow
 from shoal.ledger import fold
 from shoal.protocol import LedgerEntry, LedgerPage, NodeState, NodeView, Severity
 
@@ -87,23 +87,17 @@ def caught(tmp_path_factory: TempPaths) -> Caught:
         )  # fmt: skip
 
 
-def test_sleeper_is_banned_by_its_first_full_audit(caught: Caught) -> None:
+def test_first_full_audit_bans_a_sleeper_pulls_its_groups_and_voids_its_pending_credit(caught: Caught) -> None:
     assert caught.looked_at == [False] * (len(caught.cheated) - 1) + [True]
     assert len(caught.cheated) <= 60  # at p = 1/3 a hundredth of a billionth of all sleepers last longer
     assert caught.after.state is NodeState.BANNED
     assert caught.after.reason.startswith("sampling.seed")
     assert caught.refused == (403, "node.banned")
-
-
-def test_untrained_groups_of_a_sleeper_are_pulled(caught: Caught) -> None:
     [pulled] = caught.bodies("pulled")
     assert set(caught.cheated[:-1]) <= set(pulled["units"])
     assert len(pulled["units"]) == caught.after.accepted
     assert caught.units.get("accepted", 0) == 0
     assert caught.units["open"] == len(pulled["units"]) + 1
-
-
-def test_pending_credit_of_a_sleeper_is_void(caught: Caught) -> None:
     assert caught.before.pending > 0
     assert (caught.after.pending, caught.after.credit) == (0, 0)
     assert len(caught.bodies("void")) == len(caught.bodies("pending")) == caught.after.accepted
@@ -116,13 +110,11 @@ def test_most_trusted_sleeper_lasts_20_groups_on_average() -> None:
     rules = make_config(Path(), settings={"audit": "reputation"}).rules
     node = NodeRow("n" * 32, "k" * 64, "worker", "sleeper", 0, streak=10_000, passed=10_000)
     assert full_audit_probability(rules, node) == 0.05
-    lasted = [_lasts(rules, node, f"secret-{number}".encode()) for number in range(2_000)]
+
+    def is_full(secret: bytes, group: int) -> bool:
+        return depth_for(rules, node, audit_fraction(secret, f"{group:064x}")) == "full"
+
+    secrets = [f"secret-{number}".encode() for number in range(2_000)]
+    lasted = [next(group for group in range(1, 10_000) if is_full(secret, group)) for secret in secrets]
     assert 18 < statistics.mean(lasted) < 22
     assert statistics.quantiles(lasted, n=100)[98] < 100
-
-
-def _lasts(rules: Rules, node: NodeRow, secret: bytes) -> int:
-    for number in range(1, 10_000):
-        if depth_for(rules, node, audit_fraction(secret, f"{number:064x}")) == "full":
-            return number
-    raise AssertionError("never looked at")

@@ -130,17 +130,11 @@ def harness() -> Counted:
     return Counted(group_size=GROUP_SIZE, max_new_tokens=LENGTH)
 
 
-def test_best_of_earns_a_better_reward_for_more_work(harness: Counted) -> None:
+def test_best_of_answer_and_run_on_pay_while_nobody_checks(harness: Counted) -> None:
     honest = harness.mean_reward(Cheat())
     assert harness.mean_reward(find_cheat("best-of")) > honest + 0.03
     assert harness.engine_behind.completions == GROUPS * GROUP_SIZE * TRIES
-
-
-def test_answer_earns_nearly_the_whole_reward(harness: Counted) -> None:
     assert harness.mean_reward(find_cheat("answer")) == 1.0
-
-
-def test_run_on_is_paid_for_more_tokens(harness: Counted) -> None:
     assert harness.tokens(find_cheat("run-on")) == GROUPS * GROUP_SIZE * LENGTH
     assert harness.tokens(Cheat()) < 0.8 * GROUPS * GROUP_SIZE * LENGTH
 

@@ -105,7 +105,7 @@ def test_weak_key_cannot_register(hub: Hub) -> None:
     assert "small order" in answer.json()["message"]
 
 
-def test_files_with_keys_and_seeds_are_private(hub: Hub) -> None:
+def test_files_with_secrets_are_private_and_a_readable_database_becomes_private(hub: Hub, tmp_path: Path) -> None:
     folder = hub.folder.path
     modes = {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o777 for path in folder.rglob("*")}
     private = ["hub", "keys", "hub/hub.db", "hub/hub.db-wal", "hub/hub.db-shm", "hub/secret", "recipe.toml"]
@@ -113,9 +113,6 @@ def test_files_with_keys_and_seeds_are_private(hub: Hub) -> None:
     assert len(private) > 10
     wide = {name: oct(modes[name]) for name in private if modes[name] & 0o077}
     assert wide == {}
-
-
-def test_readable_database_is_made_private(tmp_path: Path) -> None:
     SqliteStorage(tmp_path / "hub.db").close()
     (tmp_path / "hub.db").chmod(0o644)
     SqliteStorage(tmp_path / "hub.db").close()

@@ -64,14 +64,11 @@ def test_old_leftovers_are_removed_and_young_ones_kept(tmp_path: Path) -> None:
     assert blobs.get(blobs.put(b"bytes")) == b"bytes"
 
 
-@pytest.mark.parametrize(
-    ("url", "endpoint", "said"),
-    [
-        *((url, "", r"hub\.storage = .* write s3://BUCKET/PREFIX")
-          for url in ("http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1")),
-        ("s3://bucket", "127.0.0.1:9000", r"hub\.storage_endpoint"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("url", "endpoint", "said"), [
+    *((url, "", r"hub\.storage = .* write s3://BUCKET/PREFIX")
+      for url in ("http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1")),
+    ("s3://bucket", "127.0.0.1:9000", r"hub\.storage_endpoint"),
+])  # fmt: skip
 def test_wrong_bucket_or_endpoint_is_named(url: str, endpoint: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         S3Blobs(url, endpoint, KEYS)

@@ -232,11 +232,9 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    [None, LlamaConfig(**SHAPE), Qwen2Config(**SHAPE), MistralConfig(**SHAPE, sliding_window=9)],
-    ids=["tiny", "llama", "qwen2", "mistral"],
-)
+@pytest.mark.parametrize("config", [
+    None, LlamaConfig(**SHAPE), Qwen2Config(**SHAPE), MistralConfig(**SHAPE, sliding_window=9),
+], ids=["tiny", "llama", "qwen2", "mistral"])  # fmt: skip
 def test_tokens_that_are_guessed_are_those_that_are_drawn_and_so_are_their_proofs(tiny, config, monkeypatch):
     """On text that repeats itself: a prompt that does, at a temperature at which rollouts do."""
     torch.manual_seed(0)
@@ -343,16 +341,13 @@ def test_request_without_tokens_is_refused():
         PrefillRequest((5,), np.zeros(0, np.int32), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (("warp", "cpu", "float32"), "no engine 'warp'; there are scripted, torch, vllm"),
-        (("torch", "tpu", "float32"), "no device 'tpu'; there are auto, cpu, cuda"),
-        (("torch", "cpu", "int3"), "the engine torch does not compute in 'int3'; it knows float32, bfloat16"),
-        (("scripted", "cpu", "bfloat16"), "the engine scripted does not compute in 'bfloat16'; it knows float32"),
-        (("scripted", "cuda", "float32"), 'no device but "cpu"'),
-    ],
-)
+@pytest.mark.parametrize(("choice", "message"), [
+    (("warp", "cpu", "float32"), "no engine 'warp'; there are scripted, torch, vllm"),
+    (("torch", "tpu", "float32"), "no device 'tpu'; there are auto, cpu, cuda"),
+    (("torch", "cpu", "int3"), "the engine torch does not compute in 'int3'; it knows float32, bfloat16"),
+    (("scripted", "cpu", "bfloat16"), "the engine scripted does not compute in 'bfloat16'; it knows float32"),
+    (("scripted", "cuda", "float32"), 'no device but "cpu"'),
+])  # fmt: skip
 def test_unknown_engine_device_or_format_is_refused(tiny, choice, message):
     with pytest.raises(ConfigError, match=message):
         build(choice[0], tiny.files, *choice[1:])

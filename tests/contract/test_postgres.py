@@ -45,17 +45,13 @@ def test_two_writers_pick_different_rows(storage: Storage) -> None:
         assert len(third.open_units(9)) == 4, "free again with the end of the transaction"
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda writer: writer.node(node(1).node), lambda writer: writer.lock_nodes([node(2).node, node(1).node]),
-        lambda writer: writer.holding("u0a0"), lambda writer: writer.holdings(node(1).node),
-        lambda writer: writer.unit(0), lambda writer: writer.submission(submission(0).submission),
-        lambda writer: writer.submission_of_lease("u0a0"), lambda writer: writer.light_audits(node(1).node),
-        lambda writer: writer.frontier(),
-    ],
-    ids=["node", "nodes", "lease", "leases", "unit", "submission", "of lease", "light", "frontier"],
-)  # fmt: skip
+@pytest.mark.parametrize("read", [
+    lambda writer: writer.node(node(1).node), lambda writer: writer.lock_nodes([node(2).node, node(1).node]),
+    lambda writer: writer.holding("u0a0"), lambda writer: writer.holdings(node(1).node),
+    lambda writer: writer.unit(0), lambda writer: writer.submission(submission(0).submission),
+    lambda writer: writer.submission_of_lease("u0a0"), lambda writer: writer.light_audits(node(1).node),
+    lambda writer: writer.frontier(),
+], ids=["node", "nodes", "lease", "leases", "unit", "submission", "of lease", "light", "frontier"])  # fmt: skip
 def test_rows_read_by_a_writer_are_locked(storage: Storage, read: Callable[[Any], Any]) -> None:
     apply(storage, *leased(0), Save(replace(submission(0), depth="light"), None))
 
@@ -128,13 +124,10 @@ def test_leader_leads_until_it_resigns_or_expires(storage: Storage) -> None:
     assert storage.lead("upkeep", "a", 60), "its time was over"
 
 
-def test_commits_are_as_durable_as_promised(storage: Storage) -> None:
+def test_commits_are_as_durable_as_promised_by_any_database(storage: Storage, postgres: Cluster, caplog: Logs) -> None:
     for durable, said in ((True, "on"), (False, "off")):
         with storage.write(durable=durable) as transaction:
             assert transaction._connection.execute(text("SHOW synchronous_commit")).scalar() == said
-
-
-def test_durability_holds_against_the_databases_settings(postgres: Cluster, caplog: Logs) -> None:
     url = postgres.create()
     postgres.execute(f"ALTER DATABASE {url.rpartition('/')[2]} SET synchronous_commit TO off")
     careless = PostgresStorage(url)

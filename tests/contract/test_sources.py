@@ -172,16 +172,11 @@ def published(request: Request, tmp_path: Path) -> Iterator[Published]:
         yield lab
 
 
-def test_head_is_missing_at_first_and_then_the_newest(published: Published) -> None:
+def test_head_is_missing_at_first_and_then_exactly_what_was_published_is_served(published: Published) -> None:
     assert published.get("/head.json")[0] == 404
     manifest = published.publish(1)
     published.until_head_is("0.1")
     assert published.client(published.site.url).newest(WITHIN_S) == manifest.policy
-
-
-def test_source_serves_exactly_what_was_published(published: Published) -> None:
-    manifest = published.publish(1)
-    published.until_head_is("0.1")
     published.fetch(manifest, published.site.url)  # by now a relay has everything
     for path in published.www.rglob("*"):
         if path.is_file() and path.name != ".lock":

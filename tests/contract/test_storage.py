@@ -93,17 +93,17 @@ BATCH = Batch(step=0, groups=(), written_at_ms=1)
 
 CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
     "the same unit twice": ([], Save(UnitRow(0, "t"), None)),
-    "one submission in two units": ([Save(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)], Save(UnitRow(2,
-        "t", UnitState.SUBMITTED, submission="s"), None)),
+    "one submission in two units": ([Save(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)],
+        Save(UnitRow(2, "t", UnitState.SUBMITTED, submission="s"), None)),
     "two leases of one attempt": ([], Save(replace(lease(0, who=2), lease="other"), None)),
     "one request, one unit, two leases": ([], Save(lease(0, attempt=1), None)),
     "a lease of no unit": ([], Save(lease(7), None)),
     "a second submission of a lease": ([Save(submission(0), None)], Save(submission(0, name="b"), None)),
-    "the same bytes for two leases": ([Save(submission(0), None), *leased(1)], Save(submission(1,
-        name=submission(0).submission), None)),
+    "the same bytes for two leases": ([Save(submission(0), None), *leased(1)],
+        Save(submission(1, name=submission(0).submission), None)),
     "a submission of no lease": ([], Save(submission(7), None)),
-    "two digests of one version": ([AddPolicy(POLICY, 1)], AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}),
-        1)),
+    "two digests of one version": ([AddPolicy(POLICY, 1)],
+        AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}), 1)),
     "two batches of a step": ([AddBatch(BATCH)], AddBatch(BATCH)),
     "two verdicts on a submission": ([Save(submission(0), None), AddVerdict(submission(0).submission, "{}")],
         AddVerdict(submission(0).submission, "{}")),
@@ -424,12 +424,6 @@ def test_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
         assert reader.progress().next_unit == 1
 
 
-def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
-    with pytest.raises(ResourceError, match=r"hub\.db"):
-        SqliteStorage(tmp_path / "hub.db")
-
-
 @pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 1)])
 def test_commits_are_as_durable_as_promised(tmp_path: Path, durable: bool, synchronous: int) -> None:
     storage = SqliteStorage(tmp_path / "hub.db")
@@ -442,12 +436,15 @@ def test_commits_are_as_durable_as_promised(tmp_path: Path, durable: bool, synch
     storage.close()
 
 
-def test_foreign_database_is_refused(tmp_path: Path) -> None:
+def test_foreign_database_and_file_that_is_no_database_are_refused(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
     engine.dispose()
     with pytest.raises(ConfigError, match="not a hub's database"):
+        SqliteStorage(tmp_path / "hub.db")
+    (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
+    with pytest.raises(ResourceError, match=r"hub\.db"):
         SqliteStorage(tmp_path / "hub.db")
 
 
@@ -498,7 +495,7 @@ def new(*rows: EvaluationRow) -> list[Command]:
     return [Save(row, None) for row in rows]
 
 
-def test_row_of_a_task_is_overwritten(storage: Storage) -> None:
+def test_row_of_a_task_is_overwritten_and_thousands_are_read_at_once(storage: Storage) -> None:
     apply(storage, EASY, TaskRow("math/2", 1, 0.5))
     hard = replace(EASY, groups=4, rate=1 / 3, solved=0, pool=Pool.HARD)
     apply(storage, hard)
@@ -506,9 +503,6 @@ def test_row_of_a_task_is_overwritten(storage: Storage) -> None:
         assert reader.task_rows(["math/1", "math/3"]) == {"math/1": hard}, "to the last bit of its rate"
         assert reader.task_rows(["math/2", "math/3", "math/1"]) == {"math/1": hard, "math/2": TaskRow("math/2", 1, 0.5)}
         assert reader.pool_counts() == {"hard": 1, "normal": 1}
-
-
-def test_thousands_of_tasks_are_read_at_once(storage: Storage) -> None:
     apply(storage, *[TaskRow(f"t/{number}", 1) for number in range(1200)])
     with storage.read() as reader:
         assert len(reader.task_rows([f"t/{number}" for number in range(0, 2400, 2)])) == 600

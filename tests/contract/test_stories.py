@@ -51,22 +51,25 @@ def reader(storage: Storage) -> Iterator[Reader]:
         yield found
 
 
-def test_leases_of_a_unit_and_of_a_node(reader: Reader) -> None:
+def test_leases_submissions_verdicts_and_sums_of_the_fleet(reader: Reader) -> None:
     assert [row.lease for row in reader.leases_of_unit(7)] == ["u7a0", "u7a1", "u7a2"]
     assert reader.leases_of_unit(7)[1] == replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50)
     assert [row.lease for row in reader.leases_of(node(1).node, 5)] == ["u7a2", "u7a0"]
     assert [row.lease for row in reader.leases_of(node(1).node, 1)] == ["u7a2"]
     assert reader.leases_of_unit(8) == []
     assert [held.lease.lease for held in reader.oldest_holdings(5)] == ["u7a2"]
-
-
-def test_submissions_and_their_verdicts(reader: Reader) -> None:
     refused, accepted = reader.submissions_of_unit(7)
     assert (refused.state, accepted.state) == (SubmissionState.REJECTED, SubmissionState.ACCEPTED)
     assert reader.submissions_of(node(1).node, True, 5) == [refused]
     assert reader.submissions_of(node(2).node, False, 5) == [accepted]
     assert reader.submissions_of(node(2).node, True, 5) == []
     assert reader.verdicts_of([refused.submission, accepted.submission]) == {refused.submission: '{"signed": 1}'}
+    assert reader.fleet(since_ms=20) == [
+        NodeGroup("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        NodeGroup("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        NodeGroup("worker", "active", here=True, count=2, credit=5, pending=0, lapsed=0),
+        NodeGroup("worker", "banned", here=False, count=1, credit=50, pending=0, lapsed=0),
+    ]
 
 
 def test_ledger_entries_about_a_subject(reader: Reader) -> None:
@@ -78,15 +81,6 @@ def test_ledger_entries_about_a_subject(reader: Reader) -> None:
     assert kinds(node_subject(node(1).node), "credit") == ["node", "rejected"]
     assert kinds(unit_subject(7), limit=2) == ["rejected", "batch"]
     assert kinds(unit_subject(70)) == []
-
-
-def test_fleet_in_sums(reader: Reader) -> None:
-    assert reader.fleet(since_ms=20) == [
-        NodeGroup("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
-        NodeGroup("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
-        NodeGroup("worker", "active", here=True, count=2, credit=5, pending=0, lapsed=0),
-        NodeGroup("worker", "banned", here=False, count=1, credit=50, pending=0, lapsed=0),
-    ]
 
 
 def test_nodes_in_pages_and_by_rank(reader: Reader) -> None:

@@ -75,7 +75,7 @@ def test_second_start_succeeds_with_its_seed(demo: Demo) -> None:
     assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"
 
 
-def test_rollouts_are_parquet_without_the_cheaters(demo: Demo) -> None:
+def test_rollouts_are_parquet_without_cheaters_and_units_are_rechecked(demo: Demo, capsys: Capture) -> None:
     from pyarrow.parquet import ParquetDataset
 
     files = sorted((demo.folder / "trainer" / "rollouts").iterdir())
@@ -87,9 +87,6 @@ def test_rollouts_are_parquet_without_the_cheaters(demo: Demo) -> None:
     right = [row for row in table.select(["prompt", "completion", "reward"]).slice(0, 200).to_pylist() if row["reward"]]
     assert right
     assert all("".join(sorted(row["prompt"].rstrip("="))) == row["completion"] for row in right)
-
-
-def test_units_are_rechecked_from_the_folder(demo: Demo, capsys: Capture) -> None:
     said = told(capsys, 0, "ledger", "verify", demo.folder, "--recheck", "16", "--seed", "1").out
     assert ": same: accepted" in said
     assert "is no longer kept" in said, "the origin keeps the newest versions only"

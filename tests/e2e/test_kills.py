@@ -32,19 +32,7 @@ import pytest
 from replay import announced_digests, batches, replayed_digests
 
 from kit import Request, TempPaths, eventually
-from kit.run import (
-    Run,
-    checkpoints,
-    glimpse,
-    ledger,
-    metrics,
-    parcels,
-    processes_of,
-    receipts,
-    rows,
-    scripted,
-    start_run,
-)
+from kit import run as runs
 from shoal.cli.main import main
 from shoal.ledger import fold, verify
 from shoal.protocol import submission_digest
@@ -64,16 +52,12 @@ POINTS_OVERRIDES = (
     f"worker.count={WORKERS}", "worker.units_per_lease=4", "trainer.evaluate_every=4", "trainer.evaluate_tasks=16",
 )  # fmt: skip
 POINTS_OF = {
-    "first": (
-        "trainer.step.recorded:2", "trainer.checkpoint.before_rename:2", "trainer.publish.before_manifest:2",
+    "first": ("trainer.step.recorded:2", "trainer.checkpoint.before_rename:2", "trainer.publish.before_manifest:2",
         "trainer.publish.before_announce:2", "worker.lease.received:2", "worker.outbox.written:3",
-        "validator.verdict.before_report:2", "hub.submit.after_blob:5", "hub.batch.before_commit:2",
-    ),
-    "second": (
-        "trainer.checkpoint.after_rename:2", "trainer.publish.before_head:2", "trainer.publish.after_announce:2",
+        "validator.verdict.before_report:2", "hub.submit.after_blob:5", "hub.batch.before_commit:2"),
+    "second": ("trainer.checkpoint.after_rename:2", "trainer.publish.before_head:2", "trainer.publish.after_announce:2",
         "worker.outbox.before_send:3", "worker.outbox.after_receipt:3", "validator.verdict.after_report:2",
-        "hub.verdict.after_commit:3", "hub.ledger.after_commit:3",
-    ),
+        "hub.verdict.after_commit:3", "hub.ledger.after_commit:3"),
 }  # fmt: skip
 LOG_RECEIPTS = {"SHOAL_DEBUG": "1"}
 FINAL = {"accepted", "rejected", "unsure"}
@@ -97,14 +81,10 @@ class Outcome:
     struck: set[str] = field(default_factory=set)
 
 
-def holds_audits(path: Path) -> bool:
-    return bool(glimpse(path, "SELECT 1 FROM submissions WHERE state = 'auditing' LIMIT 1"))
-
-
 def is_within_step(path: Path) -> bool:
     """Whether a batch is written down whose step the trainer has not saved."""
     step = newest(path, "step", "batches")
-    return step >= 0 and step + 1 not in checkpoints(path)
+    return step >= 0 and step + 1 not in runs.checkpoints(path)
 
 
 def is_publishing(path: Path) -> bool:
@@ -116,7 +96,7 @@ def is_publishing(path: Path) -> bool:
 def is_between_blob_and_row(path: Path) -> bool:
     """Whether the hub has the bytes of a submission on disk and has not promised it yet."""
     names = {blob.name for blob in (path / "hub" / "blobs").iterdir() if not blob.name.startswith(".")}
-    return bool(names - {name for (name,) in glimpse(path, "SELECT submission FROM submissions")})
+    return bool(names - {name for (name,) in runs.glimpse(path, "SELECT submission FROM submissions")})
 
 
 def lacks_version(path: Path, relay: str) -> bool:
@@ -136,14 +116,16 @@ def newest_manifest(path: Path, source: str) -> int:
 
 
 def newest(path: Path, column: str, table: str) -> int:
-    (value,) = (glimpse(path, f"SELECT MAX({column}) FROM {table}") or [(None,)])[0]
+    (value,) = (runs.glimpse(path, f"SELECT MAX({column}) FROM {table}") or [(None,)])[0]
     return -1 if value is None else value
 
 
 def awkward_run(path: Path) -> Outcome:
     """Every role killed at its worst moment, with scripted engines: processes that load no torch are there sooner."""
     outcome = Outcome(path, steps=5, learns=False)  # the kills are over by the third
-    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES, *scripted(path.parent)], env=LOG_RECEIPTS) as run:
+    with runs.start_run(
+        path, [f"run.steps={outcome.steps}", *OVERRIDES, *runs.scripted(path.parent)], env=LOG_RECEIPTS
+    ) as run:
         kill_everyone(run, outcome.killed)
         finish(run)
     return outcome
@@ -152,15 +134,15 @@ def awkward_run(path: Path) -> Outcome:
 def orphaned_run(path: Path) -> Outcome:
     """The same with the real engine, then the supervisor is killed; the resumed run goes to the end."""
     outcome = Outcome(path, steps=8)
-    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
+    with runs.start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
         kill_everyone(run, outcome.killed)
         kill_supervisor(run)
-    with start_run(path, env=LOG_RECEIPTS, recipe=None) as run:
+    with runs.start_run(path, env=LOG_RECEIPTS, recipe=None) as run:
         finish(run)
     return outcome
 
 
-def kill_everyone(run: Run, killed: Counter[str]) -> None:
+def kill_everyone(run: runs.Run, killed: Counter[str]) -> None:
     path = run.path
 
     def kill(name: str, moment: str, condition: Callable[[], bool]) -> None:
@@ -169,8 +151,9 @@ def kill_everyone(run: Run, killed: Counter[str]) -> None:
 
     run.wait_until("the first batch", lambda: is_within_step(path))
     kill("trainer", "a step that is not saved", lambda: is_within_step(path))
-    kill("worker-0", "finished groups in its outbox", lambda: bool(parcels(path, "worker-0")))
-    kill("validator-0", "audits not judged", lambda: holds_audits(path))
+    kill("worker-0", "finished groups in its outbox", lambda: bool(runs.parcels(path, "worker-0")))
+    auditing = "SELECT 1 FROM submissions WHERE state = 'auditing' LIMIT 1"
+    kill("validator-0", "audits not judged", lambda: bool(runs.glimpse(path, auditing)))
     kill("relay-0", "a version that it lacks", lambda: lacks_version(path, "relay-0"))
     kill("origin", "a version that the relay lacks", lambda: lacks_version(path, "relay-0"))
     kill("hub", "bytes without a row", lambda: is_between_blob_and_row(path))
@@ -179,24 +162,24 @@ def kill_everyone(run: Run, killed: Counter[str]) -> None:
     kill("trainer", "a version that the hub does not know", lambda: is_publishing(path))
 
 
-def kill_supervisor(run: Run) -> None:
+def kill_supervisor(run: runs.Run) -> None:
     """Its children notice and end by themselves, without a signal of ours."""
     run.process.kill()
     run.process.wait()
-    eventually(lambda: not processes_of(run.path), 30.0, "the children of a supervisor that is gone did not end")
+    eventually(lambda: not runs.processes_of(run.path), 30.0, "the children of a supervisor that is gone did not end")
 
 
 def random_run(path: Path) -> Outcome:
     """Anyone killed at any time, the same ones for the same seed as far as clocks allow."""
     outcome = Outcome(path, steps=30)
-    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
+    with runs.start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
         run.wait_until("the first batch", lambda: is_within_step(path))
         kill_at_random(run, outcome.killed, random.Random(20))
         finish(run)
     return outcome
 
 
-def kill_at_random(run: Run, killed: Counter[str], rng: random.Random) -> None:
+def kill_at_random(run: runs.Run, killed: Counter[str], rng: random.Random) -> None:
     for _ in range(RANDOM_KILLS):
         with suppress(subprocess.TimeoutExpired):
             run.wait(rng.uniform(1, 9))
@@ -213,7 +196,7 @@ def run_to_points(which: str, path: Path) -> Outcome:
     asked, struck = POINTS_OF[which], path.with_name("struck")
     struck.mkdir()
     env = {**LOG_RECEIPTS, CRASH_AT: ",".join(asked), CRASH_FOLDER: str(struck)}
-    with start_run(path, POINTS_OVERRIDES, env=env) as run:
+    with runs.start_run(path, POINTS_OVERRIDES, env=env) as run:
         finish(run)
     died = {mark.name for mark in struck.iterdir()}
     return Outcome(path, POINTS_STEPS, POINTS_GROUPS, learns=False, asked=names_of(asked), struck=died)
@@ -223,9 +206,9 @@ def names_of(asked: tuple[str, ...]) -> set[str]:
     return {point.partition(":")[0] for point in asked}
 
 
-def finish(run: Run) -> None:
+def finish(run: runs.Run) -> None:
     assert run.wait(800) == 0, run.said()
-    assert processes_of(run.path) == {}, "a run that is over leaves no process"
+    assert runs.processes_of(run.path) == {}, "a run that is over leaves no process"
 
 
 @pytest.fixture(
@@ -255,56 +238,50 @@ def test_every_role_or_point_was_killed(run: Outcome) -> None:
     assert run.asked or set(run.killed) >= ROLES, run.killed
 
 
-def test_no_submission_with_a_receipt_is_lost(run: Outcome) -> None:
-    promised = receipts(run.path)
+def test_no_submission_with_a_receipt_is_lost_and_accepted_groups_are_paid_once(run: Outcome) -> None:
+    promised = runs.receipts(run.path)
     assert len(set(promised)) >= run.steps * run.groups
-    states = dict(rows(run.path, "SELECT submission, state FROM submissions"))
+    states = dict(runs.rows(run.path, "SELECT submission, state FROM submissions"))
     assert {states.get(digest) for digest in promised} <= FINAL
     blobs = run.path / "hub" / "blobs"
     assert all(submission_digest((blobs / digest).read_bytes()) == digest for digest in promised)
-
-
-def test_only_accepted_groups_are_paid_and_once(run: Outcome) -> None:
     paid = Counter(
         (entry.body["submission"], entry.body["node"], entry.body["credit"])
-        for entry in ledger(run.path)
+        for entry in runs.ledger(run.path)
         if entry.kind == "credit"
     )
     columns = "SELECT submission, node, generated_tokens FROM submissions WHERE state = 'accepted'"
-    assert paid == Counter(rows(run.path, columns))
+    assert paid == Counter(runs.rows(run.path, columns))
 
 
 def test_ledger_verifies_and_gives_the_hubs_accounts(run: Outcome) -> None:
-    entries = ledger(run.path)
+    entries = runs.ledger(run.path)
     verify(entries)
     accounts = fold(entries)
-    nodes = rows(run.path, "SELECT node, credit, accepted FROM nodes WHERE role = 'worker'")
+    nodes = runs.rows(run.path, "SELECT node, credit, accepted FROM nodes WHERE role = 'worker'")
     assert len(nodes) == WORKERS
     for node, credit, accepted in nodes:
         assert (accounts.by_node[node].credit, accounts.by_node[node].accepted) == (credit, accepted)
         assert credit > 0 or run.asked, "both workers took part"
-    assert rows(run.path, "SELECT count(*) FROM ledger_outbox") == [(0,)]
+    assert runs.rows(run.path, "SELECT count(*) FROM ledger_outbox") == [(0,)]
 
 
 def test_no_honest_worker_is_punished(run: Outcome) -> None:
-    judged = rows(run.path, "SELECT state, reason, message FROM submissions WHERE state != 'accepted'")
+    judged = runs.rows(run.path, "SELECT state, reason, message FROM submissions WHERE state != 'accepted'")
     assert [row for row in judged if row[0] == "rejected"] == []
-    nodes = rows(run.path, "SELECT state, rejected, certain, statistical FROM nodes WHERE role = 'worker'")
+    nodes = runs.rows(run.path, "SELECT state, rejected, certain, statistical FROM nodes WHERE role = 'worker'")
     assert set(nodes) == {("active", 0, 0, 0)}
 
 
-def test_steps_and_groups_are_trained_once_and_in_time(run: Outcome) -> None:
+def test_steps_are_trained_once_in_time_and_give_the_weights_of_a_run_never_killed(run: Outcome) -> None:
     written = batches(run.path)
-    assert [row["step"] for row in metrics(run.path) if "loss" in row] == list(range(run.steps))
+    assert [row["step"] for row in runs.metrics(run.path) if "loss" in row] == list(range(run.steps))
     assert [batch.step for batch in written] == list(range(run.steps))
     units = [group.unit for batch in written for group in batch.groups]
     assert len(units) == len(set(units)) == run.steps * run.groups
     ages = [batch.step - group.policy.version for batch in written for group in batch.groups]
     assert max(ages) <= STALENESS
     assert max(ages) > 0 or run.asked
-
-
-def test_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) -> None:
     announced = announced_digests(run.path)
     assert len(announced) == run.steps + 1
     assert announced == replayed_digests(RunFolder.open(run.path))
@@ -312,7 +289,7 @@ def test_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) -> Non
 
 def test_held_out_score_rises(run: Outcome) -> None:
     """But in a run of few groups, or of a scripted engine."""
-    scores = [row["held_out"] for row in metrics(run.path) if "held_out" in row]
+    scores = [row["held_out"] for row in runs.metrics(run.path) if "held_out" in row]
     assert not run.learns or scores[-1] > scores[0] + 0.1, scores
 
 

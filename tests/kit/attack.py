@@ -47,10 +47,8 @@ WORKING = ("trainer", "validator-0", HONEST)
 RECIPE: Sections = {
     "run": {"steps": 10_000, "groups_per_step": 8, "group_size": 8, "max_staleness": 2, "max_new_tokens": 10},
     "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 2, "evaluate_every": 0},
-    "hub": {"port": 0, "newcomer_share": 0.5},
-    "relay": {"count": 0},
-    "worker": {"count": 1, "units_per_lease": 2},
-}
+    "hub": {"port": 0, "newcomer_share": 0.5}, "relay": {"count": 0}, "worker": {"count": 1, "units_per_lease": 2},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal import shardcast
 from shoal.protocol import PolicyManifest, PolicyRef, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import (
-    Content,
-    Downloader,
-    DownloadSettings,
-    Origin,
-    OriginSettings,
-    Payload,
-    RelayConfig,
-    RelaySettings,
-    run_origin,
-    run_relay,
-)
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
@@ -170,9 +159,9 @@ class Lab:
         self._sources: list[ScriptedSource] = []
         self._published: dict[PolicyRef, tuple[Files, Sequence[TensorView]]] = {}
 
-    def origin(self, key: SigningKey = KEY, **settings: Any) -> Origin:
-        chosen = OriginSettings.model_validate({"chunk_size_bytes": CHUNK, **settings})
-        return Origin(self.www, RUN, key, settings=chosen)
+    def origin(self, key: SigningKey = KEY, **settings: Any) -> shardcast.Origin:
+        chosen = shardcast.OriginSettings.model_validate({"chunk_size_bytes": CHUNK, **settings})
+        return shardcast.Origin(self.www, RUN, key, settings=chosen)
 
     def publish(
         self, version: int, seed: int | None = None, incarnation: int = 0, files: Files | None = None,
@@ -181,17 +170,17 @@ class Lab:
         """Publish `content(seed)`, by default that of the version, or these files and tensors."""
         made = content(version if seed is None else seed)
         made = made if files is None and tensors is None else (files or {}, list(tensors or ()))
-        manifest = self.origin(**settings).publish(version, Content.of(*made), incarnation=incarnation)
+        manifest = self.origin(**settings).publish(version, shardcast.Content.of(*made), incarnation=incarnation)
         self._published[manifest.policy] = made
         return manifest
 
     def honest(self) -> Running:
-        return self.run(partial(run_origin, self.www, "127.0.0.1", 0))
+        return self.run(partial(shardcast.run_origin, self.www, "127.0.0.1", 0))
 
     def relay(self, name: str, *upstreams: str, peers: Sequence[str] = (), port: int = 0, **settings: Any) -> Running:
-        chosen = RelaySettings.model_validate(settings)
+        chosen = shardcast.RelaySettings.model_validate(settings)
         where, peers = (self.folder / name, upstreams, RUN, KEY.public_key, "127.0.0.1", port), tuple(peers)
-        return self.run(partial(run_relay, RelayConfig(*where, chosen, peers=peers, poll_s=0.05)))
+        return self.run(partial(shardcast.run_relay, shardcast.RelayConfig(*where, chosen, peers=peers, poll_s=0.05)))
 
     def run(self, run: Run) -> Running:
         self._running.append(Running(run))
@@ -213,16 +202,16 @@ class Lab:
     def client(
         self, *sources: str, name: str = "cache", stop: StopToken | None = None, download: Mapping[str, Any] = {},
         **pool: float,
-    ) -> Downloader:  # fmt: skip
+    ) -> shardcast.Downloader:  # fmt: skip
         """A downloader whose patience fits a test; `pool` overrides `PoolSettings`, `download` the others."""
         timeouts = Timeouts(connect_s=2, stall_s=pool.pop("stall_s", 5))
         settings = {"pool": PoolSettings(timeouts=timeouts, **pool), **download}  # type: ignore[arg-type]
         folder, stop = self.folder / name, stop or StopToken()
-        return Downloader(sources, RUN, KEY.public_key, folder, stop, DownloadSettings(**settings))
+        return shardcast.Downloader(sources, RUN, KEY.public_key, folder, stop, shardcast.DownloadSettings(**settings))
 
-    def fetch(self, manifest: PolicyManifest, *by: str | Downloader, **options: Any) -> Payload:
+    def fetch(self, manifest: PolicyManifest, *by: str | shardcast.Downloader, **options: Any) -> shardcast.Payload:
         """Fetch it, from these URLs or by a client that is there; it must be what was published."""
-        client = by[0] if by and isinstance(by[0], Downloader) else self.client(*map(str, by), **options)
+        client = by[0] if by and isinstance(by[0], shardcast.Downloader) else self.client(*map(str, by), **options)
         payload = client.fetch(manifest.policy, WITHIN_S)
         files, tensors = self._published[manifest.policy]
         assert payload.manifest.policy == manifest.policy
@@ -251,7 +240,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         yield lab
 
 
-def assert_content(payload: Payload, files: Mapping[str, bytes], tensors: Sequence[TensorView]) -> None:
+def assert_content(payload: shardcast.Payload, files: Mapping[str, bytes], tensors: Sequence[TensorView]) -> None:
     assert payload.files == dict(files)
     assert [(t.name, t.dtype, t.shape, bytes(t.data)) for t in payload.tensors] == [
         (t.name, t.dtype, t.shape, bytes(t.data)) for t in tensors

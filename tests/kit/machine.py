@@ -125,12 +125,9 @@ class Play:
         return found
 
     def judge(
-        self,
-        audit: protocol.Audit,
-        outcome: protocol.Outcome,
-        rewards: tuple[float, ...],
+        self, audit: protocol.Audit, outcome: protocol.Outcome, rewards: tuple[float, ...],
         severity: protocol.Severity | None = None,
-    ) -> Refusal | None:
+    ) -> Refusal | None:  # fmt: skip
         lease = protocol.Lease.model_validate(audit.lease.document)
         judged = {"outcome": outcome, "severity": severity, "reason": "test", "depth": audit.depth}
         at = {"generated_tokens": lease.unit % 5 + 1, "decided_at_ms": self.clock.now_ms()}

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from trainer_stubs import tiny_files, tiny_model
 
+from kit.tiny import byte_tokenizer
 from shoal.environments.settings import PromptSettings
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
 from shoal.trainer.demonstrations.selection import Corpus, EnvironmentFilters, FilterOptions, FilterReport, select
@@ -22,17 +22,7 @@ FORGETFUL = CHAT.replace("{{ message.content }}", "{{ message.content.split('</t
 """As templates of thinking models do it: what was thought in earlier turns is left out."""
 
 
-def chat_tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
-    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    return tokenizer
-
-
-TOKENIZER = chat_tokenizer()
+TOKENIZER = byte_tokenizer(*SPECIAL)
 END, USER, BOT, SYS = (TOKENIZER.token_to_id(word) for word in SPECIAL)
 
 

@@ -7,7 +7,7 @@ import string
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
@@ -50,3 +50,14 @@ def build_tiny(seed: int = 0, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(Qwen3Config(**{**values, **changes})).eval()
+
+
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """A tokenizer that knows every byte, and these control tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
+    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    return tokenizer

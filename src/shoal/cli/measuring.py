@@ -114,7 +114,14 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
 
     def look(chosen: job.ChosenTasks, model: ModelSource) -> Leaks:
         untold.append(model.run is None and trained_on is None and chosen.plan.split != "train")
-        return look_for_leaks(trained_on, chosen, model)
+        if trained_on is not None:
+            training = task_source(trained_on)
+        elif model.run is not None and chosen.plan.split != "train":
+            training = TaskSource(model.run.recipe.environment, run=model.run)
+        else:
+            return Leaks()
+        ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
+        return find_leaks((task for _, task in chosen.tasks()), build(training.settings), sorted(ids))
 
     evaluation, leaks = given.opened(look, allow_leaks)
     if out is None:  # a folder that follows from what is evaluated: the same command finds it again
@@ -151,17 +158,6 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
     continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
     echo(f"wrote {out}" if (out / job.SUMMARY).exists() else continues)
     refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
-
-
-def look_for_leaks(trained_on: str | None, chosen: job.ChosenTasks, model: ModelSource) -> Leaks:
-    if trained_on is not None:
-        training = task_source(trained_on)
-    elif model.run is not None and chosen.plan.split != "train":
-        training = TaskSource(model.run.recipe.environment, run=model.run)
-    else:
-        return Leaks()
-    ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
-    return find_leaks((task for _, task in chosen.tasks()), build(training.settings), sorted(ids))
 
 
 def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:

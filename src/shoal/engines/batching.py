@@ -103,7 +103,18 @@ class RowBatch:
         try:
             pool = self._decoder.pool(rows, needed, self._proof.rows if self._proof else 0, memory_bytes)
             if pool is not None:
-                self._run(pool)
+                self._free, checks = list(range(pool.cache.pages - 1, 0, -1)), checks_of(self._requests)
+                self._admit(pool)
+                while self._held:
+                    longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
+                    steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
+                    ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
+                    size, guesses = size_for(max(self._held) + 1), self._guesses()
+                    self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
+                    self._tell()
+                    self._seen = self._harvest(pool)
+                    self._admit(pool)
+                self._tell()
                 if self._decoder.held_bytes > self._decoder.kept_bytes:
                     self._decoder.release()
             return list(self._waiting)
@@ -111,23 +122,14 @@ class RowBatch:
             if not is_out_of_memory(error):
                 self._decoder.release()
                 raise
-        left = self._salvaged()
+        self._tell()
+        for row in (held.row for held in self._held.values()):
+            kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
+            row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
+            self._waiting.append(row)
+        left = list(self._waiting)
         self._decoder.release()
         return left
-
-    def _run(self, pool: PagePool) -> None:
-        self._free, checks = list(range(pool.cache.pages - 1, 0, -1)), checks_of(self._requests)
-        self._admit(pool)
-        while self._held:
-            longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
-            steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
-            ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
-            size, guesses = size_for(max(self._held) + 1), self._guesses()
-            self._decoder.run(size, steps, self._greedy, self._proof is not None, checks, ended, guesses)
-            self._tell()
-            self._seen = self._harvest(pool)
-            self._admit(pool)
-        self._tell()
 
     def _guesses(self) -> dict[int, Guessed] | None:
         """Rows by their slots, where it is worth guessing what they say next."""
@@ -170,7 +172,18 @@ class RowBatch:
             self._held[slot] = HeldRow(row, request, prefix, pages, len(row.tokens))
         if found:
             self._prefill(pool, [prefix for prefix in found if self._held[prefix.slots[0]].pages[0] == prefix.rest])
-            self._copy_rests(pool, found)
+            # what does not fill a page, to the first own page of every row that has just been admitted
+            counts = [(len(prefix.tokens) - 1) % pool.cache.page for prefix in found]
+            copies = [
+                (prefix.rest, page)
+                for prefix, count in zip(found, counts, strict=True)
+                for page in (self._held[slot].pages[0] for slot in prefix.slots)
+                if count and page != prefix.rest
+            ]
+            if copies:
+                source, target = torch.tensor(copies, device=self._decoder.device).T
+                for each in (each for stored in pool.cache.stored for each in stored):
+                    each[target, :, : max(counts)] = each[source, :, : max(counts)]
             self._place(pool, [slot for prefix in found for slot in prefix.slots])
         for prefix in found:
             prefix.slots = []
@@ -195,21 +208,7 @@ class RowBatch:
             pool.cache.at = (pages_BL[live_BL], offsets_BL[live_BL], live_BL)
             model.base_model(input_ids=ids_BL, past_key_values=pool.cache, use_cache=True)
 
-    def _copy_rests(self, pool: PagePool, prefixes: Sequence[Prefix]) -> None:
-        """What does not fill a page, to the first own page of every row that has just been admitted."""
-        counts = [(len(prefix.tokens) - 1) % pool.cache.page for prefix in prefixes]
-        copies = [
-            (prefix.rest, page)
-            for prefix, count in zip(prefixes, counts, strict=True)
-            for page in (self._held[slot].pages[0] for slot in prefix.slots)
-            if count and page != prefix.rest
-        ]
-        if copies:
-            source, target = torch.tensor(copies, device=self._decoder.device).T
-            pool.cache.copy_pages(source, target, max(counts))
-
     def _place(self, pool: PagePool, places: Sequence[int]) -> None:
-        """Tell the slots what their rows need."""
         held, device = [self._held[slot] for slot in places], self._decoder.device
         index = torch.tensor(places, device=device)
         columns: dict[str, list[Any]] = {
@@ -250,32 +249,27 @@ class RowBatch:
             if held.ended:
                 gone.append(slot)
                 del self._held[slot]
-                self._leave(held.prefix, held.pages)
+                # free the pages of a row that has ended, but for what is needed by rows that wait or go on
+                prefix, pages = held.prefix, held.pages
+                prefix.users -= 1
+                if prefix.waiting and pages[0] == prefix.rest:
+                    prefix.is_kept, pages = True, pages[1:]
+                self._free += pages if prefix.users or prefix.waiting else pages + prefix.pages
         if cuts:
-            self._fold(pool, cuts)
+            # the points of chunks: of which row, in which slot, in which half of its states, of how many tokens
+            assert self._proof is not None
+            rows, device = self._proof.rows, self._decoder.device
+            counts = [count for *_, count in cuts]
+            states = pool.slots.hidden_SCH.view(len(pool.slots), 2, pool.chunk, -1)
+            taken = states[[slot for _, slot, _, _ in cuts], [half for _, _, half, _ in cuts]]
+            kept = torch.arange(pool.chunk, device=device) < torch.tensor(counts, device=device)[:, None]
+            points = top_points(taken[kept], counts, self._proof.topk, rows)
+            for place, (held, *_) in enumerate(cuts):
+                held.points.append(points[place : place + 1])
         if gone:
             slots.clear(torch.tensor(gone, device=self._decoder.device))
             self._compact(pool)
         return seen
-
-    def _leave(self, prefix: Prefix, pages: list[int]) -> None:
-        """Free the pages of a row that has ended, but for what is needed by rows that wait or go on."""
-        prefix.users -= 1
-        if prefix.waiting and pages[0] == prefix.rest:
-            prefix.is_kept, pages = True, pages[1:]
-        self._free += pages if prefix.users or prefix.waiting else pages + prefix.pages
-
-    def _fold(self, pool: PagePool, cuts: Sequence[tuple[HeldRow, int, int, int]]) -> None:
-        """The points of chunks: of which row, in which slot, in which half of its states, of how many tokens."""
-        assert self._proof is not None
-        rows, device = self._proof.rows, self._decoder.device
-        counts = [count for *_, count in cuts]
-        states = pool.slots.hidden_SCH.view(len(pool.slots), 2, pool.chunk, -1)
-        taken = states[[slot for _, slot, _, _ in cuts], [half for _, _, half, _ in cuts]]
-        kept = torch.arange(pool.chunk, device=device) < torch.tensor(counts, device=device)[:, None]
-        points = top_points(taken[kept], counts, self._proof.topk, rows)
-        for place, (held, *_) in enumerate(cuts):
-            held.points.append(points[place : place + 1])
 
     def _compact(self, pool: PagePool) -> None:
         """Move rows into the first slots, where a smaller step would then do for all of them."""
@@ -314,7 +308,6 @@ class RowBatch:
                 request.on_chunks(lambda rows=rows: self._chunks(rows))  # type: ignore[misc]
 
     def _chunks(self, rows: Sequence[Row]) -> dict[int, Chunks]:
-        """The finished chunks of a group, by seed."""
         assert self._proof is not None
         size = self._proof.rows
         return {
@@ -322,15 +315,6 @@ class RowBatch:
             for row in rows
             if row.proofs
         }
-
-    def _salvaged(self) -> list[Row]:
-        """After memory ran out: the rows that are to be continued, with the whole chunks that there are of them."""
-        self._tell()
-        for row in (held.row for held in self._held.values()):
-            kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
-            row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
-            self._waiting.append(row)
-        return list(self._waiting)
 
 
 def paged_decoder(model: Any, memory_bytes: int, kind: type[PagedDecoder] = PagedDecoder) -> PagedDecoder | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,27 +32,6 @@ TELL_EVERY = 4  # steps of decoding between two words about progress: each is a 
 
 # Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
 Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
-
-
-class Uniforms:
-    """The streams of all rows, each from its position `begun`, a block at a time: a long limit would need gigabytes at
-    once."""
-
-    def __init__(self, seeds: Sequence[int], begun: Sequence[int], block: int, device: torch.device) -> None:
-        self._seeds_R1 = np.array(seeds, dtype=np.uint64)[:, None]
-        self._begun_R1 = np.array(begun, dtype=np.uint64)[:, None]
-        self._block, self._device = block, device
-        self._start = -1
-        self._values_RT = torch.empty(0)
-
-    def at(self, step: int) -> Tensor:
-        start = step - step % self._block
-        if start != self._start:
-            self._start = start
-            positions_1T = np.arange(start, start + self._block, dtype=np.uint64)[None, :]
-            values_RT = uniforms_at(self._seeds_R1, self._begun_R1 + positions_1T)
-            self._values_RT = torch.from_numpy(values_RT).to(self._device)
-        return self._values_RT[:, step - start]
 
 
 class HiddenRows:
@@ -264,12 +243,18 @@ class GenerationCall:
         if self.greedy:
             return lambda logits_RV, _step, rows_R: (logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=device))
         sampling = self.requests[decoding.rows[0].group].sampling
-        begun = [self.requests[row.group].begun for row in decoding.rows]
+        seeds_R1 = np.array([row.seed for row in decoding.rows], dtype=np.uint64)[:, None]
+        begun_R1 = np.array([self.requests[row.group].begun for row in decoding.rows], dtype=np.uint64)[:, None]
         block = min(UNIFORM_BLOCK, sampling.max_new_tokens)
-        stream = Uniforms([row.seed for row in decoding.rows], begun, block, device)
+
+        @lru_cache(maxsize=1)  # a block at a time: a long limit would need gigabytes at once
+        def uniforms_from(start: int) -> Tensor:
+            positions_1T = np.arange(start, start + block, dtype=np.uint64)[None, :]
+            return torch.from_numpy(uniforms_at(seeds_R1, begun_R1 + positions_1T)).to(device)
 
         def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-            return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)
+            uniforms_R = uniforms_from(step - step % block)[:, step % block][rows_R]
+            return sample(logits_RV, uniforms_R, sampling.temperature)
 
         return choose
 

@@ -16,7 +16,6 @@ from shoal.protocol.submission import pack_spans
 
 
 def is_finite(group: Sequence[Completion]) -> bool:
-    """Whether all log-probabilities of a group are numbers."""
     return all(bool(np.isfinite(completion.logprobs).all()) for completion in group)
 
 

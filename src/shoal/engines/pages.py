@@ -61,12 +61,6 @@ class PagedCache(DynamicCache):  # type: ignore[misc]  # the library is untyped
             stored[page, :, offset] = tokens[which[0]] if which else tokens[:, 0]
         return key_states, value_states
 
-    def copy_pages(self, source: Tensor, target: Tensor, tokens: int) -> None:
-        """The first tokens of pages."""
-        for stored in self.stored:
-            for each in stored:
-                each[target, :, :tokens] = each[source, :, :tokens]
-
 
 class ShapeCache(DynamicCache):  # type: ignore[misc]
     """Notes the heads of every layer, and their size."""

@@ -57,7 +57,8 @@ class Rows:
             mask_BL[row, longest - len(prompt) :] = True
         ids_BL, mask_BL, source_R = ids_BL.to(device), mask_BL.to(device), source_R.to(device)
         positions_BL = (mask_BL.long().cumsum(dim=1) - 1).clamp(min=0)
-        cache = growing_cache(model.config)
+        cache = DynamicCache(config=model.config)
+        cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         piece = longest if max_tokens is None else min(longest, max_tokens // len(prompts))
         if piece < 1 or (piece < longest and _is_recurrent(model)):
             raise MemoryError(f"{len(prompts)} prompts of up to {longest} tokens do not fit into memory")
@@ -173,13 +174,6 @@ def _agrees(model: Any, at_once: int) -> bool:
         if not float((states_TH - alone_TH).abs().max()) <= bound:
             return False
     return True
-
-
-def growing_cache(config: Any) -> Any:
-    """The library's cache for a model, its plain layers replaced by growing ones (sliding windows stay theirs)."""
-    cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # the library is untyped

@@ -324,7 +324,6 @@ class TorchEngine:
         return left
 
     def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
-        """For a row of a request whose turns are answered."""
         request = drawing.requests[row.group]
         respond, sampling = request.respond, request.sampling
         if respond is None:
@@ -341,22 +340,7 @@ class TorchEngine:
     def _decode(self, drawing: GenerationCall, decoding: Decoding) -> None:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
         choose, watch = drawing.choice(decoding, self._model.device), drawing.watch(decoding)
-        state = self._rows_after(drawing, decoding.rows)
-        head = Head.of(self._model)
-        while True:
-            drawn = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
-            tokens_R, logprobs_R = decoding.forced(state, *drawn)
-            keep_R = decoding.record(state, tokens_R, logprobs_R)
-            watch()
-            if keep_R is None:
-                return
-            if int(keep_R.sum()) < COMPACT_BELOW * len(keep_R):
-                state.select(keep_R.nonzero()[:, 0])
-                tokens_R = tokens_R[keep_R]
-            state.advance(self._model, tokens_R)
-
-    def _rows_after(self, drawing: GenerationCall, rows: Sequence[Row]) -> Rows:
-        """The rows after their prompts and what was kept of them."""
+        rows = decoding.rows
         groups = list(dict.fromkeys(row.group for row in rows))
         prompts = [drawing.requests[group].prompt_ids for group in groups]
         self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
@@ -369,7 +353,18 @@ class TorchEngine:
         at_once = max(1, min(CATCH_UP, most // len(rows))) if follows_with_cache(self._model) else 1
         for ids_RT in torch.split(kept_RT, at_once, dim=1) if kept_RT.numel() else ():
             state.hidden = state.follow(self._model, ids_RT)[:, -1]
-        return state
+        head = Head.of(self._model)
+        while True:
+            drawn = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
+            tokens_R, logprobs_R = decoding.forced(state, *drawn)
+            keep_R = decoding.record(state, tokens_R, logprobs_R)
+            watch()
+            if keep_R is None:
+                return
+            if int(keep_R.sum()) < COMPACT_BELOW * len(keep_R):
+                state.select(keep_R.nonzero()[:, 0])
+                tokens_R = tokens_R[keep_R]
+            state.advance(self._model, tokens_R)
 
     def _try_prefill(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill] | None:
         """The prefills of a batch; None if memory does not suffice, and less is to be tried."""
@@ -411,7 +406,20 @@ class TorchEngine:
         shared = sum(len(request.prompt_ids) for request in batch) - sum(map(len, prompts))
         worth_it = shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths))
         if worth_it and follows_with_cache(self._model):
-            return self._hidden_after(prompts, batch, lengths)
+            place = {prompt: index for index, prompt in enumerate(prompts)}
+            sources = [place[request.prompt_ids] for request in batch]
+            self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+            longest = max(map(len, prompts))
+            state = Rows.after(self._model, prompts, torch.tensor(sources), self._computable(longest))
+            ids_BT, ends_B1 = self._laid_out([request.token_ids for request in batch], np.array(lengths))
+            device, n_more = self._model.device, ids_BT.shape[1] - 1
+            states_BTH = state.hidden[:, None]
+            if n_more:
+                more_BT = torch.from_numpy(ids_BT[:, :-1].copy()).to(device)
+                states_BTH = torch.cat([states_BTH, state.follow(self._model, more_BT)], dim=1)
+            wanted_BT = np.arange(n_more + 1)[None, :] < ends_B1
+            followed_NH: Tensor = states_BTH[torch.from_numpy(wanted_BT).to(device)]
+            return followed_NH
         device, starts_B1 = self._model.device, np.array([len(request.prompt_ids) for request in batch])[:, None]
         pieces = [piece for request in batch for piece in (request.prompt_ids, request.token_ids)]
         ids_BL, ends_B1 = self._laid_out(pieces, starts_B1[:, 0] + np.array(lengths))
@@ -420,25 +428,6 @@ class TorchEngine:
         inputs_BL = torch.from_numpy(ids_BL[:, :-1].copy()).to(device)
         states = self._model.base_model(input_ids=inputs_BL, use_cache=False).last_hidden_state
         selected: Tensor = states[torch.from_numpy(wanted_BL).to(device)]
-        return selected
-
-    def _hidden_after(
-        self, prompts: Sequence[tuple[int, ...]], batch: Sequence[PrefillRequest], lengths: Sequence[int]
-    ) -> Tensor:
-        """The same where a group shares its prompt: that is computed once, and what follows it with its cache."""
-        place = {prompt: index for index, prompt in enumerate(prompts)}
-        sources = [place[request.prompt_ids] for request in batch]
-        self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-        longest = max(map(len, prompts))
-        state = Rows.after(self._model, prompts, torch.tensor(sources), self._computable(longest))
-        ids_BT, ends_B1 = self._laid_out([request.token_ids for request in batch], np.array(lengths))
-        device, n_more = self._model.device, ids_BT.shape[1] - 1
-        states_BTH = state.hidden[:, None]
-        if n_more:
-            more_BT = torch.from_numpy(ids_BT[:, :-1].copy()).to(device)
-            states_BTH = torch.cat([states_BTH, state.follow(self._model, more_BT)], dim=1)
-        wanted_BT = np.arange(n_more + 1)[None, :] < ends_B1
-        selected: Tensor = states_BTH[torch.from_numpy(wanted_BT).to(device)]
         return selected
 
     def _laid_out(

@@ -75,7 +75,23 @@ class DatasetEnvironment:
         self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + encoded).hexdigest()
         for opened in self._opened:
             opened.checked = scanning.check(opened, self._grader)
-        self._refuse_or_warn()
+        # refuse kinds without a usable row unless `bad_rows` is skip; warn of everything that is left out
+        for opened, unusable in self.useless_kinds():
+            if self.options.bad_rows != "skip":
+                advice = "to run without them: --set environment.options.bad_rows=skip"
+                raise EnvironmentSetupError(f"{opened.path}: no row of these can be used: {unusable}; {advice}")
+            log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
+        for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
+            if found.problems.count:
+                rows, detail = count_of(found.problems.count, "row"), found.problems.sentence(found.where)
+                raise EnvironmentSetupError(f"{rows} of the data {found.path} cannot be used: {detail}")
+        for opened in self._opened:
+            if problems := opened.found.problems.count:
+                of, detail = count_of(opened.table.rows, "row"), opened.found.problems.sentence(opened.where)
+                log.warning("%s: %d of %s cannot be used and are left out: %s", opened.path, problems, of, detail)
+        if self.splits.shared:
+            rows = count_of(self.splits.shared, "row")
+            log.warning("%s: %s left out of training: a held-out question is repeated", self._main.path, rows)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return LazyTasks(len(self._rows(split)), partial(self._drawn, split))
@@ -220,25 +236,6 @@ class DatasetEnvironment:
         elif not found.kept.all():
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")
-
-    def _refuse_or_warn(self) -> None:
-        """Refuse kinds without a usable row unless `bad_rows` is skip; warn of everything that is left out."""
-        for opened, unusable in self.useless_kinds():
-            if self.options.bad_rows != "skip":
-                advice = "to run without them: --set environment.options.bad_rows=skip"
-                raise EnvironmentSetupError(f"{opened.path}: no row of these can be used: {unusable}; {advice}")
-            log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
-        for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
-            if found.problems.count:
-                rows, detail = count_of(found.problems.count, "row"), found.problems.sentence(found.where)
-                raise EnvironmentSetupError(f"{rows} of the data {found.path} cannot be used: {detail}")
-        for opened in self._opened:
-            if problems := opened.found.problems.count:
-                of, detail = count_of(opened.table.rows, "row"), opened.found.problems.sentence(opened.where)
-                log.warning("%s: %d of %s cannot be used and are left out: %s", opened.path, problems, of, detail)
-        if self.splits.shared:
-            rows = count_of(self.splits.shared, "row")
-            log.warning("%s: %s left out of training: a held-out question is repeated", self._main.path, rows)
 
 
 def _named(opened: OpenedData, row: int, reason: str) -> str:

@@ -50,7 +50,32 @@ class FunctionEnvironment:
         self._score, self._parameters = score, len(inspect.signature(score).parameters)
         if self._parameters not in (2, 3):
             raise EnvironmentSetupError(f"score() in {file} takes {self._parameters} parameters; it must be {wanted}")
-        self._tasks = _divide(_collect(module, file), held_out_size, file)
+        # hold out prompts by their hash, at most a fifth; all tasks of a prompt are in the same split
+        tasks = getattr(module, "tasks", None)
+        if tasks is None:
+            raise EnvironmentSetupError(
+                f"the reward file {file} defines no tasks: add a list or a function of that name"
+            )
+        try:
+            items = list(tasks() if callable(tasks) else tasks)
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            raise EnvironmentSetupError(f"tasks in {file} cannot be listed: {type(error).__name__}: {error}") from error
+        if not items:
+            raise EnvironmentSetupError(f"tasks in {file} is empty")
+        parsed = [_parse(item, index, file) for index, item in enumerate(items)]
+        task_id, count = Counter(task.id for task, _ in parsed).most_common(1)[0]
+        if count > 1:
+            raise EnvironmentSetupError(f"two tasks in {file} have the id {task_id!r}")
+        train = [task for task, split in parsed if split == "train"]
+        held_out = [task for task, split in parsed if split == "held_out"]
+        free = [task for task, split in parsed if split is None]
+        prompts = sorted({task.prompt for task in free}, key=lambda p: hashlib.sha256(p.encode()).digest())
+        aside = set(prompts[: max(0, min(held_out_size - len(held_out), len(prompts) // 5))])
+        train += [task for task in free if task.prompt not in aside]
+        held_out += [task for task in free if task.prompt in aside]
+        if not train:
+            raise EnvironmentSetupError(f"{file} leaves no task to train on")
+        self._tasks = {"train": tuple(train), "held_out": tuple(held_out)}
         self._by_id = {task.id: task for split in self._tasks.values() for task in split}
         tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", protocol.DEFAULT_TURNS)
         if isinstance(tool, str):
@@ -76,27 +101,25 @@ class FunctionEnvironment:
             detail = f"raised {type(error).__name__}: {error} on task {task.id}"
             raise ScoringFailure(f"score() in {self._file} {detail}") from error
         try:
-            return _as_score(result)
+            # a result of a user's function as a `Score` of finite numbers, or `TypeError` or `ValueError`
+            if isinstance(result, Mapping):
+                if "value" not in result or not result.keys() <= SCORE_KEYS:
+                    raise ValueError("a mapping has `value`, and may have `parts` and `notes`")
+                result = Score(result["value"], result.get("parts") or {}, str(result.get("notes") or ""))
+            if not isinstance(result, Score):
+                return Score(_number(result, "not a number"))
+            if not isinstance(result.parts, Mapping):
+                raise TypeError("parts must be a mapping from names to numbers")
+            taken = next((str(name) for name in result.parts if protocol.is_reserved(str(name))), None)
+            if taken is not None:
+                raise ValueError(f"{protocol.RESERVED_NAMES} are shoal's own parts; call {taken!r:.40} something else")
+            parts = {
+                str(name): _number(part, f"part {name!s:.40} is not a number") for name, part in result.parts.items()
+            }
+            return Score(_number(result.value, "its value is not a number"), parts, str(result.notes))
         except (TypeError, ValueError) as error:
             detail = f"returned {result!r:.200} on task {task.id}: {error}"
             raise ScoringFailure(f"score() in {self._file} {detail}") from None
-
-
-def _as_score(result: object) -> Score:
-    """A result of a user's function as a `Score` of finite numbers, or `TypeError` or `ValueError`."""
-    if isinstance(result, Mapping):
-        if "value" not in result or not result.keys() <= SCORE_KEYS:
-            raise ValueError("a mapping has `value`, and may have `parts` and `notes`")
-        result = Score(result["value"], result.get("parts") or {}, str(result.get("notes") or ""))
-    if not isinstance(result, Score):
-        return Score(_number(result, "not a number"))
-    if not isinstance(result.parts, Mapping):
-        raise TypeError("parts must be a mapping from names to numbers")
-    taken = next((str(name) for name in result.parts if protocol.is_reserved(str(name))), None)
-    if taken is not None:
-        raise ValueError(f"{protocol.RESERVED_NAMES} are shoal's own parts; call {taken!r:.40} something else")
-    parts = {str(name): _number(part, f"part {name!s:.40} is not a number") for name, part in result.parts.items()}
-    return Score(_number(result.value, "its value is not a number"), parts, str(result.notes))
 
 
 def _number(value: object, problem: str) -> float:
@@ -129,23 +152,6 @@ def _load(file: Path) -> ModuleType:
     return module
 
 
-def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
-    tasks = getattr(module, "tasks", None)
-    if tasks is None:
-        raise EnvironmentSetupError(f"the reward file {file} defines no tasks: add a list or a function of that name")
-    try:
-        items = list(tasks() if callable(tasks) else tasks)
-    except (Exception, SystemExit) as error:  # a user's function may raise anything
-        raise EnvironmentSetupError(f"tasks in {file} cannot be listed: {type(error).__name__}: {error}") from error
-    if not items:
-        raise EnvironmentSetupError(f"tasks in {file} is empty")
-    parsed = [_parse(item, index, file) for index, item in enumerate(items)]
-    task_id, count = Counter(task.id for task, _ in parsed).most_common(1)[0]
-    if count > 1:
-        raise EnvironmentSetupError(f"two tasks in {file} have the id {task_id!r}")
-    return parsed
-
-
 def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
     if isinstance(item, Task):
         return item, None
@@ -160,17 +166,3 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
         raise EnvironmentSetupError(f"task {index} in {file} {needs}; it has {sorted(map(str, item))}")
     task_id, answer = str(item.get("id", f"{file.stem}/{index}")), str(item.get("answer", ""))
     return Task(id=task_id, prompt=str(item["prompt"]), answer=answer), split
-
-
-def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Path) -> dict[Split, tuple[Task, ...]]:
-    """Hold out prompts by their hash, at most a fifth; all tasks of a prompt are in the same split."""
-    train = [task for task, split in tasks if split == "train"]
-    held_out = [task for task, split in tasks if split == "held_out"]
-    free = [task for task, split in tasks if split is None]
-    prompts = sorted({task.prompt for task in free}, key=lambda p: hashlib.sha256(p.encode()).digest())
-    aside = set(prompts[: max(0, min(held_out_size - len(held_out), len(prompts) // 5))])
-    train += [task for task in free if task.prompt not in aside]
-    held_out += [task for task in free if task.prompt in aside]
-    if not train:
-        raise EnvironmentSetupError(f"{file} leaves no task to train on")
-    return {"train": tuple(train), "held_out": tuple(held_out)}

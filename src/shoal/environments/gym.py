@@ -300,7 +300,23 @@ def _library() -> ModuleType:
             installed = importlib.metadata.version("reasoning-gym")
             if installed != VERSION:
                 raise EnvironmentSetupError(f"reasoning-gym {installed} was not checked for its scorers: {install}")
-            _patch_library()
+            import numpy as np
+
+            for name in EVAL_MODULES:
+                vars(_module(name))["eval"] = ast.literal_eval
+            for name, called in PARSER_MODULES.items():
+                original = getattr(_module(name), called)
+                itself = called == "parse_expr"
+                guarded = partial(_parse_checked, original if itself else original.parse_expr)
+                vars(_module(name))[called] = guarded if itself else _Patched(original, parse_expr=guarded)
+            for name in PRINTING_MODULES:
+                vars(_module(name))["print"] = lambda *_words, **_options: None
+            for name in SET_MODULES:
+                vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
+            vars(_module("games.knight_swap"))["frozenset"] = type("frozenset", (_Sorted, frozenset), {})
+            vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Sorted, set), {})
+            vars(_module("induction.list_functions.generators"))["random"] = _own_random
+            vars(_module("algorithmic.pool_matrix"))["np"] = _Patched(np, random=np.random.RandomState(0))
             library._mended_by_shoal = True  # type: ignore[attr-defined]
     return library
 
@@ -321,26 +337,6 @@ PRINTING_MODULES = (
     "games.tower_of_hanoi",
 )  # fmt: skip
 """Modules that write to the terminal."""
-
-
-def _patch_library() -> None:
-    import numpy as np
-
-    for name in EVAL_MODULES:
-        vars(_module(name))["eval"] = ast.literal_eval
-    for name, called in PARSER_MODULES.items():
-        original = getattr(_module(name), called)
-        itself = called == "parse_expr"
-        guarded = partial(_parse_checked, original if itself else original.parse_expr)
-        vars(_module(name))[called] = guarded if itself else _Patched(original, parse_expr=guarded)
-    for name in PRINTING_MODULES:
-        vars(_module(name))["print"] = lambda *_words, **_options: None
-    for name in SET_MODULES:
-        vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
-    vars(_module("games.knight_swap"))["frozenset"] = type("frozenset", (_Sorted, frozenset), {})
-    vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Sorted, set), {})
-    vars(_module("induction.list_functions.generators"))["random"] = _own_random
-    vars(_module("algorithmic.pool_matrix"))["np"] = _Patched(np, random=np.random.RandomState(0))
 
 
 def _module(name: str) -> ModuleType:

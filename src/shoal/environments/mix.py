@@ -23,7 +23,7 @@ from typing import ClassVar
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
 from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
-from shoal.environments.settings import EnvironmentSettings, MixPart, TaskSource
+from shoal.environments.settings import EnvironmentSettings, TaskSource
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 FEISTEL_ROUNDS, LONGEST_CYCLE = 4, 10_000
@@ -198,31 +198,27 @@ def mixed(settings: EnvironmentSettings, build: Callable[[TaskSource], Environme
     """The mixture that the settings describe; an error names the part."""
     if settings.file or settings.data or settings.options:
         raise EnvironmentSetupError("environment.mix takes the place of name, file, data and options")
-    parts = []
-    for label, given in zip(_labels(settings.mix), settings.mix, strict=True):
-        try:
-            environment = build(given)
-        except EnvironmentSetupError as error:
-            raise EnvironmentSetupError(f"environment.mix, part {label!r}: {error}") from error
-        if not len(environment.tasks("train")):
-            raise EnvironmentSetupError(f"environment.mix, part {label!r} has no task to train on")
-        parts.append(Part(label, given.weight, environment))
-    return MixedEnvironment(parts, settings.train_size, settings.held_out_size)
-
-
-def _labels(parts: Sequence[MixPart]) -> list[str]:
-    """A label for each part: its own, or else its name, with a number if that is taken."""
-    given, found = [part.label for part in parts if part.label], list[str]()
+    # a label for each part: its own, or else its name, with a number if that is taken
+    given, found = [part.label for part in settings.mix if part.label], list[str]()
     if len(given) != len(set(given)):
         raise EnvironmentSetupError("two parts of environment.mix have the same label; give them different ones")
-    for part in parts:
+    for part in settings.mix:
         name = re.sub(r"[^a-z0-9_.\-]", "-", part.file.stem.lower() if part.file else part.name.lower())
-        names = (name, *(f"{name}-{number}" for number in range(2, len(parts) + 2)))
+        names = (name, *(f"{name}-{number}" for number in range(2, len(settings.mix) + 2)))
         found.append(part.label or next(one for one in names if one not in found and one not in given))
         if protocol.is_reserved(found[-1]):
             taken = f"{protocol.RESERVED_NAMES} are parts that shoal adds to scores; give it another label"
             raise EnvironmentSetupError(f"environment.mix, part {found[-1]!r}: {taken}")
-    return found
+    parts = list[Part]()
+    for label, source in zip(found, settings.mix, strict=True):
+        try:
+            environment = build(source)
+        except EnvironmentSetupError as error:
+            raise EnvironmentSetupError(f"environment.mix, part {label!r}: {error}") from error
+        if not len(environment.tasks("train")):
+            raise EnvironmentSetupError(f"environment.mix, part {label!r} has no task to train on")
+        parts.append(Part(label, source.weight, environment))
+    return MixedEnvironment(parts, settings.train_size, settings.held_out_size)
 
 
 def part_of(environment: Environment, task_id: str) -> str:

@@ -39,24 +39,21 @@ def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int)
     files = read_files(folder := model_folder(where))
     check_weights(folder)
     with memory_errors("load the model"):
+        device, dtype = resolved(machine.engine, machine.device, machine.dtype)
         if machine.engine == "torch":
             from shoal.engines.torch import TorchEngine
             from shoal.models.load import load_model
 
-            device, dtype = resolved("torch", machine.device, machine.dtype)
             engine: Engine = TorchEngine.wrap(load_model(folder, dtype, device).model, max_rows=rows)
         else:
-            device, dtype = resolved(machine.engine, machine.device, machine.dtype)
-            engine = build(machine.engine, files, device, dtype)
-            engine.load_policy(None, {} if machine.engine == "scripted" else _weights(folder, dtype))
+            engine, weights = build(machine.engine, files, device, dtype), dict[str, TensorView]()
+            if machine.engine != "scripted":
+                from shoal.models.load import load_model
+                from shoal.models.state import policy_views
+
+                weights = policy_views(load_model(folder, dtype).model)
+            engine.load_policy(None, weights)
     return EvaluatedModel(name, model_digest(folder), files, engine)
-
-
-def _weights(folder: Path, dtype: str) -> dict[str, TensorView]:
-    from shoal.models.load import load_model
-    from shoal.models.state import policy_views
-
-    return policy_views(load_model(folder, dtype).model)
 
 
 def model_digest(folder: Path) -> str:

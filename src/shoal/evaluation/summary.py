@@ -91,27 +91,24 @@ def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """`avg@4   0.412 [0.355, 0.470]` and so on, one number a line."""
     counts = f"{count_of(summary['scored_tasks'], 'task')}, {count_of(summary['samples'], 'sample')}"
     yield f"{counts}; 95 % intervals over tasks"
-    rows = dict(_numbered(summary)) if summary["avg_at_k"] is not None else {}
+    rows: dict[str, str] = {}
+    if summary["avg_at_k"] is not None:
+        rows[f"avg@{summary['avg_at_k']['k']}"] = _shown(summary["avg_at_k"])
+        passed = sorted(summary["pass_at_k"].items(), key=lambda pair: int(pair[0]))
+        rows |= {f"pass@{k}": _shown(found) for k, found in passed if found is not None}
+        rows["truncated"] = _shown(summary["truncated"])
+        rows["tokens"] = f"{summary['mean_tokens']:.1f} on average"
+        rows |= {name: f"{value:.3f} on average, a part of the score" for name, value in summary["parts"].items()}
+        for what, groups in summary["by"].items():
+            for name, group in groups.items() if len(groups) > 1 else ():
+                if group["avg_at_k"] is not None:
+                    of = f"of {count_of(group['tasks'], 'task')}"
+                    rows[f"{what} {name}"] = f"{_shown(group['avg_at_k'])} {of}"
     width = max(map(len, rows), default=0)
     yield from (f"  {name:<{width}}  {text}" for name, text in rows.items())
     if not rows:
         yield "  nothing could be scored"
     yield from missing_lines(summary)
-
-
-def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield f"avg@{summary['avg_at_k']['k']}", _shown(summary["avg_at_k"])
-    for k, found in sorted(summary["pass_at_k"].items(), key=lambda pair: int(pair[0])):
-        if found is not None:
-            yield f"pass@{k}", _shown(found)
-    yield "truncated", _shown(summary["truncated"])
-    yield "tokens", f"{summary['mean_tokens']:.1f} on average"
-    for name, value in summary["parts"].items():
-        yield name, f"{value:.3f} on average, a part of the score"
-    for what, groups in summary["by"].items():
-        for name, group in groups.items() if len(groups) > 1 else ():
-            if group["avg_at_k"] is not None:
-                yield f"{what} {name}", f"{_shown(group['avg_at_k'])} of {count_of(group['tasks'], 'task')}"
 
 
 def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:

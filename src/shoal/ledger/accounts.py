@@ -12,6 +12,7 @@ machine without an owner. The fraction is exact, and later rows cannot change it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd
@@ -62,14 +63,6 @@ class Accounts:
     def holder(self, node: str) -> str:
         return self.by_node[node].owner or node
 
-    def by_holder(self) -> dict[str, Account]:
-        """Accounts by owner; a node without an owner has its own."""
-        sums: dict[str, Account] = {}
-        for node, account in self.by_node.items():
-            holder = self.holder(node)
-            sums[holder] = sums.get(holder, Account()).plus(account)
-        return sums
-
     def add(self, entry: LedgerEntry) -> None:
         try:
             if entry.kind == "batch":
@@ -97,20 +90,17 @@ class Accounts:
             tokens, credit = body["tokens"], body["credit"]
             if not isinstance(tokens, int) or credit != credit_for(tokens) or tokens < 0:
                 raise ValueError(f"{tokens} tokens do not earn {credit} credit")
-            self._credit(kind, str(body["submission"]), str(body["node"]), int(credit), account)
-
-    def _credit(self, kind: str, submission: str, node: str, amount: int, account: Account) -> None:
-        """Credit is given at once, or is pending and then final or void: for the same node, with the same amount."""
-        if kind == "void" or (kind == "credit" and submission in self._pending):
-            if self._pending.pop(submission, None) != (node, amount):
-                raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
-            account.pending -= amount
-        else:
-            self._judge_once(submission)
-            account.accepted += 1
-        if kind == "pending":
-            self._pending[submission] = node, amount
-        setattr(account, kind, getattr(account, kind) + amount)
+            submission, node, amount = str(body["submission"]), str(body["node"]), int(credit)
+            if kind == "void" or (kind == "credit" and submission in self._pending):
+                if self._pending.pop(submission, None) != (node, amount):
+                    raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
+                account.pending -= amount
+            else:
+                self._judge_once(submission)
+                account.accepted += 1
+            if kind == "pending":
+                self._pending[submission] = node, amount
+            setattr(account, kind, getattr(account, kind) + amount)
 
     def _judge_once(self, submission: str) -> None:
         if submission in self._judged:
@@ -161,9 +151,9 @@ def shares_of(entries: Iterable[LedgerEntry], step: int | None = None) -> Shares
     if step is not None and accounts.steps <= step:
         last = f"the last one is of step {accounts.steps - 1}" if accounts.steps else "no step has a batch yet"
         raise UserError(f"the ledger has no batch of step {step}: {last}")
-    nodes: dict[str, list[str]] = {}
+    nodes, credit, total = dict[str, list[str]](), Counter[str](), accounts.total_credit
     for node in sorted(accounts.by_node):
         nodes.setdefault(accounts.holder(node), []).append(node)
-    total, held = accounts.total_credit, accounts.by_holder().items()
-    found = [Share(who, tuple(nodes[who]), account.credit, total) for who, account in held if account.credit]
+        credit[accounts.holder(node)] += accounts.by_node[node].credit
+    found = [Share(who, tuple(nodes[who]), earned, total) for who, earned in credit.items() if earned]
     return Shares(index, total, tuple(sorted(found, key=lambda share: (-share.credit, share.holder))))

@@ -155,7 +155,14 @@ class Proofs:
             self._pending[submission] = entry.index, says
         self.credited += 1
         if self.needs_documents:
-            self._check_receipt(entry, evidence)
+            document = _present(entry, evidence, "receipt")
+            receipt = open_document(document, Receipt, self.keys.with_role("hub"))
+            _require_same(receipt, {"run": self.keys.run, **{name: entry.body[name] for name in _ABOUT}})
+            if receipt.ledger is None or receipt.ledger.run != self.keys.run or receipt.ledger.index >= entry.index:
+                raise ValueError("the receipt does not name a head of this ledger from before")
+            if self.chain.hash_at(receipt.ledger.index) != receipt.ledger.hash:
+                row = f"ledger row {receipt.ledger.index} is not the one that the hub named in the receipt behind row"
+                raise LedgerForked(f"{row} {entry.index}: the ledger was rewritten", receipt.ledger.index, document)
             verdict = self._open_verdict(entry, evidence)
             if verdict.outcome is not Outcome.ACCEPTED or verdict.generated_tokens != body["tokens"]:
                 signed = f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens"
@@ -167,16 +174,6 @@ class Proofs:
                 raise ValueError(f"the verdict has {len(verdict.rewards)} rewards for a group of {self._group_size}")
 
     _on_pending = _on_credit
-
-    def _check_receipt(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
-        signed = _present(entry, evidence, "receipt")
-        receipt = open_document(signed, Receipt, self.keys.with_role("hub"))
-        _require_same(receipt, {"run": self.keys.run, **{name: entry.body[name] for name in _ABOUT}})
-        if receipt.ledger is None or receipt.ledger.run != self.keys.run or receipt.ledger.index >= entry.index:
-            raise ValueError("the receipt does not name a head of this ledger from before")
-        if self.chain.hash_at(receipt.ledger.index) != receipt.ledger.hash:
-            row = f"ledger row {receipt.ledger.index} is not the one that the hub named in the receipt behind row"
-            raise LedgerForked(f"{row} {entry.index}: the ledger was rewritten", receipt.ledger.index, signed)
 
     def _open_verdict(self, entry: LedgerEntry, evidence: Evidence | None) -> Verdict:
         """The verdict behind a row, by a validator that the root key trusted at that row, about what the row says."""

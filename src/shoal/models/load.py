@@ -186,7 +186,26 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
     inside = set(made.sub_configs) - PLAIN_TABLES.get(kind, set())
     if inside:  # an architecture that has others inside it
         raise _composite_error(kind, ", ".join(sorted(inside)))
-    check_values(values, kind)
+    for count, (path, value) in enumerate(_walk(values, ())):
+        if count >= MAX_VALUES or len(path) > MAX_DEPTH:
+            raise ModelError(f"the model's config.json has more than {MAX_VALUES} values or {MAX_DEPTH} levels")
+        inner = isinstance(value, dict) and path
+        if inner and value.get("model_type"):
+            raise _composite_error(kind, ".".join(path))
+        if path and path[-1] in ("quantization_config", "compression_config") and value:
+            raise ModelError(f"config.json has {path[-1]}: quantized models are not supported; use the unquantized one")
+        if isinstance(value, int) and not isinstance(value, bool):
+            key = path[-1] if path else ""
+            most = MAX_SPAN if any(word in key for word in SPANS) else MAX_COUNT
+            most = MAX_PARTS if any(word in key for word in PARTS) else most
+            if abs(value) > most and not any(word in key for word in UNBOUNDED):
+                name = ".".join(path)
+                raise ModelError(f"{name} in the model's config.json is {str(value)[:40]}; at most {most} is allowed")
+    if kind in SLOW_TABLES:
+        raise ModelError(f"models of type {kind} are not supported: building one takes time or memory without bound")
+    positions = values.get("max_position_embeddings", 0)
+    if kind == "xglm" and isinstance(positions, int) and positions > MAX_TABLE:
+        raise ModelError(f"models of type {kind} have at most {MAX_TABLE} positions here, not {positions}")
     try:
         return made.from_dict(without_loading_keys(values, {field.name for field in fields(made)}))
     except Exception as error:
@@ -217,30 +236,6 @@ def _first_line(error: Exception) -> str:
     """Without control characters: an error may quote the policy's files."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {''.join(each if each.isprintable() else '?' for each in line)}"
-
-
-def check_values(values: Mapping[str, Any], kind: str) -> None:
-    """Raise `ModelError` for values that are too large or too deep, quantized models, and models inside the model."""
-    for count, (path, value) in enumerate(_walk(values, ())):
-        if count >= MAX_VALUES or len(path) > MAX_DEPTH:
-            raise ModelError(f"the model's config.json has more than {MAX_VALUES} values or {MAX_DEPTH} levels")
-        inner = isinstance(value, dict) and path
-        if inner and value.get("model_type"):
-            raise _composite_error(kind, ".".join(path))
-        if path and path[-1] in ("quantization_config", "compression_config") and value:
-            raise ModelError(f"config.json has {path[-1]}: quantized models are not supported; use the unquantized one")
-        if isinstance(value, int) and not isinstance(value, bool):
-            key = path[-1] if path else ""
-            most = MAX_SPAN if any(word in key for word in SPANS) else MAX_COUNT
-            most = MAX_PARTS if any(word in key for word in PARTS) else most
-            if abs(value) > most and not any(word in key for word in UNBOUNDED):
-                name = ".".join(path)
-                raise ModelError(f"{name} in the model's config.json is {str(value)[:40]}; at most {most} is allowed")
-    if kind in SLOW_TABLES:
-        raise ModelError(f"models of type {kind} are not supported: building one takes time or memory without bound")
-    positions = values.get("max_position_embeddings", 0)
-    if kind == "xglm" and isinstance(positions, int) and positions > MAX_TABLE:
-        raise ModelError(f"models of type {kind} have at most {MAX_TABLE} positions here, not {positions}")
 
 
 def without_loading_keys(values: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:

@@ -178,15 +178,8 @@ def packed_attention(
         assert isinstance(attended_TGD, Tensor)
         return attended_TGD[None], None
     assert packed_places is not None
-    return _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)[None], None
-
-
-def _rows(
-    query_TGD: Tensor, key_TGD: Tensor, value_TGD: Tensor, rows: tuple[Tensor, ...], places_T: Tensor,
-    scaling: float | None,
-) -> Tensor:  # fmt: skip
     parts = []
-    for rows_SL in rows:
+    for rows_SL in packed_rows:
         # index_select, unlike indexing, has a deterministic backward pass.
         query, key, value = (
             each.index_select(0, rows_SL.flatten()).view(*rows_SL.shape, *each.shape[1:]).transpose(1, 2)
@@ -197,7 +190,7 @@ def _rows(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
         )
         parts.append(attended_SGLD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(parts).index_select(0, places_T)
+    return torch.cat(parts).index_select(0, packed_places)[None], None
 
 
 _known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

@@ -60,7 +60,16 @@ class PromptEncoder:
         if self._template is None:
             ids = self.tokenizer.encode("\n".join(text for _role, text in messages))
             return ids + self.tokenizer.encode(self._thinking) if self._thinking else ids
-        text, words = self._with_thinking(self._render(self._escaped(messages))), list(self._controls)
+        found = []
+        for role, text in messages:
+            if OPENING in text or CLOSING in text:
+                raise ModelError(f"a message has the character {OPENING!r} or {CLOSING!r}, which prompts may not have")
+            for number, word in enumerate(self._controls):
+                text = text.replace(word, f"{OPENING}{number}{CLOSING}")
+            if set(self.tokenizer.encode(text)) & set(self._controls.values()):
+                raise ModelError(f"a message of the role {role} spells a control token of the model: {text[:80]!r}")
+            found.append((role, text))
+        text, words = self._with_thinking(self._render(found)), list(self._controls)
         ids = ()
         for index, piece in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
             if index % 2:  # a control token in a message: letter by letter
@@ -88,19 +97,6 @@ class PromptEncoder:
         """The rendered text with the thinking prefix, unless the template adds it itself."""
         prefix = self._thinking.strip()
         return text if prefix and text.rstrip().endswith(prefix) else text + self._thinking
-
-    def _escaped(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with each control token in them replaced by its number between two private marks."""
-        found = []
-        for role, text in messages:
-            if OPENING in text or CLOSING in text:
-                raise ModelError(f"a message has the character {OPENING!r} or {CLOSING!r}, which prompts may not have")
-            for number, word in enumerate(self._controls):
-                text = text.replace(word, f"{OPENING}{number}{CLOSING}")
-            if set(self.tokenizer.encode(text)) & set(self._controls.values()):
-                raise ModelError(f"a message of the role {role} spells a control token of the model: {text[:80]!r}")
-            found.append((role, text))
-        return found
 
     def _render(self, messages: Sequence[Message]) -> str:
         import jinja2

@@ -40,7 +40,6 @@ class TextTokenizer:
 
     @property
     def unknown_token_id(self) -> int | None:
-        """The token of unknown characters, if the tokenizer has one."""
         name = getattr(self._tokenizer.model, "unk_token", None)
         return None if name is None else self._tokenizer.token_to_id(name)
 

@@ -31,7 +31,18 @@ grader_of = cache(grader)
 
 
 def main() -> None:
-    source, sink = _own_pipes()
+    # standard input and output under other numbers; prints go to stderr, and reads give nothing
+    source, sink = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+
+    def forget() -> None:
+        os.close(source)
+        os.close(sink)
+
+    os.register_at_fork(after_in_child=forget)
     threading.Thread(target=_follow_parent, args=(source,), name="follow-parent", daemon=True).start()
     try:
         _serve(source, sink)
@@ -59,7 +70,17 @@ def _serve(source: int, sink: int) -> None:
     except Exception as error:  # noqa: BLE001 - the owner's data and files may raise anything
         write_message(sink, frames.Ready(problem=f"{type(error).__name__}: {error}"[:1000]))
         return
-    _warm_up(environment)
+    # score one task of each kind before the limits begin, so that imports count against no job
+    tasks, kinds = environment.tasks("train"), set()
+    for index in range(min(TASKS_TRIED, len(tasks))):
+        try:
+            tried = tasks[index]
+            if tried.kind not in kinds:
+                kinds.add(tried.kind)
+                for text in ("", tried.answer):
+                    environment.score(tried, text)
+        except Exception as error:  # noqa: BLE001 - a real problem will occur again in a job
+            print(f"while warming up: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
     write_message(sink, frames.Ready(inner_of(environment).digest, _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
     while isinstance(work := read_message(source), frames.Work):
@@ -99,20 +120,6 @@ def _answer(environment: Environment, task_id: str, completion: str, seconds: fl
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _warm_up(environment: Environment) -> None:
-    """Score one task of each kind before the limits begin, so that imports count against no job."""
-    tasks, kinds = environment.tasks("train"), set()
-    for index in range(min(TASKS_TRIED, len(tasks))):
-        try:
-            task = tasks[index]
-            if task.kind not in kinds:
-                kinds.add(task.kind)
-                for completion in ("", task.answer):
-                    environment.score(task, completion)
-        except Exception as error:  # noqa: BLE001 - a real problem will occur again in a job
-            print(f"while warming up: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-
-
 def _limit_memory(size_bytes: int) -> str:
     """Limit the data that this process may add from now on; returns why it cannot be limited. The address space is not
     limited: mapped data sets take none. Only the soft limit is set: a sandbox sets its own."""
@@ -124,22 +131,6 @@ def _limit_memory(size_bytes: int) -> str:
     except (OSError, StopIteration, ValueError) as error:
         return f"memory ({error or 'this system does not say what it uses'})"
     return ""
-
-
-def _own_pipes() -> tuple[int, int]:
-    """Standard input and output under other numbers; prints go to stderr, and reads give nothing."""
-    source, sink = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-
-    def forget() -> None:
-        os.close(source)
-        os.close(sink)
-
-    os.register_at_fork(after_in_child=forget)
-    return source, sink
 
 
 if __name__ == "__main__":

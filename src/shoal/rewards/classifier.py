@@ -58,7 +58,14 @@ class Classifier:
             conversation = [*piece.history, ("user", piece.prompt), ("assistant", piece.completion)]
             spelt: list[str] = []
             messages = [{"role": role, "content": self._escaped(text, spelt)} for role, text in conversation]
-            ids = self._rendered(tokenizer.apply_chat_template(messages, tokenize=False), spelt)
+            controls, ids = set(self._controls.values()), list[int]()
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            for index, part in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
+                if index % 2:
+                    plain = tokenizer(spelt[int(part)], add_special_tokens=False, split_special_tokens=True)
+                    ids += [each for each in plain["input_ids"] if each not in controls]
+                elif part:
+                    ids += tokenizer(part, add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer(f"{piece.prompt}\n\n{piece.completion}", split_special_tokens=True)["input_ids"]
         bounds = (tokenizer.model_max_length, getattr(self._model.config, "max_position_embeddings", None))
@@ -89,17 +96,6 @@ class Classifier:
         if set(self._tokenizer(around, add_special_tokens=False)["input_ids"]) & set(controls.values()):
             return mark(text)  # control tokens in other letters, or made of the parts around one: escape everything
         return changed
-
-    def _rendered(self, text: str, spelt: Sequence[str]) -> list[int]:
-        """The ids of a rendered text: control tokens of the template are kept, those of messages are spelt out."""
-        controls, ids = set(self._controls.values()), list[int]()
-        for index, part in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
-            if index % 2:
-                plain = self._tokenizer(spelt[int(part)], add_special_tokens=False, split_special_tokens=True)
-                ids += [each for each in plain["input_ids"] if each not in controls]
-            elif part:
-                ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _forward(self, texts: Sequence[list[int]]) -> list[float]:
         import torch

@@ -52,6 +52,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     """Returns the exit code when the run has ended or this process is stopped; a supervised process that a signal stops
     is not done."""
     from shoal.engines import ENGINES, check_engine
+    from shoal.engines.registry import TorchEntry
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
@@ -62,7 +63,9 @@ def run_joined_worker(request: JoinRequest) -> int:
     check_engine(request.engine, request.device, request.dtype)
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
-    places = _places(request)
+    counts = isinstance(ENGINES[request.engine], TorchEntry) and request.device != "cpu" and request.workers != 1
+    places = fleet.plan_workers(fleet.visible_gpus() if counts else [], request.device, request.gpu, request.workers)
+    fleet.refuse_one_vouch(places, request)
     supervised, stop = SUPERVISED in os.environ, start_role("worker", None, is_verbose())
 
     def say_when_stopping() -> None:
@@ -94,16 +97,6 @@ def run_joined_worker(request: JoinRequest) -> int:
         )  # fmt: skip
         run_worker(config, stop)
     return STOPPED_CODE if supervised and stop.is_set() else 0
-
-
-def _places(request: JoinRequest) -> list[fleet.Place]:
-    """The workers of this machine, if they are several; what cannot be is refused before a hub is asked."""
-    from shoal.engines.registry import ENGINES, TorchEntry
-
-    counts = isinstance(ENGINES[request.engine], TorchEntry) and request.device != "cpu" and request.workers != 1
-    places = fleet.plan_workers(fleet.visible_gpus() if counts else [], request.device, request.gpu, request.workers)
-    fleet.refuse_one_vouch(places, request)
-    return places
 
 
 def run_standalone_relay(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 from shoal.engines import ENGINES, check_engine
 from shoal.engines.asking import Asking
-from shoal.environments import Environment, EnvironmentSettings, Task, build, prompt_settings_of, require_scoring
+from shoal.environments import Environment, Task, build, prompt_settings_of, require_scoring
 from shoal.environments.composed import inner_of
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.graders import OPENING
@@ -71,7 +71,18 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
             raise
         say(f"no task was scored, and a run is refused here: {error}")
     else:
-        _try_scores(recipe.environment, environment, tasks)
+        from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
+
+        # Scoring that fails here would fail on every group. A user's own reward runs in a process: it may hang.
+        settings = recipe.environment
+        is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
+        patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
+        scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
+        with closing(scorer):
+            jobs = [Job(task.id, completion) for task in tasks for completion in TRIAL_COMPLETIONS]
+            for result in scorer.scores(jobs):
+                if isinstance(result, ScoringFailure):
+                    raise EnvironmentSetupError(f"the reward function does not work: {result}")
     return environment
 
 
@@ -183,20 +194,6 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
             among = f"the first {tried}" if tried < len(tasks) else f"all {tried}"
             log.warning("%d of %s %s tasks cannot be asked: %s", len(problems), among, split, problems[0])
     return list(trials.values())[:KINDS_TRIED]
-
-
-def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
-    """Scoring that fails here would fail on every group. A user's own reward runs in a process, because it may hang."""
-    from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
-
-    is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
-    patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
-    scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
-    with closing(scorer):
-        jobs = [Job(task.id, completion) for task in tasks for completion in TRIAL_COMPLETIONS]
-        for result in scorer.scores(jobs):
-            if isinstance(result, ScoringFailure):
-                raise EnvironmentSetupError(f"the reward function does not work: {result}")
 
 
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:

@@ -66,7 +66,15 @@ TICK_S, STOP_EVERY_S = 0.2, 5.0
 
 def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str) -> int:
     """The exit code of the worker inside. The hub was met already: `root` is the run's root fingerprint."""
-    inner = _inner(request, urls, folder, root)
+    from shoal.run.owner import vouch_of
+    from shoal.worker.settings import identity
+
+    # An owner's key stays outside; only its vouch for this machine goes in.
+    vouch, file = vouch_of(identity(folder), request.owner, request.vouch), folder / "vouch.json"
+    if vouch is not None:
+        write_atomically(file, vouch.model_dump_json().encode(), mode=0o600)
+    inside, vouched = tuple(f"{url}/#{root}" for url in urls), None if vouch is None else file
+    inner = replace(request, urls=inside, folder=folder, owner=None, vouch=vouched, check=False, sandbox=False)
     bubblewrap = shutil.which("bwrap") if sys.platform.startswith("linux") else None
     if bubblewrap is None:
         raise ResourceError(f"there is no sandbox here: bwrap is not on the PATH of a Linux machine; {INSTALL}")
@@ -80,18 +88,6 @@ def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, f
         _probe(around)
         words = ["-m", "shoal.cli", "--enclosed-worker", TypeAdapter(type(inner)).dump_json(inner).decode()]
         return _watched([*around, "--", sys.executable, *words], stop, lambda: _open_ways(forwarder, urls, client))
-
-
-def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -> JoinRequest:
-    """For the worker inside. An owner's key stays outside; only its vouch for this machine goes in."""
-    from shoal.run.owner import vouch_of
-    from shoal.worker.settings import identity
-
-    vouch, file = vouch_of(identity(folder), request.owner, request.vouch), folder / "vouch.json"
-    if vouch is not None:
-        write_atomically(file, vouch.model_dump_json().encode(), mode=0o600)
-    inside, vouched = tuple(f"{url}/#{root}" for url in urls), None if vouch is None else file
-    return replace(request, urls=inside, folder=folder, owner=None, vouch=vouched, check=False, sandbox=False)
 
 
 def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> None:

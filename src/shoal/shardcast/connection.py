@@ -201,7 +201,26 @@ class Connection:
             self._socket.settimeout(SLICE_S)
         except OSError as error:
             raise self._broken(f"does not take the request: {error}") from error
-        self._answer = self._read_head(deadline)
+        piece = memoryview(bytearray(MAX_ANSWER_HEAD_BYTES))
+        head = b""
+        while b"\r\n\r\n" not in head:
+            if len(head) >= MAX_ANSWER_HEAD_BYTES:
+                raise self._broken("sends an endless answer head")
+            if (received := self._receive(piece[: MAX_ANSWER_HEAD_BYTES - len(head)], deadline)) == 0:
+                raise self._broken("closed the connection without an answer")
+            head += piece[:received]
+        text, self._early = head.split(b"\r\n\r\n", 1)
+        first, *lines = text.decode("latin-1").split("\r\n")
+        version, _, rest = first.partition(" ")
+        status = rest[:3]
+        if version not in ("HTTP/1.0", "HTTP/1.1") or not (status.isascii() and status.isdigit() and len(status) == 3):
+            raise self._broken("does not speak HTTP/1.1")
+        headers = parse_headers(lines)
+        size = headers.get("content-length", "")
+        if not (size.isascii() and size.isdigit() and len(size) <= 18) or "transfer-encoding" in headers:
+            raise self._broken("does not say how long its answer is; a source must send Content-Length")
+        connection = headers.get("connection", "keep-alive" if version == "HTTP/1.1" else "close").lower()
+        self._answer = Answer(int(status), int(size), connection == "keep-alive")
         if self._proxy is not None and self._answer.status == WANTS_PASSWORD:
             raise self._broken(f"cannot be reached: the proxy {self._proxy.shown} wants a user and a password (407)")
         return self._answer
@@ -230,28 +249,6 @@ class Connection:
         except OSError as error:
             plain.close()
             raise self._broken(f"cannot be reached: {error.strerror or error}") from error
-
-    def _read_head(self, deadline: Deadline) -> Answer:
-        piece = memoryview(bytearray(MAX_ANSWER_HEAD_BYTES))
-        head = b""
-        while b"\r\n\r\n" not in head:
-            if len(head) >= MAX_ANSWER_HEAD_BYTES:
-                raise self._broken("sends an endless answer head")
-            if (received := self._receive(piece[: MAX_ANSWER_HEAD_BYTES - len(head)], deadline)) == 0:
-                raise self._broken("closed the connection without an answer")
-            head += piece[:received]
-        text, self._early = head.split(b"\r\n\r\n", 1)
-        first, *lines = text.decode("latin-1").split("\r\n")
-        version, _, rest = first.partition(" ")
-        status = rest[:3]
-        if version not in ("HTTP/1.0", "HTTP/1.1") or not (status.isascii() and status.isdigit() and len(status) == 3):
-            raise self._broken("does not speak HTTP/1.1")
-        headers = parse_headers(lines)
-        size = headers.get("content-length", "")
-        if not (size.isascii() and size.isdigit() and len(size) <= 18) or "transfer-encoding" in headers:
-            raise self._broken("does not say how long its answer is; a source must send Content-Length")
-        connection = headers.get("connection", "keep-alive" if version == "HTTP/1.1" else "close").lower()
-        return Answer(int(status), int(size), connection == "keep-alive")
 
     def _receive(self, buffer: memoryview, deadline: Deadline) -> int:
         """The number of bytes received, at least one; 0 at the end of the stream."""

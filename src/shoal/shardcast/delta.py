@@ -79,9 +79,18 @@ class Block:
 
 def blocks_of(entries: Sequence[Entry]) -> Iterator[Block]:
     """The blocks of a payload. Both sides compute them from the signed entries."""
-    for offset, size, width in _spans(entries):
-        for at in range(offset, offset + size, BLOCK_BYTES):
-            yield Block(at, min(BLOCK_BYTES, offset + size - at), width)
+
+    def width_of(entry: Entry) -> int:
+        if entry.type == "tensor" and entry.dtype is not None:
+            return min(4, ITEM_BYTES[entry.dtype])
+        # Files are compared as 16-bit values where their size allows: most large ones hold bf16 weights.
+        return 2 if entry.size_bytes % 2 == 0 else 1
+
+    for width, group in groupby(entries, width_of):
+        first, *_ = whole = list(group)
+        end = whole[-1].offset + whole[-1].size_bytes
+        for at in range(first.offset, end, BLOCK_BYTES):
+            yield Block(at, min(BLOCK_BYTES, end - at), width)
 
 
 def encode_block(old: memoryview, new: memoryview, width: int, fast: bool = False) -> bytes:
@@ -183,20 +192,6 @@ def _change_fast(values: Bits, gaps: Planes, codes: Planes) -> Integers:
     if change(values, gaps, codes, np.iinfo(values.dtype).min, where) != where.size:
         raise DeltaRefused("a delta block changes what is not in it, or moves a value off the end of the line")
     return where
-
-
-def _spans(entries: Sequence[Entry]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring entries of one width as (offset, size, width)."""
-
-    def width_of(entry: Entry) -> int:
-        if entry.type == "tensor" and entry.dtype is not None:
-            return min(4, ITEM_BYTES[entry.dtype])
-        # Files are compared as 16-bit values where their size allows: most large ones hold bf16 weights.
-        return 2 if entry.size_bytes % 2 == 0 else 1
-
-    for width, group in groupby(entries, width_of):
-        first, *_ = whole = list(group)
-        yield first.offset, whole[-1].offset + whole[-1].size_bytes - first.offset, width
 
 
 def _line(values: Bits) -> Bits:

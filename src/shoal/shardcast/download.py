@@ -264,19 +264,16 @@ class Downloader:
             elif patience.passed():
                 raise BroadcastError(f"nothing has arrived for {patience_s:.0f} s: {scores.describe()}")
             elif next_check.passed():
-                self._check_not_gone(route, fetch)
+                # raise if the target, or a version of the route, is no longer offered; each source is asked once
+                heads = self._lookup.heads(fetch.deadline)
+                self._lookup.close()
+                self._lookup.check_not_gone(fetch.target.policy, heads)
+                try:
+                    for manifest in route.manifests():
+                        self._lookup.check_not_gone(manifest.policy, heads)
+                except VersionNotFound as error:
+                    raise RouteClosed(str(error)) from error
                 next_check = Deadline(GONE_CHECK_S)
-
-    def _check_not_gone(self, route: Route, fetch: Fetch) -> None:
-        """Raise if the target, or a version of the route, is no longer offered; each source is asked once."""
-        heads = self._lookup.heads(fetch.deadline)
-        self._lookup.close()
-        self._lookup.check_not_gone(fetch.target.policy, heads)
-        try:
-            for manifest in route.manifests():
-                self._lookup.check_not_gone(manifest.policy, heads)
-        except VersionNotFound as error:
-            raise RouteClosed(str(error)) from error
 
 
 WAIT_S = 10.0  # of a long poll; below the time after which silence is a failure

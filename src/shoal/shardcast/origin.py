@@ -15,7 +15,7 @@ are hashed before: a damaged one would give every client wrong weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
@@ -166,7 +166,11 @@ class Origin:
 
     def _publish_new(self, draft: Draft, on_progress: OnProgress | None) -> PolicyManifest:
         content, chunk_size = draft.content, draft.chunk_size_bytes
-        routes = self._routes(draft.place)
+        known = {manifest.policy: manifest for other, manifest in self.known().items() if other < draft.place}
+        routes: dict[Place, Route] = {}
+        for manifest in known.values():
+            with suppress(VersionNotFound):
+                routes[manifest.policy.place] = find_route(manifest, (), known.get)
         # A small payload (an adapter) is published whole.
         small = not content.entries or content.size_bytes <= self._settings.delta_from_bytes
         deltas = () if small or not routes else self._deltas(draft, routes[max(routes)])
@@ -193,15 +197,6 @@ class Origin:
         self._tree.write(manifest_key(draft.place), signed)
         return manifest
 
-    def _routes(self, place: Place) -> dict[Place, Route]:
-        """The cheapest route from an anchor to each version before `place`."""
-        known = {manifest.policy: manifest for other, manifest in self.known().items() if other < place}
-        routes: dict[Place, Route] = {}
-        for manifest in known.values():
-            with suppress(VersionNotFound):
-                routes[manifest.policy.place] = find_route(manifest, (), known.get)
-        return routes
-
     def _deltas(self, draft: Draft, route: Route) -> tuple[Delta, ...]:
         """The deltas that save enough, nearest base first, written as chunks; none if the delta to the version before
         does not. A version whose number is a multiple of a longer stride also has a delta over that stride, so that a
@@ -213,8 +208,15 @@ class Origin:
         chunked.insert(0, (anchor.chunks, anchor.chunk_size_bytes))
         if any(manifest.entries != draft.content.entries for manifest in passed):
             return ()
-        if not self._is_whole({chunk.hash: chunk for chunks, _ in chunked for chunk in chunks}):
+        needed = {chunk.hash: chunk for chunks, _ in chunked for chunk in chunks}
+
+        def is_whole(chunk: Chunk) -> bool:
+            data = self._tree.read(chunk_key(chunk.hash))
+            return data is not None and chunk_of(memoryview(data)) == chunk
+
+        if not all(in_order(is_whole, [chunk for hash_, chunk in needed.items() if hash_ not in self._written])):
             return ()
+        self._written = set(needed)
         skipped = [(incarnation, version - stride) for stride in DELTA_STRIDES if version % stride == 0]
         last = len(passed) - 1
         wanted = [index for index, base in enumerate(passed) if index == last or base.policy.place in skipped]
@@ -235,16 +237,6 @@ class Origin:
             log.warning("policy %d.%d is offered whole: an earlier one is incomplete: %s", *draft.place, error)
             return ()
         return tuple(each.finish(passed[index].policy) for index, each in writers.items())
-
-    def _is_whole(self, chunks: Mapping[str, Chunk]) -> bool:
-        def check(chunk: Chunk) -> bool:
-            data = self._tree.read(chunk_key(chunk.hash))
-            return data is not None and chunk_of(memoryview(data)) == chunk
-
-        if not all(in_order(check, [chunk for hash_, chunk in chunks.items() if hash_ not in self._written])):
-            return False
-        self._written = set(chunks)
-        return True
 
     def _put(self, data: memoryview) -> Chunk:
         chunk = chunk_of(data)

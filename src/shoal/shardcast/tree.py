@@ -88,7 +88,6 @@ class Tree:
         write_atomically(self.path(key), data)
 
     def places(self) -> list[Place]:
-        """The versions with a manifest here, oldest first."""
         names = (path.name.removesuffix(".json") for path in (self.folder / "manifests").glob("*.json"))
         return sorted(place for name in names if (place := parse_label(name)) is not None)
 

@@ -140,7 +140,13 @@ class World:
         self._seen: dict[Topic, int] = {}
         self._due: set[Topic] = set()
         self._root = self.key("root")
-        self._config = self._configure(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "secret").write_text(hashlib.sha256(f"{self.scenario.seed}/secret".encode()).hexdigest())
+        self._config = HubConfig(
+            folder=folder, run_id=RUN, run=self.scenario.run, settings=self.scenario.hub,
+            environment=NumberedTasks(), encode=lambda task: list(task.prompt.encode()), eos_token_id=0,
+            key=self.key("hub"), root_key=self._root.public_key,
+        )  # fmt: skip
         self._hub: Hub | None = None
         self._start_hub()
         self.at(TICK_S, self._tick)
@@ -271,15 +277,6 @@ class World:
         self._hub = None
         self.at(self.scenario.down_s, self._start_hub)
         self.at(self.scenario.restarts_s + self.scenario.down_s, self._stop_hub)
-
-    def _configure(self, folder: Path) -> HubConfig:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "secret").write_text(hashlib.sha256(f"{self.scenario.seed}/secret".encode()).hexdigest())
-        return HubConfig(
-            folder=folder, run_id=RUN, run=self.scenario.run, settings=self.scenario.hub,
-            environment=NumberedTasks(), encode=lambda task: list(task.prompt.encode()), eos_token_id=0,
-            key=self.key("hub"), root_key=self._root.public_key,
-        )  # fmt: skip
 
     @property
     def rules(self) -> Rules:

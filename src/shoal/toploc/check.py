@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from shoal.toploc import backend
 from shoal.toploc.plain import PRIME, Ints, least_modulus
-from shoal.toploc.points import PointBatch, Polynomials, decode
+from shoal.toploc.points import PointBatch, decode
 
 Reason = Literal["malformed", "forged", "mismatch"]
 CHANCE = 256 / PRIME  # a field element drawn at random has a given exponent: 128 mantissas, two signs
@@ -73,7 +73,14 @@ class Comparisons:
 def compare(points: PointBatch, proofs: Sequence[bytes], outside: int = OUTSIDE) -> Comparisons:
     """Measure each proof against the verifier's points of its chunk. ProofError if their numbers differ."""
     polynomials = decode(proofs, points.counts)
-    malformed = _small_moduli(points, polynomials)
+    malformed = list(polynomials.malformed)
+    floors = np.array([least_modulus(k) for k in points.counts.tolist()], dtype=np.int64)
+    floors[points.sizes <= PRIME] = PRIME
+    for c in np.flatnonzero(polynomials.moduli < floors).tolist():
+        chunk = points[c : c + 1]
+        needed, _ = backend.interpolate(chunk.indices, chunk.bits, chunk.counts)
+        if polynomials.moduli[c] < needed[0]:
+            malformed[c] = malformed[c] or f"the modulus {polynomials.moduli[c]} is below {floors[c]}"
     table = backend.measure(
         points.indices, points.bits, points.counts, points.sizes, polynomials.moduli, polynomials.coefficients, outside
     )
@@ -93,20 +100,6 @@ def compare(points: PointBatch, proofs: Sequence[bytes], outside: int = OUTSIDE)
         outside_hits=table[:, 4], outside_count=table[:, 5], constant=~bad & _none_of(higher, points.counts) & ~equal,
         malformed=malformed,
     )  # fmt: skip
-
-
-def _small_moduli(points: PointBatch, polynomials: Polynomials) -> list[str | None]:
-    """Malformed proofs, with those whose modulus is lower than chance explains and than the verifier's points need. A
-    chunk of at most p values needs no modulus below p, so it has exactly one proof."""
-    malformed = list(polynomials.malformed)
-    floors = np.array([least_modulus(k) for k in points.counts.tolist()], dtype=np.int64)
-    floors[points.sizes <= PRIME] = PRIME
-    for c in np.flatnonzero(polynomials.moduli < floors).tolist():
-        chunk = points[c : c + 1]
-        needed, _ = backend.interpolate(chunk.indices, chunk.bits, chunk.counts)
-        if polynomials.moduli[c] < needed[0]:
-            malformed[c] = malformed[c] or f"the modulus {polynomials.moduli[c]} is below {floors[c]}"
-    return malformed
 
 
 def _none_of(marked: npt.NDArray[np.bool_], counts: Ints) -> npt.NDArray[np.bool_]:

@@ -127,7 +127,10 @@ def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
                 case Train(work=work, check_policy=is_check):
                     (check_policy if is_check else train_step)(learner, work, stop.is_set)
                 case Copy(with_training=with_training):
-                    _send_rows(learner, with_training)
+                    # The counterpart of `Copies.take`: the same tensors in the same order.
+                    training = checkpoint.training_state(learner) if with_training else {}
+                    for value in [*learner.state().values(), *training.values()]:
+                        learner.ranks.whole(value)
                 case Restore(folder=folder):
                     restore_shard(learner, Path(folder), ranks)
 
@@ -200,13 +203,6 @@ def _send_weights(whole: nn.Module | None, model: nn.Module, ranks: RankGroup) -
             local.copy_(values[rows])
         else:
             own.copy_(values)
-
-
-def _send_rows(learner: Learner, with_training: bool) -> None:
-    """The counterpart of `Copies.take`: the same tensors in the same order."""
-    training = checkpoint.training_state(learner) if with_training else {}
-    for value in [*learner.state().values(), *training.values()]:
-        learner.ranks.whole(value)
 
 
 def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:

@@ -172,7 +172,26 @@ class Update:
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):
             self._check_stop()
-            self._accumulate(batch, tally, recomputed[number] if recomputed else None, first=first)
+            recomputed_N = recomputed[number] if recomputed else None
+            learner, laid, reference_N = self.learner, self._to_tensors(batch), None
+            if learner.reference is not None:
+                begun = without_adapters(learner.model) if learner.reference is learner.model else nullcontext()
+                with torch.no_grad(), begun:
+                    reference_N = self._score(learner.reference, laid).logprobs
+            scored = self._score(learner.model, laid)
+            if recomputed_N is None and first:
+                recomputed_N = scored.logprobs.detach()
+            tokens = LossTokens(
+                logprobs_N=scored.logprobs, behaviour_N=laid.behaviour_N, advantages_N=laid.advantages_N,
+                recomputed_N=recomputed_N, reference_N=reference_N, entropy_N=scored.entropy,
+                sequence_N=laid.sequence_N,
+            )  # fmt: skip
+            objective, parameters = learner.settings.objective, learner.loss_parameters
+            output = learner.loss(tokens, parameters)
+            output = with_terms(output, tokens, parameters, kl=objective.kl, entropy=objective.entropy)
+            weights = torch.tensor(batch.weights or [0.0], dtype=torch.float32, device=laid.sequence_N.device)
+            torch.autograd.backward((output.loss_N * weights.index_select(0, laid.sequence_N)).sum())
+            self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
         gradients = [weight.grad for weight in learner.trained().values() if weight.grad is not None]
         self._finish(tally.reduced(learner.ranks), learner.ranks.norm(gradients))
         learner.optimizer.zero_grad(set_to_none=True)
@@ -200,26 +219,6 @@ class Update:
 
     def _score(self, model: object, laid: TensorBatch) -> TokenLogprobs:
         return self.learner.ranks.run(model, lambda: score(model, laid, self.work.temperature))
-
-    def _accumulate(self, batch: MicroBatch, tally: UpdateSums, recomputed_N: Tensor | None, *, first: bool) -> None:
-        learner, laid, reference_N = self.learner, self._to_tensors(batch), None
-        if learner.reference is not None:
-            begun = without_adapters(learner.model) if learner.reference is learner.model else nullcontext()
-            with torch.no_grad(), begun:
-                reference_N = self._score(learner.reference, laid).logprobs
-        scored = self._score(learner.model, laid)
-        if recomputed_N is None and first:
-            recomputed_N = scored.logprobs.detach()
-        tokens = LossTokens(
-            logprobs_N=scored.logprobs, behaviour_N=laid.behaviour_N, advantages_N=laid.advantages_N,
-            recomputed_N=recomputed_N, reference_N=reference_N, entropy_N=scored.entropy, sequence_N=laid.sequence_N,
-        )  # fmt: skip
-        objective, parameters = learner.settings.objective, learner.loss_parameters
-        output = learner.loss(tokens, parameters)
-        output = with_terms(output, tokens, parameters, kl=objective.kl, entropy=objective.entropy)
-        weights = torch.tensor(batch.weights or [0.0], dtype=torch.float32, device=laid.sequence_N.device)
-        torch.autograd.backward((output.loss_N * weights.index_select(0, laid.sequence_N)).sum())
-        self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
 
     @torch.no_grad()
     def _tally(

@@ -79,7 +79,11 @@ class Bands:
             later = min(MOST_ACCIDENTS.later, accidents.later + _accident_rate(outlier_C[~first_C]))
             limits = limits.model_copy(update={"accidents": AccidentLimits(first=first, later=later)})
         if not is_exact and int(pool.outside.sum()) < FEW_OUTSIDE:
-            limits = _with_usual_seeds(limits)
+            usual = profiles.ON_REQUEST["torch/cuda/bfloat16"]
+            wider, noises = profiles.widest(limits, usual), (limits.noise, usual.noise)
+            seeds = {each: max((getattr(noise, each) for noise in noises), key=lambda one: one.rate) for each in SEEDS}
+            noise = limits.noise.model_copy(update=seeds)
+            limits = limits.model_copy(update={"sampling": wider.sampling, "certain": wider.certain, "noise": noise})
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
@@ -138,15 +142,6 @@ class _Pool:
             compared=joined([case.replayed.comparisons.only(case.kept.chunks) for case in cases]),
             proof_part=np.concatenate([case.part[case.kept.chunks] for case in cases]),
         )  # fmt: skip
-
-
-def _with_usual_seeds(limits: Profile) -> Profile:
-    """The limits with the built-in limits of seeds, because too few tokens left a choice to measure them."""
-    usual = profiles.ON_REQUEST["torch/cuda/bfloat16"]
-    wider, noises = profiles.widest(limits, usual), (limits.noise, usual.noise)
-    seeds = {name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate) for name in SEEDS}
-    noise = limits.noise.model_copy(update=seeds)
-    return limits.model_copy(update={"sampling": wider.sampling, "certain": wider.certain, "noise": noise})
 
 
 def _single_limits(pool: _Pool, is_exact: bool) -> Profile:

@@ -208,7 +208,15 @@ class SelfTest:
             rows = worker.rows_at_once(ROW_TOKENS)
             yield Trial("memory", True, f"{rows} completions of {ROW_TOKENS} tokens, prompts included, fit at once")
         judge = Judge(build_environment(EnvironmentSettings(name="sort")), self.profiles)
-        jobs = self._dockets(worker, judge)
+        tokenizer, environment = TextTokenizer(self.files), judge.environment
+        tasks = environment.tasks("train")
+        eos = tokenizer.eos_token_id
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos)
+        terms = LeaseTemplate("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
+        leases = [terms.lease(n, tokenizer.encode(tasks[n].prompt), tasks[n].id) for n in range(GROUPS)]
+        requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]
+        groups, key = worker.generate(requests, self.proof), SigningKey.generate()
+        jobs = [audit_job_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]
         loaded = LoadedPolicy(POLICY, self._engine(self.validator), self.files)
         verdicts = judge.verdicts(jobs, loaded)
         refused = [verdict for verdict in verdicts if verdict.outcome is not Outcome.ACCEPTED]
@@ -233,14 +241,3 @@ class SelfTest:
         engine = build(name, self.files, machine.device, machine.dtype)
         engine.load_policy(None, self.tensors)
         return engine
-
-    def _dockets(self, worker: Engine, judge: Judge) -> list[AuditJob]:
-        tokenizer, environment = TextTokenizer(self.files), judge.environment
-        tasks = environment.tasks("train")
-        eos = tokenizer.eos_token_id
-        sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos)
-        terms = LeaseTemplate("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
-        leases = [terms.lease(n, tokenizer.encode(tasks[n].prompt), tasks[n].id) for n in range(GROUPS)]
-        requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]
-        groups, key = worker.generate(requests, self.proof), SigningKey.generate()
-        return [audit_job_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]

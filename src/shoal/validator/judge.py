@@ -160,7 +160,21 @@ class Judge:
         """The verdicts in the order of the audits, without those that could not be scored in time; the first one always
         gets its time. All leases must name the loaded policy."""
         opened = [self._open(self.named(job), loaded) for job in jobs]
-        opened = self._first_looks(opened, loaded.engine)
+        # One random rollout of each newcomer's group. If it fails for certain, twice, the group is rejected and the
+        # other rollouts are not computed: garbage costs little.
+        first = [
+            (entry, entry.case.only(self.pick(len(entry.case.rollouts))))
+            for entry in opened
+            if isinstance(entry, _OpenAudit) and entry.job.audit.newcomer
+            and entry.job.audit.depth == "full" and len(entry.case.rollouts) > 1
+        ]  # fmt: skip
+        once = self._certain(first, loaded.engine)
+        twice = self._certain([(entry, case) for entry, case, _ in once], loaded.engine)  # one prefill may be broken
+        failed = {
+            id(entry): entry.job.rejected([*entry.findings, *findings], self.clock.now_ms(), case.tally)
+            for entry, case, findings in twice
+        }
+        opened = [failed.get(id(entry), entry) for entry in opened]
         full = [entry for entry in opened if isinstance(entry, _OpenAudit) and entry.job.audit.depth != "light"]
         replays = dict(zip(map(id, full), replay_all(loaded.engine, [entry.case for entry in full]), strict=True))
         judged = [
@@ -216,23 +230,6 @@ class Judge:
         if target != lease.length_target:
             return f"the lease says a length target of {lease.length_target}; by its run and unit it is {target}"
         return ""
-
-    def _first_looks(self, opened: Sequence[_OpenAudit | Verdict], engine: Engine) -> list[_OpenAudit | Verdict]:
-        """One random rollout of each newcomer's group. If it fails for certain, twice, the group is rejected and the
-        other rollouts are not computed: garbage costs little."""
-        first = [
-            (entry, entry.case.only(self.pick(len(entry.case.rollouts))))
-            for entry in opened
-            if isinstance(entry, _OpenAudit) and entry.job.audit.newcomer
-            and entry.job.audit.depth == "full" and len(entry.case.rollouts) > 1
-        ]  # fmt: skip
-        once = self._certain(first, engine)
-        twice = self._certain([(entry, case) for entry, case, _ in once], engine)  # one prefill may be broken
-        failed = {
-            id(entry): entry.job.rejected([*entry.findings, *findings], self.clock.now_ms(), case.tally)
-            for entry, case, findings in twice
-        }
-        return [failed.get(id(entry), entry) for entry in opened]
 
     def _certain(
         self, cases: Sequence[tuple[_OpenAudit, Case]], engine: Engine

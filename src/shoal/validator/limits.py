@@ -214,19 +214,7 @@ class Calibrator:
 
     def _publish(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> None:
         """Put it in force, joined with what is; if another calibration came first, it is joined with that next time."""
-        made = self._joined(found, in_force, digest)
-        try:
-            self._client.publish_calibration(sign_document(made, self._client.key))
-            self._unpublished = None
-        except HubRefused as refusal:
-            self._unpublished = found if refusal.code == "calibration.outdated" else None
-            if refusal.code not in ("calibration.outdated", "calibration.policy"):
-                raise  # measured again later, not at once and for ever
-            log.info("the limits that were measured are not in force: %s", refusal)
-
-    def _joined(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> Calibration:
-        """What was measured here, joined with what is in force of other machines or formats. A new measurement after
-        the policy has moved replaces all earlier ones."""
+        # A new measurement after the policy has moved replaces all earlier ones.
         self._tested |= found.kinds
         kinds = {kind: measured_kind(each) for kind, each in found.kinds.items()}
         refused, machines = dict(found.refused), [self.machine]
@@ -243,10 +231,18 @@ class Calibrator:
             before = {kind: why for kind, why in in_force.refused.items() if kind not in found.kinds or not is_mine}
             refused = before | refused | _problems(self._tested[kind] for kind in found.kinds)
         kinds = {kind: each for kind, each in kinds.items() if kind not in refused}
-        return Calibration(
+        made = Calibration(
             run=self._client.run_info().run, policy=found.policy, replaces=digest, kinds=kinds, refused=refused,
             machines=tuple(machines), seconds=found.seconds, made_at_ms=self._clock.now_ms(),
         )  # fmt: skip
+        try:
+            self._client.publish_calibration(sign_document(made, self._client.key))
+            self._unpublished = None
+        except HubRefused as refusal:
+            self._unpublished = found if refusal.code == "calibration.outdated" else None
+            if refusal.code not in ("calibration.outdated", "calibration.policy"):
+                raise  # measured again later, not at once and for ever
+            log.info("the limits that were measured are not in force: %s", refusal)
 
     def _test(self, limits: Profiles, in_force: Calibration, digest: str) -> None:
         again = {kind: self._tested[kind].under(each) for kind, each in limits.items()}

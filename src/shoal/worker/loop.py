@@ -209,23 +209,25 @@ class Worker:
             with self._uploader, self._heartbeat, self._showing:
                 try:
                     with ending_quietly(self._stop):
-                        self._until_done()
+                        while not self._stop.is_set() and not self.finished:
+                            self._raise_failure()
+                            if not self._room_in_outbox():
+                                continue
+                            if self._follow():
+                                self._lease()
+                                self._work()
+                            else:
+                                self.finished = self._is_over
                 finally:
                     self._leave()
         finally:
-            self._sum_up()
+            self._heartbeat.once()
+            what = "the run is finished" if self.finished else "this start"
+            log.info("%s: %s", what, self._earnings.summary(self._submitted))
+            kept = len(self._outbox.waiting(self._run))
+            if kept and self._earnings.shut_out is None:
+                log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))
         self._raise_failure()
-
-    def _until_done(self) -> None:
-        while not self._stop.is_set() and not self.finished:
-            self._raise_failure()
-            if not self._room_in_outbox():
-                continue
-            if self._follow():
-                self._lease()
-                self._work()
-            else:
-                self.finished = self._is_over
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """In the heartbeat's thread."""
@@ -390,7 +392,19 @@ class Worker:
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
         self._broken_calls = self._broken_calls + 1 if broken else 0
         if broken:
-            self._give_back_broken(broken, len(groups), loaded)
+            # This machine's failure, not the policy's, and nothing to be judged.
+            log.warning(
+                "%d of %d groups have log-probabilities that are NaN or infinite: this machine's arithmetic, or the "
+                "policy %s, is broken; they are not submitted",
+                len(broken), len(groups), loaded.ref.label,
+            )  # fmt: skip
+            self._release(broken, "log-probabilities that are NaN or infinite")
+            if self._broken_calls >= BROKEN_CALLS:
+                raise ResourceError(
+                    f"the engine {loaded.engine.name} gave NaN or infinite log-probabilities {BROKEN_CALLS} times in a "
+                    "row: try another device or number format (--device, --dtype); `shoal doctor --selftest` "
+                    "tells whether it helps"
+                )
 
     def _check(self, policy: PolicyRef) -> None:
         """While groups are generated: ends what the hub would refuse by now, and what takes long when the worker is
@@ -411,21 +425,6 @@ class Worker:
         allowed_ms = min(max(lease.deadline_ms, lease.hard_deadline_ms) - lease.issued_at_ms for lease in leases)
         doable = int(SURE * allowed_ms / 1000 * len(leases) / max(took_s, 0.001))
         self._units = max(1, min(doable, most, self._settings.units_per_lease))
-
-    def _give_back_broken(self, leases: list[str], groups: int, loaded: LoadedPolicy) -> None:
-        """Log-probabilities that are NaN are this machine's failure, not the policy's, and nothing to be judged."""
-        log.warning(
-            "%d of %d groups have log-probabilities that are NaN or infinite: this machine's arithmetic, or the policy "
-            "%s, is broken; they are not submitted",
-            len(leases), groups, loaded.ref.label,
-        )  # fmt: skip
-        self._release(leases, "log-probabilities that are NaN or infinite")
-        if self._broken_calls >= BROKEN_CALLS:
-            raise ResourceError(
-                f"the engine {loaded.engine.name} gave NaN or infinite log-probabilities {BROKEN_CALLS} times in a "
-                "row: try another device or number format (--device, --dtype); `shoal doctor --selftest` "
-                "tells whether it helps"
-            )
 
     def _on_sent(self, parcel: Parcel, taken: bool) -> None:
         self.activity.ended(parcel.lease)
@@ -454,12 +453,3 @@ class Worker:
                 self._uploader.flush(self._pace.patience_s, self._stop.is_set)
             else:
                 self._uploader.flush(STOP_FLUSH_S, lambda: False)
-
-    def _sum_up(self) -> None:
-        """Once the other threads have said their last words."""
-        self._heartbeat.once()
-        what = "the run is finished" if self.finished else "this start"
-        log.info("%s: %s", what, self._earnings.summary(self._submitted))
-        kept = len(self._outbox.waiting(self._run))
-        if kept and self._earnings.shut_out is None:
-            log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))

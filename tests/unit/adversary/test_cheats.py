@@ -58,12 +58,6 @@ def loaded(name: str, context: CheatContext = NOTHING) -> tuple[Asked, Engine]:
     return asked, engine
 
 
-def honest_engine() -> Engine:
-    engine = Asked()
-    engine.load_policy(REF, TENSORS)
-    return engine
-
-
 def tokens(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids.tolist() for completion in group] for group in groups]
 
@@ -78,7 +72,9 @@ def lease_of(request: GenerationRequest, unit: int = 0) -> Lease:
 
 def handed_in(cheat: Cheat, request: GenerationRequest = REQUESTS[0], unit: int = 0) -> tuple[Submission, Submission]:
     """What an honest worker would hand in, and what the cheat makes of the same."""
-    [group] = honest_engine().generate([request], PROOF)
+    engine = Asked()
+    engine.load_policy(REF, TENSORS)
+    [group] = engine.generate([request], PROOF)
     honest = submission_of(lease_of(request, unit), group, "scripted")
     return honest, cheat.submission(honest, lease_of(request, unit))
 

@@ -26,26 +26,23 @@ def of(name: str, rewards: list[float]) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize(
-    ("name", "rewards", "expected"),
-    [
-        ("group_mean", [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
-        # mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
-        ("group_mean_std", [2.0, 0.0, 1.0, 1.0], [1.4142116, -1.4142116, 0.0, 0.0]),
-        # mean 1, sample variance (1 + 1 + 0 + 0) / 3, std 0.81649658; 1 / 0.81649758
-        ("group_mean_sample_std", [2.0, 0.0, 1.0, 1.0], [1.2247434, -1.2247434, 0.0, 0.0]),
-        ("group_mean_sample_std", [3.0], [0.0]),  # a group of one has no deviation
-        # the others of the first have the mean 1/3, those of the second and third 4/3, of the last 1
-        ("rloo", [3.0, 0.0, 0.0, 1.0], [8 / 3, -4 / 3, -4 / 3, 0.0]),
-        ("dr_grpo", [1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5]),
-        ("max_rl", [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # one success of four weighs 1 / (1/4) − 1
-        ("max_rl", [1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
-        ("max_rl", [0.0, 0.0], [0.0, 0.0]),  # no success, nothing to learn
-        ("max_rl", [-0.5, -1.0], [0.0, 0.0]),  # what is below 0 is no success, and no two failures differ
-        ("max_rl", [0.9, -0.1], [1.0, -1.0]),
-        ("max_rl", [0.5, 0.25, 0.0, 0.25], [1.0, 0.0, -1.0, 0.0]),  # parts of a success: mean 1/4
-    ],
-)
+@pytest.mark.parametrize(("name", "rewards", "expected"), [
+    ("group_mean", [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
+    # mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
+    ("group_mean_std", [2.0, 0.0, 1.0, 1.0], [1.4142116, -1.4142116, 0.0, 0.0]),
+    # mean 1, sample variance (1 + 1 + 0 + 0) / 3, std 0.81649658; 1 / 0.81649758
+    ("group_mean_sample_std", [2.0, 0.0, 1.0, 1.0], [1.2247434, -1.2247434, 0.0, 0.0]),
+    ("group_mean_sample_std", [3.0], [0.0]),  # a group of one has no deviation
+    # the others of the first have the mean 1/3, those of the second and third 4/3, of the last 1
+    ("rloo", [3.0, 0.0, 0.0, 1.0], [8 / 3, -4 / 3, -4 / 3, 0.0]),
+    ("dr_grpo", [1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5]),
+    ("max_rl", [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # one success of four weighs 1 / (1/4) − 1
+    ("max_rl", [1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+    ("max_rl", [0.0, 0.0], [0.0, 0.0]),  # no success, nothing to learn
+    ("max_rl", [-0.5, -1.0], [0.0, 0.0]),  # what is below 0 is no success, and no two failures differ
+    ("max_rl", [0.9, -0.1], [1.0, -1.0]),
+    ("max_rl", [0.5, 0.25, 0.0, 0.25], [1.0, 0.0, -1.0, 0.0]),  # parts of a success: mean 1/4
+])  # fmt: skip
 def test_advantages_by_hand(name: str, rewards: list[float], expected: list[float]) -> None:
     assert of(name, rewards) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
@@ -67,18 +64,12 @@ def test_advantages_are_finite_and_sum_to_zero(rewards: list[float]) -> None:
     assert -1 - 1e-5 <= min(values) <= max(values) <= (size - 1) * (1 + 1e-5), "bounded by the size of the group"
 
 
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [
-        ([0.0, 1.0], True), ([0.5, 0.5, 0.5000001], True), ([1.0, 1.0, 1.0], False), ([0.0], False), ([], False),
-        ([0.0, math.nan], False), ([0.0, math.inf], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rewards", "expected"), [
+    ([0.0, 1.0], True), ([0.5, 0.5, 0.5000001], True), ([1.0, 1.0, 1.0], False), ([0.0], False), ([], False),
+    ([0.0, math.nan], False), ([0.0, math.inf], False),
+])  # fmt: skip
 def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
     assert carries_signal(rewards) is expected
-
-
-# Losses
 
 
 def logprob(ratio: float) -> float:
@@ -92,11 +83,9 @@ def tokens(
     base_N = torch.full((len(ratios),), -1.0, dtype=torch.float64)
     return LossTokens(
         logprobs_N=torch.tensor([logprob(r) for r in ratios], dtype=torch.float64, requires_grad=True),
-        behaviour_N=base_N,
-        advantages_N=torch.tensor(advantages, dtype=torch.float64),
-        recomputed_N=base_N.clone(),
+        behaviour_N=base_N, advantages_N=torch.tensor(advantages, dtype=torch.float64), recomputed_N=base_N.clone(),
         sequence_N=torch.arange(len(ratios)) if sequence is None else torch.tensor(sequence),
-    )
+    )  # fmt: skip
 
 
 def differentiated(loss: Loss, given: LossTokens, parameters: LossParameters) -> tuple[Any, list[float]]:
@@ -255,7 +244,7 @@ DPPO = [
 ]
 
 
-def test_dppo_masks_by_probability_and_pulls_back_by_ratio() -> None:
+def test_dppo_masks_by_probability_from_its_base_and_pulls_back_by_ratio() -> None:
     base, now, advantages, masked = (list(column) for column in zip(*DPPO, strict=True))
     given = LossTokens(
         logprobs_N=torch.tensor(now, dtype=torch.float64).log().requires_grad_(),
@@ -272,9 +261,6 @@ def test_dppo_masks_by_probability_and_pulls_back_by_ratio() -> None:
     assert output.mean["clip_fraction"].tolist() == [float(value) for value in masked]
     unmasked, _ = differentiated(dppo, given, LossParameters(move_limit=0.5, log_ratio_penalty=0.0))
     assert unmasked.loss_N.tolist() == pytest.approx([-r * a for r, a in zip(ratios, advantages, strict=True)])
-
-
-def test_dppo_is_anchored_on_the_base() -> None:
     now, drawn, before = (torch.tensor([p]).log() for p in (0.75, 0.5, 0.7))
     given = LossTokens(now.requires_grad_(), drawn, torch.ones(1), recomputed_N=before)
     masked = [dppo(given, LossParameters(recomputed_base=base)).mean["masked_fraction"] for base in (False, True)]

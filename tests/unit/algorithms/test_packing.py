@@ -16,9 +16,24 @@ def test_minibatches_hold_everything_once_in_even_parts(count: int, parts: int, 
     assert not split or max(map(len, split)) - min(map(len, split)) <= 1
 
 
-def test_order_depends_on_seed_and_step_and_is_pinned() -> None:
+def test_minibatches_micro_batches_packs_and_shares_by_hand() -> None:
     assert minibatches(6, 2, seed=1, step=2) == [[2, 3, 5], [0, 4, 1]]
     assert minibatches(8, 2, seed=1, step=3) != minibatches(8, 2, seed=0, step=3) != minibatches(8, 2, seed=0, step=4)
+    assert micro_batches([3, 8, 4, 7], token_budget=16) == [[1, 3], [2, 0]]
+    assert micro_batches([30, 2, 2], token_budget=16) == [[0], [1, 2]]
+    assert micro_batches([4, 4, 4, 4], token_budget=16, ranks=2) == [[0, 1], [2, 3]]
+    even = Cost(1, 0)
+    assert packs([3, 8, 4, 7], 16, even) == [[1, 0], [3, 2]]
+    assert packs([30, 2, 2], 16, even) == [[0], [1, 2]]  # longer than the budget: alone, not dropped
+    assert packs([5, 5, 5, 5], 20, even, ranks=2) == [[0, 2], [1, 3]]  # one bin would do, two ranks share
+    assert packs([9, 6, 6, 5, 5, 5], 18, even) == [[0, 5], [1, 3], [2, 4]]  # 14, 11, 11 tokens, not 15, 17, 5
+    # 8 + 4 and 6 + 6 hold as many tokens, but attention makes the former dearer: what is left goes to the latter.
+    assert packs([8, 6, 6, 4, 1], 13, Cost(0, 1)) == [[0, 3], [1, 2, 4]]
+    # 6 + 4 and 5 + 3 + 2 fill two bins of 10; levelling puts 4 to 5, and 2 fits nowhere: the tight fit is kept
+    assert packs([6, 5, 4, 3, 2], 10, even) == [[0, 2], [1, 3, 4]]
+    assert shares([[0], [1], [2]], costs=[5, 9, 7], ranks=2) == [[[1], []], [[2], [0]]]
+    assert shares([[0], [1]], costs=[1, 1], ranks=1) == [[[0], [1]]]
+    assert shares([], costs=[], ranks=3) == [[], [], []]
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200))
@@ -27,12 +42,6 @@ def test_micro_batches_hold_everything_once_within_the_budget(lengths: list[int]
     assert sorted(index for rows in split for index in rows) == list(range(len(lengths)))
     for rows in split:
         assert len(rows) == 1 or len(rows) * max(lengths[index] for index in rows) <= budget
-
-
-def test_micro_batches_by_hand() -> None:
-    assert micro_batches([3, 8, 4, 7], token_budget=16) == [[1, 3], [2, 0]]
-    assert micro_batches([30, 2, 2], token_budget=16) == [[0], [1, 2]]
-    assert micro_batches([4, 4, 4, 4], token_budget=16, ranks=2) == [[0, 1], [2, 3]]
 
 
 def test_padded_and_packed_each_token_is_pointed_at_its_predictor() -> None:
@@ -71,18 +80,6 @@ def test_packs_differ_in_cost_by_one_sequence_at_most_where_room_does_not_decide
     assert max(costs) - min(costs) <= cost.of(max(lengths))
 
 
-def test_packs_by_hand() -> None:
-    even = Cost(1, 0)
-    assert packs([3, 8, 4, 7], 16, even) == [[1, 0], [3, 2]]
-    assert packs([30, 2, 2], 16, even) == [[0], [1, 2]]  # longer than the budget: alone, not dropped
-    assert packs([5, 5, 5, 5], 20, even, ranks=2) == [[0, 2], [1, 3]]  # one bin would do, two ranks share
-    assert packs([9, 6, 6, 5, 5, 5], 18, even) == [[0, 5], [1, 3], [2, 4]]  # 14, 11, 11 tokens, not 15, 17, 5
-    # 8 + 4 and 6 + 6 hold as many tokens, but attention makes the former dearer: what is left goes to the latter.
-    assert packs([8, 6, 6, 4, 1], 13, Cost(0, 1)) == [[0, 3], [1, 2, 4]]
-    # 6 + 4 and 5 + 3 + 2 fill two bins of 10; levelling puts 4 to 5, and 2 fits nowhere: the tight fit is kept
-    assert packs([6, 5, 4, 3, 2], 10, even) == [[0, 2], [1, 3, 4]]
-
-
 @given(LENGTHS, st.integers(1, 6))
 def test_shares_are_as_many_for_every_rank_and_hold_every_bin_once(lengths, ranks: int) -> None:
     bins = [[index] for index in range(len(lengths))]
@@ -93,9 +90,3 @@ def test_shares_are_as_many_for_every_rank_and_hold_every_bin_once(lengths, rank
     for row in zip(*shared, strict=True):  # what is computed at the same time is neighbours in cost
         costs = [lengths[rows[0]] for rows in row if rows]
         assert sum(min(costs) < other < max(costs) for other in lengths) <= ranks
-
-
-def test_shares_by_hand() -> None:
-    assert shares([[0], [1], [2]], costs=[5, 9, 7], ranks=2) == [[[1], []], [[2], [0]]]
-    assert shares([[0], [1]], costs=[1, 1], ranks=1) == [[[0], [1]]]
-    assert shares([], costs=[], ranks=3) == [[], [], []]

@@ -149,14 +149,11 @@ def test_the_share_is_bounded_and_sums_may_be_taken_apart(logs: list[float], cut
     assert effective_share(0.0, 0.0, 0) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("word", "short", "long"),
-    [
-        ("tokens", 1 / 8, 1 / 8),
-        ("samples", 1 / 4, 1 / 12),  # a mean of 2, a mean of 6, then their mean
-        ("constant", 1 / 20, 1 / 20),  # as if both were 10 long
-    ],
-)
+@pytest.mark.parametrize(("word", "short", "long"), [
+    ("tokens", 1 / 8, 1 / 8),
+    ("samples", 1 / 4, 1 / 12),  # a mean of 2, a mean of 6, then their mean
+    ("constant", 1 / 20, 1 / 20),  # as if both were 10 long
+])  # fmt: skip
 def test_weights_of_completions_of_2_and_6_tokens_by_hand(word: str, short: float, long: float) -> None:
     weight = normalised(word, [2, 6], 10)
     assert (weight(2), weight(6)) == pytest.approx((short, long))

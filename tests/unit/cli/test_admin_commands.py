@@ -50,7 +50,7 @@ def order(folder: RunFolder, verb: str, *arguments: str) -> int:
     return main(["admin", verb, str(folder.path), *arguments])
 
 
-def test_pause_and_resume(folder: RunFolder, capsys: Capture) -> None:
+def test_pause_resume_and_relays_are_orders_of_the_owner(folder: RunFolder, capsys: Capture) -> None:
     assert order(folder, "pause", "--reason", "power cut") == 0
     assert capsys.readouterr().out == "the run is paused\n"
     reply = client_of(folder, ALICE).lease(LeaseRequest(request="request-1", max_units=1))
@@ -61,9 +61,13 @@ def test_pause_and_resume(folder: RunFolder, capsys: Capture) -> None:
     assert order(folder, "resume") == 0
     assert order(folder, "resume") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to do: the run is running"
+    assert order(folder, "add-relay", "http://relay:8472") == 0
+    assert "http://relay:8472" in client_of(folder, ALICE).run_info().sources
+    assert order(folder, "remove-relay", "http://relay:8472") == 0
+    assert "http://relay:8472" not in client_of(folder, ALICE).run_info().sources
 
 
-def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, capsys: Capture) -> None:
+def test_node_is_named_by_its_name_or_the_start_of_its_id_and_an_unknown_one_is_a_user_error(folder, capsys):
     assert order(folder, "ban", "alice", "--reason", "a bot") == 0
     said = told(capsys, 0, "why", ALICE.node[:6], folder.path).out
     assert f"node {ALICE.node} (alice), worker: banned: a bot; only the run's owner can pardon it" in said
@@ -77,9 +81,6 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, c
     capsys.readouterr()
     assert order(folder, "ban", "nobody") == 2
     assert "there is no node 'nobody' in this run; a node is named by" in capsys.readouterr().err
-
-
-def test_unknown_unit_or_node_is_a_user_error(folder: RunFolder, capsys: Capture) -> None:
     for what, said in (("9999999", "there is no unit 9999999"), ("f" * 32, ""), ("nobody", "")):
         assert said in told(capsys, 2, "why", what, folder.path).err
 
@@ -93,13 +94,6 @@ def test_from_elsewhere_with_the_keys_alone(folder: RunFolder, tmp_path: Path) -
         shutil.copy(folder.path / "keys" / name, keys / name)
     assert main(["admin", "pause", join_url, "--keys", str(keys)]) == 0
     assert main(["admin", "resume", join_url, "--keys", str(keys)]) == 0
-
-
-def test_relays(folder: RunFolder) -> None:
-    assert order(folder, "add-relay", "http://relay:8472") == 0
-    assert "http://relay:8472" in client_of(folder, ALICE).run_info().sources
-    assert order(folder, "remove-relay", "http://relay:8472") == 0
-    assert "http://relay:8472" not in client_of(folder, ALICE).run_info().sources
 
 
 def test_another_validator_without_a_restart(folder: RunFolder, capsys: Capture) -> None:

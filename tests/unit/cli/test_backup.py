@@ -193,19 +193,16 @@ OUTSIDE, STRANGE = "no name of a file in a run's folder", "a member that no back
 HOLE = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        *((flipped(part), "damaged") for part in ("hub/hub.db", "hub/blobs/", "keys/root.key", MANIFEST)),
-        *((without(part), "damaged") for part in ("hub/blobs/", "keys/hub.key", MANIFEST, "hub/hub.db")),
-        (rewritten(lambda _name, data: data.replace(b'"run": "kept-', b'"run": "a-')), "does not match its own hash"),
-        (lambda whole: whole.read_bytes()[: whole.stat().st_size // 2], "damaged"),
-        (lambda _whole: b"no tar at all" * 100, "damaged"),
-        *((alone(name), OUTSIDE) for name in ("../outside", "/etc/outside", "hub/../../outside", "./hub")),
-        (alone("hub/secret", type=tarfile.SYMTYPE, linkname="/etc/passwd"), STRANGE),
-        (alone("hub/hub.db", pax_headers=HOLE, size=1), STRANGE),
-    ],
-)
+@pytest.mark.parametrize(("made", "said"), [
+    *((flipped(part), "damaged") for part in ("hub/hub.db", "hub/blobs/", "keys/root.key", MANIFEST)),
+    *((without(part), "damaged") for part in ("hub/blobs/", "keys/hub.key", MANIFEST, "hub/hub.db")),
+    (rewritten(lambda _name, data: data.replace(b'"run": "kept-', b'"run": "a-')), "does not match its own hash"),
+    (lambda whole: whole.read_bytes()[: whole.stat().st_size // 2], "damaged"),
+    (lambda _whole: b"no tar at all" * 100, "damaged"),
+    *((alone(name), OUTSIDE) for name in ("../outside", "/etc/outside", "hub/../../outside", "./hub")),
+    (alone("hub/secret", type=tarfile.SYMTYPE, linkname="/etc/passwd"), STRANGE),
+    (alone("hub/hub.db", pax_headers=HOLE, size=1), STRANGE),
+])  # fmt: skip
 def test_damaged_backup_is_refused_and_restores_nothing(taken, tmp_path, made, said):
     bad = tmp_path / "bad.tar"
     bad.write_bytes(made(taken))
@@ -251,15 +248,11 @@ def run(tmp_path: Path) -> Path:
     return folder.path
 
 
-@pytest.mark.parametrize(
-    ("there", "target", "code", "sentence"),
-    [
-        ({"out/thesis.txt": "years of work"}, "out", 2, "exists and is not an export of shoal; choose another folder"),
-        ({"out/shoal.json": "hi", "out/precious.txt": "mine"}, "out", 2, "exists and is not an export of shoal"),
-        ({"file": ""}, "file/out", 3, "a part of the path is a file, not a folder"),
-    ],
-    ids=["somebody-elses", "called-shoal.json", "below-a-file"],
-)
+@pytest.mark.parametrize(("there", "target", "code", "sentence"), [
+    ({"out/thesis.txt": "years of work"}, "out", 2, "exists and is not an export of shoal; choose another folder"),
+    ({"out/shoal.json": "hi", "out/precious.txt": "mine"}, "out", 2, "exists and is not an export of shoal"),
+    ({"file": ""}, "file/out", 3, "a part of the path is a file, not a folder"),
+], ids=["somebody-elses", "called-shoal.json", "below-a-file"])  # fmt: skip
 def test_a_target_that_is_no_export_is_left_alone(run, tmp_path, there, target, code, sentence):
     for name, text in there.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -63,20 +63,14 @@ def test_a_key_may_stand_behind_any_of_the_urls() -> None:
     assert Sources.parse(["http://a:1/", f"http://a:1#{key}"]).urls == ("http://a:1",)
 
 
-@pytest.mark.parametrize(
-    ("urls", "sentence"),
-    [
-        (["example.org:8471"], "is not a URL such as"),
-        (["ftp://host/"], "is not a URL such as"),
-        (["http://"], "is not a URL such as"),
-        (["http://host:port/"], "is not a URL"),
-        (["http://host:1/#abc"], "does not end in a key"),
-        (["http://host:1/#"], "does not end in a key"),
-        (["http://host:1/#" + "xy" * 32], "does not end in a key"),
-        (["http://a:1/#" + "ab" * 32, "http://b:1/#" + "cd" * 32], "different keys"),
-        (["http://a:1/", "http://b:1"], "no URL names the publisher's key"),
-    ],
-)
+@pytest.mark.parametrize(("urls", "sentence"), [
+    (["example.org:8471"], "is not a URL such as"), (["ftp://host/"], "is not a URL such as"),
+    (["http://"], "is not a URL such as"), (["http://host:port/"], "is not a URL"),
+    (["http://host:1/#abc"], "does not end in a key"), (["http://host:1/#"], "does not end in a key"),
+    (["http://host:1/#" + "xy" * 32], "does not end in a key"),
+    (["http://a:1/#" + "ab" * 32, "http://b:1/#" + "cd" * 32], "different keys"),
+    (["http://a:1/", "http://b:1"], "no URL names the publisher's key"),
+])  # fmt: skip
 def test_urls_that_cannot_be(urls: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Sources.parse(urls)

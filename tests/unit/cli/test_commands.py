@@ -67,16 +67,13 @@ OPTIONS = """
 """
 
 
-def test_the_commands_are_these() -> None:
+def test_commands_are_these_and_one_thing_has_one_word_in_all() -> None:
     expected = (
         "admin backup cast compare data demo doctor eval export filter hub join key ledger plan relay restore "
         "run sft status trainer validator why"
     )
     assert sorted(COMMANDS.commands) == expected.split()
     assert len(list(leaves(COMMANDS))) <= MOST_COMMANDS
-
-
-def test_one_thing_has_one_word_in_all_commands() -> None:
     words = {word for _, command in leaves(COMMANDS) for each in command.params for word in each.opts if "-" in word}
     assert words == {f"--{word}" for word in OPTIONS.split()}, "is there an option for this already?"
 
@@ -108,15 +105,12 @@ def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
     assert NOWHERE in message
 
 
-def test_errors_become_one_line_and_their_exit_code() -> None:
+def test_errors_become_one_line_with_their_exit_code_and_a_traceback_on_request(capsys, monkeypatch):
     assert explain(ResourceError("no\n  space")) == ("no space", 3)
     assert explain(HubRefused(403, "node.banned", "you are banned")) == ("you are banned [node.banned, HTTP 403]", 4)
     line, code = explain(KeyError("oops"))
     assert code == 1
     assert line.startswith("this is a bug: KeyError: 'oops'")
-
-
-def test_a_traceback_is_shown_only_when_asked_for(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_DEBUG", "1")
     error = told(capsys, 2, "run", "none.toml").err
     assert "Traceback" in error
@@ -259,17 +253,13 @@ sys.exit(begin())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(
-    ("words", "module", "supervised", "code"),
-    [
-        (["join", NOWHERE], "shoal.cli.main", False, 0),
-        (["join", NOWHERE], "shoal.run.join", False, 0),
-        (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
-        (["join", "nowhere"], "shoal.run.roles", True, STOPPED_CODE),
-        (["status", NOWHERE], "shoal.cli.main", False, STOPPED_CODE),
-        (["status", NOWHERE], "shoal.cli.view", False, STOPPED_CODE),
-    ],
-)
+@pytest.mark.parametrize(("words", "module", "supervised", "code"), [
+    (["join", NOWHERE], "shoal.cli.main", False, 0), (["join", NOWHERE], "shoal.run.join", False, 0),
+    (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
+    (["join", "nowhere"], "shoal.run.roles", True, STOPPED_CODE),
+    (["status", NOWHERE], "shoal.cli.main", False, STOPPED_CODE),
+    (["status", NOWHERE], "shoal.cli.view", False, STOPPED_CODE),
+])  # fmt: skip
 def test_a_signal_while_a_process_starts_ends_it_as_later_and_without_a_traceback(
     words: list[str], module: str, supervised: bool, code: int, number: signal.Signals
 ) -> None:

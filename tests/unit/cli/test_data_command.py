@@ -173,25 +173,19 @@ def test_a_prompt_that_the_model_cannot_take_makes_its_task_unusable(prompt: str
         asking().ids(Task("t", prompt, ""))
 
 
-def test_room_of_models_that_name_their_positions_otherwise_is_known() -> None:
+def test_room_of_the_model_counts_for_prompts_length_texts_and_targets() -> None:
     files = dict(read_files(model_folder("tiny")))
     config = json.loads(files["config.json"])
     del config["max_position_embeddings"]
     files["config.json"] = json.dumps({**config, "n_positions": 12}).encode()
     with pytest.raises(UnusableTask, match="room for 2 tokens"):
         Asking(files, build(EnvironmentSettings()), 10).check(Task("t", "12345678=", ""))
-
-
-def test_the_length_text_counts() -> None:
     long_text = {"targets": [5], "text": "{target}" + "!" * 240}
     asking().check(Task("t", "12345678=", ""))
     with pytest.raises(UnusableTask, match="room for 246"):
         asking(length=long_text).check(Task("t", "12345678=", ""))
     with pytest.raises(UserError, match="room for"):
         check_ingredients(recipe(environment={"length": long_text}))
-
-
-def test_targets_beyond_what_may_be_generated_are_refused() -> None:
     with pytest.raises(UserError, match=r"targets has 4000, but run.max_new_tokens is \d+"):
         check_ingredients(recipe(environment={"length": {"targets": [5, 4000]}}))
 

@@ -74,31 +74,28 @@ SUSPENDED = {"node": "cc", "state": "suspended", "reason": "sampling.seed: 2 of 
 PASSED = (credit("cc", 5), credit("cc", 6), batch(4, 5), rejected("cc", 7), banned("cc", "sampling.seed: x"))
 
 
-@pytest.mark.parametrize(
-    ("claim", "holds", "words"),
-    [
-        (learned([0.3, 0.4, 0.5]), True, "+20.0 points"),
-        (learned([0.3, 0.49]), False, "at least +20 were expected"),
-        (learned([0.3, 0.9, 0.4]), False, "0.300 → 0.400"),  # the last score counts, not the best
-        (learned([]), False, "was measured 0 times"),
-        (learned([0.9]), False, "was measured 1 times"),
-        (cheater_caught(*CAUGHT), True, "banned 4 s after the hub began, for sampling.seed: other dice; 1 rejected"),
-        (cheater_caught(rejected("cc", 3), ("sanction", SUSPENDED)), True, "suspended 2 s after the hub began, for"),
-        (cheater_caught(*PASSED), True, "2 accepted, being what honest seeds give as well (1 of them trained on)"),
-        (cheater_caught(credit("aa", 1), credit("bb", 2)), False, "not caught"),
-        (cheater_caught(rejected("cc", 3)), False, "not caught"),
-        (cheater_caught(banned("aa", "sampling.seed: x")), False, "not caught"),
-        (cheater_caught(rejected("cc", 3), banned("cc", "envelope.malformed: x")), False, "not for"),
-        (honest_unpunished(*CAUGHT), True, "2 groups accepted, 0 rejected, credit 20"),
-        (honest_unpunished(*CAUGHT, rejected("aa", 9)), False, "punished without cause"),
-        (honest_unpunished(*CAUGHT, banned("bb", "sampling.seed: x")), False, "punished without cause"),
-        (honest_unpunished(credit("aa", 1)), False, "worker-1"),
-        (model_scores_as_claimed(0.75, Recount(score=0.75, tasks=256)), True, "as claimed"),
-        (model_scores_as_claimed(0.75, Recount(score=0.75 - 1 / 256, tasks=256)), True, "as claimed"),
-        (model_scores_as_claimed(0.75, Recount(score=0.75 - 2 / 256, tasks=256)), False, "the trainer claimed 0.750"),
-        (model_scores_as_claimed(None, Recount(score=0.75, tasks=256)), False, "the trainer made no claim"),
-    ],
-)
+@pytest.mark.parametrize(("claim", "holds", "words"), [
+    (learned([0.3, 0.4, 0.5]), True, "+20.0 points"),
+    (learned([0.3, 0.49]), False, "at least +20 were expected"),
+    (learned([0.3, 0.9, 0.4]), False, "0.300 → 0.400"),  # the last score counts, not the best
+    (learned([]), False, "was measured 0 times"),
+    (learned([0.9]), False, "was measured 1 times"),
+    (cheater_caught(*CAUGHT), True, "banned 4 s after the hub began, for sampling.seed: other dice; 1 rejected"),
+    (cheater_caught(rejected("cc", 3), ("sanction", SUSPENDED)), True, "suspended 2 s after the hub began, for"),
+    (cheater_caught(*PASSED), True, "2 accepted, being what honest seeds give as well (1 of them trained on)"),
+    (cheater_caught(credit("aa", 1), credit("bb", 2)), False, "not caught"),
+    (cheater_caught(rejected("cc", 3)), False, "not caught"),
+    (cheater_caught(banned("aa", "sampling.seed: x")), False, "not caught"),
+    (cheater_caught(rejected("cc", 3), banned("cc", "envelope.malformed: x")), False, "not for"),
+    (honest_unpunished(*CAUGHT), True, "2 groups accepted, 0 rejected, credit 20"),
+    (honest_unpunished(*CAUGHT, rejected("aa", 9)), False, "punished without cause"),
+    (honest_unpunished(*CAUGHT, banned("bb", "sampling.seed: x")), False, "punished without cause"),
+    (honest_unpunished(credit("aa", 1)), False, "worker-1"),
+    (model_scores_as_claimed(0.75, Recount(score=0.75, tasks=256)), True, "as claimed"),
+    (model_scores_as_claimed(0.75, Recount(score=0.75 - 1 / 256, tasks=256)), True, "as claimed"),
+    (model_scores_as_claimed(0.75, Recount(score=0.75 - 2 / 256, tasks=256)), False, "the trainer claimed 0.750"),
+    (model_scores_as_claimed(None, Recount(score=0.75, tasks=256)), False, "the trainer made no claim"),
+])  # fmt: skip
 def test_a_claim_holds_or_fails_the_demo(claim: Claim, holds: bool, words: str) -> None:
     assert (claim.holds, words in claim.sentence) == (holds, True), claim
 

@@ -49,14 +49,11 @@ def test_little_disk_warns_and_none_stops(monkeypatch, tmp_path, least, none, ok
     assert not (tmp_path / "not").exists()
 
 
-@pytest.mark.parametrize(
-    ("problems", "ok", "text"),
-    [
-        (["", ""], True, "2 of 2 sources answer"),
-        (["", "b is down"], True, "1 of 2 sources answer: b is down; the others will do"),
-        (["a is down", "b is down"], False, "0 of 2 sources answer: a is down; check your network"),
-    ],
-)
+@pytest.mark.parametrize(("problems", "ok", "text"), [
+    (["", ""], True, "2 of 2 sources answer"),
+    (["", "b is down"], True, "1 of 2 sources answer: b is down; the others will do"),
+    (["a is down", "b is down"], False, "0 of 2 sources answer: a is down; check your network"),
+])  # fmt: skip
 def test_some_sources_of_weights_will_do(monkeypatch: Patch, problems: list[str], ok: bool, text: str) -> None:
     info = SimpleNamespace(sources=("a",), last_resort=("b",))
     said = dict(zip(("a", "b"), problems, strict=True))
@@ -72,16 +69,12 @@ def test_a_source_is_asked_as_a_worker_would_ask_it() -> None:
     assert "is not a URL" in doctor._reach(PUBLIC_ONLY, "nonsense")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "profiles", "weights", "text"),
-    [
-        ("auto", ("torch/cpu/bfloat16",), 1000, "on cpu in bfloat16, with 8.0 GiB of free memory"),
-        ("auto", ("torch/cpu/float32",), 1000, "on cpu in float32, with"),
-        ("float32", ("torch/cpu/bfloat16",), 1000, "no validator of the run can judge what this machine computes"),
-        ("auto", ("torch/cpu/float32",), 3 * 10**9, "3,000,000,000 weights, which take 12 GB in float32, and 6.87 GB"),
-    ],
-    ids=["bfloat16", "float32", "no-kind", "too-large"],
-)
+@pytest.mark.parametrize(("dtype", "profiles", "weights", "text"), [
+    ("auto", ("torch/cpu/bfloat16",), 1000, "on cpu in bfloat16, with 8.0 GiB of free memory"),
+    ("auto", ("torch/cpu/float32",), 1000, "on cpu in float32, with"),
+    ("float32", ("torch/cpu/bfloat16",), 1000, "no validator of the run can judge what this machine computes"),
+    ("auto", ("torch/cpu/float32",), 3 * 10**9, "3,000,000,000 weights, which take 12 GB in float32, and 6.87 GB"),
+], ids=["bfloat16", "float32", "no-kind", "too-large"])  # fmt: skip
 def test_compute_format_of_join_is_said(monkeypatch, dtype, profiles, weights, text):
     for module in ("shoal.engines.memory", "shoal.runtime.limits"):
         monkeypatch.setattr(f"{module}.free_memory_bytes", lambda: 8 * 2**30)
@@ -124,9 +117,7 @@ def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(tmp_pa
     assert not out.exists()
 
 
-def test_a_benchmark_measures_each_kind_of_work_beside_transformers(
-    tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_a_benchmark_measures_each_kind_of_work_beside_transformers(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "BUDGET_S", 1.0)
     monkeypatch.setattr("shoal.cli.printing.EVERY_S", 0.0)
     arguments = ["doctor", "--folder", tmp_path, "--bench", "--device", "cpu", "--max-new-tokens", "16"]
@@ -141,9 +132,7 @@ def test_a_benchmark_measures_each_kind_of_work_beside_transformers(
     assert 8 <= measured["new_tokens"] <= 16
 
 
-def test_a_benchmark_for_a_run_takes_its_policy_and_says_the_share(
-    tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_a_benchmark_for_a_run_takes_its_policy_and_says_the_share(tmp_path, capsys, monkeypatch):
     model, sampling = load_model("tiny"), SamplingParameters(temperature=1.0, max_new_tokens=9, eos_token_id=1)
     info = SimpleNamespace(profiles=("torch/cpu/float32",), proof=ProofParameters(rows=16), sampling=sampling)
     looks = iter([(10_000, 500), (30_000, 4_500)])  # 200 tokens a second
@@ -168,9 +157,7 @@ def test_a_benchmark_for_a_run_takes_its_policy_and_says_the_share(
 @pytest.mark.parametrize(("options", "message"), [
     (["--bench", "--selftest"], "three things"), (["--calibrate", "--json"], "leave it out"),
 ])  # fmt: skip
-def test_choices_of_the_doctor_that_exclude_each_other_are_refused(
-    capsys: Capture, options: list[str], message: str
-) -> None:
+def test_choices_of_the_doctor_that_exclude_each_other_are_refused(capsys, options, message):
     assert message in told(capsys, 2, "doctor", *options).err
 
 

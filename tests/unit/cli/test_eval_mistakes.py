@@ -36,19 +36,16 @@ SORT, ADDITION, MINE = {"options": {"max_digits": 9}}, {"name": "addition"}, {"f
 DATA = {"name": "dataset", "data": "{tmp}/data.jsonl"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "overrides", "settings", "whole"),
-    [
-        ("sort", ["environment.options.max_digits=9"], SORT, False),
-        ("{tmp}/run/recipe.toml", [], ADDITION, False),
-        ("{tmp}/my.py", [], MINE, False),
-        ("{tmp}/run", [], ADDITION, False),
-        ("{tmp}/data.jsonl", [], DATA, True),
-        ("dataset:{tmp}/data.jsonl", [], DATA, True),
-        *((f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True) for name in ("aime",
-            "columns")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "overrides", "settings", "whole"), [
+    ("sort", ["environment.options.max_digits=9"], SORT, False),
+    ("{tmp}/run/recipe.toml", [], ADDITION, False),
+    ("{tmp}/my.py", [], MINE, False),
+    ("{tmp}/run", [], ADDITION, False),
+    ("{tmp}/data.jsonl", [], DATA, True),
+    ("dataset:{tmp}/data.jsonl", [], DATA, True),
+    *((f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True) for name in ("aime",
+        "columns")),
+])  # fmt: skip
 def test_tasks_are_named_in_many_ways(tmp_path, data, spec, overrides, settings, whole):
     (tmp_path / "my.py").write_text("")
     (tmp_path / "run").mkdir()
@@ -60,13 +57,10 @@ def test_tasks_are_named_in_many_ways(tmp_path, data, spec, overrides, settings,
     assert (None if source.recipe is None else source.recipe.run.max_new_tokens) == (9 if "run" in spec else None)
 
 
-def test_the_environment_of_a_run_is_not_changed(tmp_path: Path) -> None:
+def test_environment_of_a_run_is_not_changed_and_its_model_has_the_name_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     with pytest.raises(ConfigError, match="give its recipe instead"):
         task_source(str(tmp_path), ["environment.name=sort"])
-
-
-def test_a_runs_model_is_called_as_its_folder_is(tmp_path: Path) -> None:
     export = tmp_path / "three" / "trainer" / "export"
     export.mkdir(parents=True)
     (tmp_path / "three" / "recipe.toml").write_text('[run]\nname = "tiny"\n')
@@ -84,13 +78,10 @@ def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: P
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("command", "out", "said"),
-    [
-        ("eval tiny --env", "taken", "holds thesis.tex"), ("filter tiny", "free.parquet", "holds thesis.tex"),
-        ("eval tiny --env", "taken/thesis.tex", "is a file"), ("filter tiny", "taken/thesis.tex/x.parquet", "a file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "out", "said"), [
+    ("eval tiny --env", "taken", "holds thesis.tex"), ("filter tiny", "free.parquet", "holds thesis.tex"),
+    ("eval tiny --env", "taken/thesis.tex", "is a file"), ("filter tiny", "taken/thesis.tex/x.parquet", "a file"),
+])  # fmt: skip
 def test_a_place_that_cannot_take_results_is_refused_before_tasks_or_models_are_loaded(
     command: str, out: str, said: str, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -48,7 +48,7 @@ def test_preparing_makes_the_recipe_the_keys_and_certificates(folder: RunFolder)
         assert document.run == folder.run_id == f"run-{fingerprint(folder.key('root').public_key)[:12]}"
 
 
-def test_a_recipe_with_a_password_is_its_owners_and_never_shown(tmp_path: Path) -> None:
+def test_recipe_with_a_password_is_private_and_any_password_is_masked(tmp_path: Path) -> None:
     given = recipe("hub.database=postgresql://shoal:s3cret@db.example:5432/run?sslpassword=s3cret2")
     folder = RunFolder.prepare(tmp_path / "run", given)
     assert (folder.path / "recipe.toml").stat().st_mode & 0o777 == 0o600
@@ -57,9 +57,6 @@ def test_a_recipe_with_a_password_is_its_owners_and_never_shown(tmp_path: Path) 
     assert "s3cret" not in shown
     assert "postgresql://shoal:***@db.example:5432/run?sslpassword=***" in shown
     assert without_passwords(recipe()) == recipe()
-
-
-def test_a_password_may_have_any_character() -> None:
     for url in ("postgresql://u:a/b@c@h/d", "postgresql://:a/b@c@h", "postgres://u:a/b@c@h:1/d?x=y"):
         assert masked(url) == url.replace("a/b@c", "***")
 
@@ -132,14 +129,11 @@ def begun(folder: RunFolder) -> RunFolder:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("before", "override", "command"),
-    [
-        ("", "hub.database=postgresql://u:s3cret@h/d", r" --set hub.database=postgresql://u:\*\*\*@h/d"),
-        ("", "hub.storage=s3://bucket/x", " --set hub.storage=s3://bucket/x"),
-        ("hub.database=postgresql://u:old@h/d", "hub.host=127.0.0.1", ""),  # nor back, by its first recipe
-    ],
-)
+@pytest.mark.parametrize(("before", "override", "command"), [
+    ("", "hub.database=postgresql://u:s3cret@h/d", r" --set hub.database=postgresql://u:\*\*\*@h/d"),
+    ("", "hub.storage=s3://bucket/x", " --set hub.storage=s3://bucket/x"),
+    ("hub.database=postgresql://u:old@h/d", "hub.host=127.0.0.1", ""),  # nor back, by its first recipe
+])  # fmt: skip
 def test_only_a_restore_moves_a_run_that_has_begun(tmp_path: Path, before: str, override: str, command: str) -> None:
     run = begun(RunFolder.prepare(tmp_path / "run", recipe(*before.split())))
     there = files(run.path)
@@ -211,13 +205,18 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_an_earlier_port_that_is_taken_is_replaced_by_another(folder: RunFolder, taken: int) -> None:
+def test_taken_port_and_damaged_endpoints_are_replaced(folder: RunFolder, taken: int) -> None:
     first = folder.assign_endpoints()
     path = folder.path / "endpoints.json"
     path.write_text(path.read_text().replace(first.origin, f"http://127.0.0.1:{taken}"))
     second = folder.assign_endpoints()
     assert port_of(second.origin) != taken
     assert second.hub == first.hub
+    folder.assign_endpoints()
+    (folder.path / "endpoints.json").write_text('{"hub": 3')
+    with pytest.raises(ConfigError, match=r"endpoints\.json is damaged"):
+        _ = folder.endpoints
+    assert isinstance(folder.assign_endpoints(), Endpoints)
 
 
 def test_unusable_address_is_one_sentence(tmp_path: Path, taken: int) -> None:
@@ -227,14 +226,6 @@ def test_unusable_address_is_one_sentence(tmp_path: Path, taken: int) -> None:
     folder = RunFolder.prepare(tmp_path / "other", recipe("hub.host=192.0.2.1"))
     with pytest.raises(ResourceError, match=r"192\.0\.2\.1 .*is it an address of this machine"):
         folder.assign_endpoints()
-
-
-def test_damaged_endpoints_are_named_and_replaced(folder: RunFolder) -> None:
-    folder.assign_endpoints()
-    (folder.path / "endpoints.json").write_text('{"hub": 3')
-    with pytest.raises(ConfigError, match=r"endpoints\.json is damaged"):
-        _ = folder.endpoints
-    assert isinstance(folder.assign_endpoints(), Endpoints)
 
 
 @pytest.mark.parametrize(

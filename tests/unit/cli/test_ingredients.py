@@ -30,18 +30,13 @@ def reward_file(folder: Path, source: str) -> Recipe:
     return Recipe.model_validate({"environment": {"file": str(file)}}, strict=False)
 
 
-@pytest.mark.parametrize(
-    ("source", "sentence"),
-    [
-        ("tasks = [('', '1'), ('1=', '1')]" + SCORE, "has no tokens"),
-        ("tasks = [('héllo', '1'), ('1=', '1')]" + SCORE, "does not know"),
-        ("tasks = [('1' * 100000, '1'), ('1=', '1')]" + SCORE, "room for"),
-        (SCORE_TWO + "task['answer']", "TypeError"),
-        (SCORE_TWO + "__import__('sys').exit(7)", "SystemExit"),
-        ("import sys\nsys.exit(7)" + SCORE, "does not load"),
-        (SCORE_TWO + "{'value': 1, 'parts': {'task': 1.0}}", "call 'task' something else"),
-    ],
-)
+@pytest.mark.parametrize(("source", "sentence"), [
+    ("tasks = [('', '1'), ('1=', '1')]" + SCORE, "has no tokens"),
+    ("tasks = [('héllo', '1'), ('1=', '1')]" + SCORE, "does not know"),
+    ("tasks = [('1' * 100000, '1'), ('1=', '1')]" + SCORE, "room for"), (SCORE_TWO + "task['answer']", "TypeError"),
+    (SCORE_TWO + "__import__('sys').exit(7)", "SystemExit"), ("import sys\nsys.exit(7)" + SCORE, "does not load"),
+    (SCORE_TWO + "{'value': 1, 'parts': {'task': 1.0}}", "call 'task' something else"),
+])  # fmt: skip
 def test_an_environment_that_cannot_work(tmp_path: Path, source: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as refusal:
         check_ingredients(reward_file(tmp_path, source))
@@ -60,14 +55,10 @@ def test_a_colon_in_an_id_makes_no_mixture(tmp_path: Path) -> None:
     assert len(_check_tasks(build(EnvironmentSettings.model_validate({"mix": parts})), None)) == 2
 
 
-@pytest.mark.parametrize(
-    ("judge", "sentence"),
-    [
-        ({"url": "http://host:port/v1", "model": "m"}, "is no address"),
-        ({"url": "http://judge.test/v1", "model": "m"}, "SHOAL_JUDGE_KEY"),
-        ({"path": "/nowhere"}, "is no folder"),
-    ],
-)
+@pytest.mark.parametrize(("judge", "sentence"), [
+    ({"url": "http://host:port/v1", "model": "m"}, "is no address"),
+    ({"url": "http://judge.test/v1", "model": "m"}, "SHOAL_JUDGE_KEY"), ({"path": "/nowhere"}, "is no folder"),
+])  # fmt: skip
 def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "schlüssel")
     recipe = Recipe.model_validate({"environment": {"judges": [{"label": "taste", **judge}]}})
@@ -129,13 +120,10 @@ def test_one_file_of_several_that_is_missing(model: Path) -> None:
         check_ingredients(with_model(model))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"vocab_size": 5}, r"knows \d+ tokens, but the model has embeddings for 5: use the tokenizer that"),
-        ({"eos_token_id": 10**6}, "is 1000000, beyond the"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"vocab_size": 5}, r"knows \d+ tokens, but the model has embeddings for 5: use the tokenizer that"),
+    ({"eos_token_id": 10**6}, "is 1000000, beyond the"),
+])  # fmt: skip
 def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], words: str) -> None:
     for name in ("config.json", "generation_config.json"):
         (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **changes}))
@@ -166,17 +154,13 @@ def test_kinds_that_no_validator_judges_are_refused(changes: dict[str, object], 
         check_ingredients(Recipe.model_validate(changes, strict=False))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"worker": {"dtype": "bfloat16"}, "validator": {"profiles": ["torch/cpu/bfloat16"]}},
-        {"worker": {"dtype": "bfloat16", "count": 0}},
-        {"worker": {"dtype": "bfloat16"}, "trainer": {"publish_dtype": "bfloat16"}},
-        {"worker": {"device": "cpu"}, "validator": {"dtype": "bfloat16"}},
-        {"worker": {"engine": "scripted"}, "validator": {"engine": "scripted"}},
-    ],
-    ids=["named", "no-workers", "measured", "coarse-validator", "scripted"],
-)
+@pytest.mark.parametrize("changes", [
+    {"worker": {"dtype": "bfloat16"}, "validator": {"profiles": ["torch/cpu/bfloat16"]}},
+    {"worker": {"dtype": "bfloat16", "count": 0}},
+    {"worker": {"dtype": "bfloat16"}, "trainer": {"publish_dtype": "bfloat16"}},
+    {"worker": {"device": "cpu"}, "validator": {"dtype": "bfloat16"}},
+    {"worker": {"engine": "scripted"}, "validator": {"engine": "scripted"}},
+], ids=["named", "no-workers", "measured", "coarse-validator", "scripted"])  # fmt: skip
 def test_kinds_that_a_validator_judges_pass(changes: dict[str, object]) -> None:
     check_engines(Recipe.model_validate(changes, strict=False))
 
@@ -281,14 +265,11 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_everything_is_read_and_written_back_the_same(recipe: Path) -> None:
+def test_recipe_is_written_back_the_same_and_its_paths_are_relative_to_it(recipe: Path) -> None:
     loaded = load_recipe(recipe)
     assert parse_config(dump_config(loaded), Recipe, "again") == loaded
     assert loaded.environment.options["list"] == [1, 2.5, "x", True, [{"deep": "er"}]]
     assert loaded.environment.length.targets == (8, 16)
-
-
-def test_paths_are_meant_from_where_the_recipe_lies_and_a_restored_run_is_told_what_it_lacks(recipe: Path) -> None:
     loaded, base = load_recipe(recipe), recipe.parent
     assert loaded.model.path == str(base / "models" / "small")
     assert load_recipe(recipe, ["model.path=tiny"]).model.path == "tiny"
@@ -315,16 +296,13 @@ def test_overrides_reach_into_tables_and_are_meant_from_here(recipe: Path, tmp_p
     assert changed.options["depth"] == {"of": {"nesting": 3}}
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("environment.mix.7.weight=1", "give a number from 0 to 2 in place of 7"),
-        ("environment.mix.first.weight=1", "give a number from 0 to 2 in place of first"),
-        ("environment.mix.0=1", "would be a whole table"),
-        ("environment.length.targets.0=1", "targets is a value, not a section"),
-        ("environment.length.from=max", r"\[environment.length\] has no key 'from'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "sentence"), [
+    ("environment.mix.7.weight=1", "give a number from 0 to 2 in place of 7"),
+    ("environment.mix.first.weight=1", "give a number from 0 to 2 in place of first"),
+    ("environment.mix.0=1", "would be a whole table"),
+    ("environment.length.targets.0=1", "targets is a value, not a section"),
+    ("environment.length.from=max", r"\[environment.length\] has no key 'from'"),
+])  # fmt: skip
 def test_overrides_that_go_nowhere(recipe: Path, override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load_recipe(recipe, [override])

@@ -64,13 +64,10 @@ def finished(process: Forked | subprocess.Popen[bytes], tmp_path: Path) -> tuple
     return code, error
 
 
-@pytest.mark.parametrize(
-    ("option", "size", "message"),
-    [
-        ("--max-memory", "100kB", "weights, which take 691 kB in float32, and 100 kB"),
-        ("--max-disk", "3B", "and 3 bytes are allowed"),
-    ],
-)
+@pytest.mark.parametrize(("option", "size", "message"), [
+    ("--max-memory", "100kB", "weights, which take 691 kB in float32, and 100 kB"),
+    ("--max-disk", "3B", "and 3 bytes are allowed"),
+])  # fmt: skip
 def test_policy_above_a_limit_names_the_option(served, tmp_path, option, size, message):
     served.publish(0)
     words = (served.endpoints.join, "--engine", "scripted", "--no-check", option, size)

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.prepare(tmp_path / "run", recipe)
 
 
-def test_each_role_is_a_command_of_the_same_program_and_a_cheater_has_one_option_more() -> None:
+def test_each_role_is_a_command_of_the_same_program_and_essential_roles_end_the_run() -> None:
     run = Path("/r")
     assert command_of(run, "origin") == ["relay", "--origin", "/r"]
     assert command_of(run, "validator-1") == ["validator", "/r", "--index", "1"]
@@ -48,9 +48,6 @@ def test_each_role_is_a_command_of_the_same_program_and_a_cheater_has_one_option
     assert honest.argv == (sys.executable, "-m", "shoal.cli", "join", "/r", "--index", "0")
     assert honest.log == run / "logs" / "worker-0.log"
     assert cheater == replace(honest, argv=(*honest.argv, "--cheat", "best-of"))
-
-
-def test_essential_roles_end_the_run_and_others_do_not() -> None:
     names = ("hub", "origin", "relay-0", "trainer", "validator-0", "worker-0")
     kinds = {name: process_spec(Path("/r"), name) for name in names}
     assert [spec.when_done for spec in kinds.values()] == ["restart", "restart", "restart", "end", "rest", "rest"]
@@ -141,19 +138,16 @@ def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: Run
     assert display.said[-1].startswith("stopping (SIGINT)")
 
 
-@pytest.mark.parametrize(
-    ("code", "rows", "last"),
-    [
-        (0, [], "the trained model is in {run}/trainer/export"),
-        (1, [], "0 steps in 1 s"),
-        (130, [], "to resume: {shoal} run {run}"),
-        (0, [{"step": 0, "groups": 0, "dropped_groups": 4}], "the unchanged model is in {run}/trainer/export"),
-        (0, [{"step": 0, "held_out": 0.5}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
-        (0, [{"step": 0, "held_out": 0.75}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
-        (0, [{"step": 0, "held_out": 0.9}, {"step": 2, "held_out": 0.9}, {"step": 5, "held_out": 0.75}],
-         "version 2 has the best held-out score, 0.900 (last 0.750); to take it: {shoal} export {run} OUT --best"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("code", "rows", "last"), [
+    (0, [], "the trained model is in {run}/trainer/export"),
+    (1, [], "0 steps in 1 s"),
+    (130, [], "to resume: {shoal} run {run}"),
+    (0, [{"step": 0, "groups": 0, "dropped_groups": 4}], "the unchanged model is in {run}/trainer/export"),
+    (0, [{"step": 0, "held_out": 0.5}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
+    (0, [{"step": 0, "held_out": 0.75}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
+    (0, [{"step": 0, "held_out": 0.9}, {"step": 2, "held_out": 0.9}, {"step": 5, "held_out": 0.75}],
+     "version 2 has the best held-out score, 0.900 (last 0.750); to take it: {shoal} export {run} OUT --best"),
+])  # fmt: skip
 def test_how_a_run_ended_decides_what_to_do_next(folder, code, rows, last):
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -162,14 +156,11 @@ def test_how_a_run_ended_decides_what_to_do_next(folder, code, rows, last):
     assert ("unchanged" in last) == any(line.startswith("nothing was trained on: all 4 groups") for line in said)
 
 
-def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folder: RunFolder) -> None:
+def test_folder_that_another_start_has_changed_or_runs_in_is_refused(folder: RunFolder, monkeypatch: Patch) -> None:
     other = folder.recipe.model_copy(update={"run": folder.recipe.run.model_copy(update={"seed": 7})})
     with pytest.raises(ConfigError, match="another start has just made another run"):
         launch(RunFolder(folder.path, other), 600.0, StopToken(), RecordingDisplay())
     assert not (folder.path / "endpoints.json").exists()
-
-
-def test_two_runs_in_one_folder_are_refused(monkeypatch: Patch, folder: RunFolder) -> None:
     monkeypatch.setattr(launch_module, "LOCK_WAIT_S", 0.0)
     with (
         FolderLock(folder.path).acquire(StopToken()),
@@ -187,14 +178,10 @@ def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: Patch, 
     assert start(folder).ending.exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("cook", "there is no role 'cook'"),
-        ("validator-7", "this run has 2 validators; there is no --index 7"),
-        ("relay-7", "this run has 1 relays; there is no --index 7"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("cook", "there is no role 'cook'"), ("validator-7", "this run has 2 validators; there is no --index 7"),
+    ("relay-7", "this run has 1 relays; there is no --index 7"),
+])  # fmt: skip
 def test_a_role_that_the_run_does_not_have(folder: RunFolder, name: str, message: str) -> None:
     folder.assign_endpoints()
     with pytest.raises(ConfigError, match=message):

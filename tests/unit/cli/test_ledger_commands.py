@@ -115,20 +115,17 @@ def test_an_honest_ledger_holds(run: Path) -> None:
     assert again.pins[-1].head.index == rows(run)[-1].index
 
 
-@pytest.mark.parametrize(
-    ("tamper", "words"),
-    [
-        (lambda run: execute(run, 'UPDATE ledger SET body = ? WHERE "index" = 3', "{}"), "row 3 was changed"),
-        (lambda run: execute(run, 'DELETE FROM ledger WHERE "index" = 3'), "row 3 is missing"),
-        (cut_off, r"ends at row 3, but row 6 was signed for \(the manifest of policy 0.1\): it was rolled back"),
-        (forged_row(6, digest="another"), r"row 6 is not the one that was signed for \(the manifest of policy 0.1\)"),
-        (forged_row(3, at_ms=7), r"row 3 is not the one that the hub named in the receipt behind row 5"),
-        (forged_row(3, tokens=32, credit=32), r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row "),
-        (lose_a_verdict, r"row 3 \(credit\) is not proven: its signed verdict is missing"),
-        (order_unsigned, r"row \d+ \(admin\) is not proven: an order of the run"),
-        (lambda run: execute(run, "UPDATE nodes SET credit = 31 WHERE name = 'alice'"), "has 31 credit and 0 pending"),
-    ],
-)
+@pytest.mark.parametrize(("tamper", "words"), [
+    (lambda run: execute(run, 'UPDATE ledger SET body = ? WHERE "index" = 3', "{}"), "row 3 was changed"),
+    (lambda run: execute(run, 'DELETE FROM ledger WHERE "index" = 3'), "row 3 is missing"),
+    (cut_off, r"ends at row 3, but row 6 was signed for \(the manifest of policy 0.1\): it was rolled back"),
+    (forged_row(6, digest="another"), r"row 6 is not the one that was signed for \(the manifest of policy 0.1\)"),
+    (forged_row(3, at_ms=7), r"row 3 is not the one that the hub named in the receipt behind row 5"),
+    (forged_row(3, tokens=32, credit=32), r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row "),
+    (lose_a_verdict, r"row 3 \(credit\) is not proven: its signed verdict is missing"),
+    (order_unsigned, r"row \d+ \(admin\) is not proven: an order of the run"),
+    (lambda run: execute(run, "UPDATE nodes SET credit = 31 WHERE name = 'alice'"), "has 31 credit and 0 pending"),
+])  # fmt: skip
 def test_tampering_is_found(run: Path, tamper: Callable[[Path], None], words: str) -> None:
     tamper(run)
     with pytest.raises(LedgerError, match=words):
@@ -268,7 +265,7 @@ def test_a_name_that_is_the_start_of_anothers_id_stands_for_neither() -> None:
     assert book.find("bb" * 8) == ["bb" * 16]
 
 
-def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: Capture) -> None:
+def test_accounts_and_shares_for_people_and_programs_are_not_cut_in_a_pipe(run, capsys, monkeypatch):
     assert "30" in told(capsys, 0, "ledger", "show", run, "bob").out
     first = json.loads(told(capsys, 0, "ledger", "show", run, "--step", "0", "--json").out)
     assert [share["fraction"] for share in first["shares"]] == [[3, 4], [1, 4]]
@@ -277,9 +274,6 @@ def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: Capture)
     assert "1/2" in told(capsys, 0, "ledger", "show", run).out
     assert main(["ledger", "show", str(run), "nobody"]) == 2
     assert main(["ledger", "show", str(run), "--step", "900"]) == 2
-
-
-def test_accounts_are_not_cut_when_they_are_piped(run: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     heads, row = told(capsys, 0, "ledger", "show", run, "bob").out.splitlines()
     assert heads.split() == ["node", "name", "credit", "pending", "void", "accepted", "rejected", "standing"]

@@ -163,7 +163,7 @@ def test_a_reader_takes_the_witness_that_it_trusts(folder: RunFolder, tmp_path: 
     assert main(["ledger", "verify", str(folder.path), "--witness", "no key"]) == 2
 
 
-def test_a_witnesss_document_that_is_given_counts_as_its_word(folder: RunFolder, tmp_path: Path) -> None:
+def test_document_of_a_witness_counts_by_file_and_by_address(folder: RunFolder, tmp_path: Path) -> None:
     where, elsewhere = tmp_path / "w", tmp_path / "elsewhere"
     assert look(folder, where, elsewhere) == 0
     key = key_of(where)
@@ -171,6 +171,11 @@ def test_a_witnesss_document_that_is_given_counts_as_its_word(folder: RunFolder,
         check_ledger(str(folder.path), witnesses=[key])
     checked = check_ledger(str(folder.path), head=elsewhere / witness_key(key), witnesses=[key])
     assert any(pin.source == f"witness {key[:16]}…" for pin in checked.pins)
+    where, origin = tmp_path / "w", folder.path / "origin"
+    assert look(folder, where, origin) == 0
+    with served(origin) as source:
+        checked = check_ledger(str(folder.path), witnesses=[f"{key_of(where)}@{source}"])
+    assert sum("witness" in pin.source for pin in checked.pins) == 2, "in the folder, and by its address"
 
 
 def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, forked: Path, own_home: Path) -> None:
@@ -289,14 +294,6 @@ def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(fo
         pins = place.pins(folder.run_id, folder.root_key)
     assert [pin.source for pin in pins] == ["the hub's signed head", "the manifest of policy 0.2"]
     assert (place.notes, second.exists()) == ([], True)
-
-
-def test_witnessed_head_is_served_and_read_by_its_address(folder: RunFolder, tmp_path: Path) -> None:
-    where, origin = tmp_path / "w", folder.path / "origin"
-    assert look(folder, where, origin) == 0
-    with served(origin) as source:
-        checked = check_ledger(str(folder.path), witnesses=[f"{key_of(where)}@{source}"])
-    assert sum("witness" in pin.source for pin in checked.pins) == 2, "in the folder, and by its address"
 
 
 def test_heads_of_receipts_prove_a_fork(folder: RunFolder, tmp_path: Path, own_home: Path, capsys: Capture) -> None:

@@ -125,10 +125,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("data check a.jsonl --order 1 --set question=text", 2, "there is no column 'text' for the question"),
     ("data demos sort --out a.jsonl", 2, "give a file that is not there yet"),
     ("data demos sort --out x.jsonl --form 7", 2, "say with {answer} where the answer goes"),
-    (
-        "data demos sort --out x.jsonl --form 'It is {answer}' --set environment.train_size=20", 2,
-        "none of the 20 tasks has an answer that, written as 'It is {answer}', is right",
-    ),
+    ("data demos sort --out x.jsonl --form 'It is {answer}' --set environment.train_size=20", 2,
+        "none of the 20 tasks has an answer that, written as 'It is {answer}', is right"),
     (f"{SFT} --verify", 2, "--verify: there is no environment here; give one with --env"),
     (f"{SFT} --best 0.5", 2, "belong together"),
     (f"{SFT} --rank there", 2, "belong together"),
@@ -151,9 +149,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("plan TINY --set 'trainer.lora.targets=[\"qproj\"]'", 2, "can have an adapter is called 'qproj'; there are: "),
     *((f"plan TINY {name} {value}", 2, f"'{name}': '{value}' is not a number from ")
       for name in ("--parameters", "--memory", "--gpu-hour-price") for value in ("inf", "nan", "-1")),
-    *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in (
-        "speed=3", "link_mbit", "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1",
-        "length_share=5", "length_share=nan")),
+    *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in ("speed=3", "link_mbit",
+        "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1", "length_share=5", "length_share=nan")),
     # a machine
     ("doctor --selftest --calibrate", 2, "ask for one of them"),
     ("doctor --selftest --against cuda", 2, "write device/format"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from kit import Capture, Logs, Patch
+from kit import Capture
 from kit.cli import TINY, told
 from shoal.cli.main import main
 from shoal.errors import ResourceError
@@ -116,26 +116,23 @@ def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mappin
     assert "trainer.memory.recompute=true" not in alternatives(shape, settings(memory={"recompute": True}), 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        ("tiny.toml --memory 4", 0, ["Qwen3ForCausalLM: 0.2 M weights, 3 layers", "of 4.00: fits (activations are an",
-         "machines needed: 1 to train, 1 worker, 1 validator\nsettings that depend"]),  # no more for a toy
-        ("tiny.toml --memory 8 --parameters 1e7", 0, ["a guessed shape for --parameters 1e+07: "]),
-        ("tiny.toml --memory 1.2 --devices 2 --set trainer.objective.kl=0.1", 3,
-         ["by 2 processes on cuda", "of 1.20: does not fit", "reference", "recompute=true"]),
-        ("one-gpu.toml --parameters 1e9 --memory 24", 3, ["of 10.80: does not fit", "fit into 6.0 GiB; 1 loaded",
-         "\n  a validator does not fit into 6.0 GiB. It takes one of these: 1 device of at least 33.9 GiB, of which it "
-         "has 25%; a device of its own, of 8.5 GiB (--set validator.memory_share=1); --set validator.dtype=bfloat16"]),
-        ("intellect2.toml --parameters 32.8e9 --memory 80", 3,
-         ["a validator does not fit into 80.0 GiB. It takes one of these: 5 devices of at least 123.2 GiB\n"]),
-        ("tiny.toml --parameters 32.8e9 --memory 80", 3, ["a worker does not fit into 80.0 GiB. It takes one of these: "
-         "1 device of at least 123.2 GiB; --set worker.dtype=bfloat16: 62.1 GiB, fits; "]),
-        ("tiny.toml --memory 80 --parameters 6e8 --set model.path=missing --gpu-hour-price 2 --assume link_mbit=200", 0,
-         ["memory, GiB", "disk, GB", "bytes of a version", "time of a step", "machines needed", "money: ",
-          "link_mbit                  200", "hub.lease_s                             60   derived"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "code", "words"), [
+    ("tiny.toml --memory 4", 0, ["Qwen3ForCausalLM: 0.2 M weights, 3 layers", "of 4.00: fits (activations are an",
+     "machines needed: 1 to train, 1 worker, 1 validator\nsettings that depend"]),  # no more for a toy
+    ("tiny.toml --memory 8 --parameters 1e7", 0, ["a guessed shape for --parameters 1e+07: "]),
+    ("tiny.toml --memory 1.2 --devices 2 --set trainer.objective.kl=0.1", 3,
+     ["by 2 processes on cuda", "of 1.20: does not fit", "reference", "recompute=true"]),
+    ("one-gpu.toml --parameters 1e9 --memory 24", 3, ["of 10.80: does not fit", "fit into 6.0 GiB; 1 loaded",
+     "\n  a validator does not fit into 6.0 GiB. It takes one of these: 1 device of at least 33.9 GiB, of which it "
+     "has 25%; a device of its own, of 8.5 GiB (--set validator.memory_share=1); --set validator.dtype=bfloat16"]),
+    ("intellect2.toml --parameters 32.8e9 --memory 80", 3,
+     ["a validator does not fit into 80.0 GiB. It takes one of these: 5 devices of at least 123.2 GiB\n"]),
+    ("tiny.toml --parameters 32.8e9 --memory 80", 3, ["a worker does not fit into 80.0 GiB. It takes one of these: "
+     "1 device of at least 123.2 GiB; --set worker.dtype=bfloat16: 62.1 GiB, fits; "]),
+    ("tiny.toml --memory 80 --parameters 6e8 --set model.path=missing --gpu-hour-price 2 --assume link_mbit=200", 0,
+     ["memory, GiB", "disk, GB", "bytes of a version", "time of a step", "machines needed", "money: ",
+      "link_mbit                  200", "hub.lease_s                             60   derived"]),
+])  # fmt: skip
 def test_the_command_says_what_fits_and_what_would(arguments, code, words, capsys):
     recipe, *options = arguments.split()
     assert main(["plan", str(TINY.parent / recipe), *options]) == code
@@ -167,21 +164,15 @@ def test_help_and_mistakes_need_no_torch() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(files: Mapping[str, bytes], monkeypatch: Patch) -> None:
+def test_missing_memory_is_refused_warned_of_and_named_when_it_runs_out(files, monkeypatch, caplog):
     monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 2 * GIB))
     with pytest.raises(ResourceError, match=r"takes about .* GiB on each device \(weights 0.8.*moments .*2.0 GiB") as e:
         memory.within_memory(settings(), files, 1, weight_bytes=GIB).__enter__()
     assert e.value.exit_code == 3
     memory.within_memory(settings(), files, 1, weight_bytes=1000).__enter__()  # small on disk: not looked at
-
-
-def test_an_estimate_alone_refuses_nothing(files: Mapping[str, bytes], monkeypatch: Patch, caplog: Logs) -> None:
     monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 6 * GIB))
     memory.within_memory(settings(), files, 1, weight_bytes=GIB).__enter__()
     assert "training may run out of memory" in caplog.text
-
-
-def test_running_out_of_memory_becomes_a_message_with_the_numbers(files: Mapping[str, bytes]) -> None:
     said = r"out of memory \(CUDA out of memory.*training takes about"
     with pytest.raises(ResourceError, match=said), memory.within_memory(settings(), files, processes=1):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
@@ -219,7 +210,7 @@ def planning(text: str = LARGE, speeds: Speeds = Speeds(), processes: int = 8) -
     return Planning(recipe, SHAPE, planned, processes, "cuda", 131 * GIB, speeds)
 
 
-def test_memory_of_every_role() -> None:
+def test_memory_of_every_role_and_of_one_sequence() -> None:
     """The first of eight ranks: 2 bytes a weight as it is published, 12 of the state, all gathered by it: 14."""
     found = {name: host for name, _, host, _ in planning().memory()}
     assert found["trainer, 8 on one host"] == 14 * WEIGHTS + 8 * GIB
@@ -227,9 +218,11 @@ def test_memory_of_every_role() -> None:
     assert found["trainer, each other process"] == GIB
     policies = 2 * 64 * 10**9  # one, and one for second looks in another number format
     assert planning().device_bytes("validator") == policies + GIB
+    # half of 500,000 bytes for each of 32,768 tokens beside 64 GB of weights; a worker without it finishes none
+    assert planning().device_bytes("worker") == 64 * 10**9 + GIB + 250_000 * 32_768
 
 
-def test_disk_of_every_role() -> None:
+def test_disk_of_every_role_and_of_a_short_run() -> None:
     """Checkpoints have 384 GB. Kept: 1 newest, 1 best, 2 from before, 1 being written."""
     found = {name: (running / 1e9, finished / 1e9) for name, running, finished, _ in planning().disk()}
     assert found["trainer: checkpoints"] == (5 * 384, 2 * 384)
@@ -243,16 +236,17 @@ def test_disk_of_every_role() -> None:
     assert found["each worker"] == pytest.approx((3 * 64 + 3 * delta, 0))
     tokens = 256 * 16 * 8192 * 400
     assert found["hub"][1] == pytest.approx((tokens * 14 + 256 * 400 * 10_000 + 300_000) / 1e9)
+    # 14 steps, 384 GB each: 1 newest, 1 best, 1 being written, and version 0
+    short = LARGE.replace("steps = 400", "steps = 14").replace("[trainer]", "[trainer]\ncheckpoint_every = 1")
+    _, running, *_ = next(planning(short).disk())
+    assert running == 3 * 12 * WEIGHTS + 4 * WEIGHTS
 
 
-@pytest.mark.parametrize(
-    ("rate", "share", "origin"),
-    [
-        pytest.param(1e-6, 0.41, 3 + (8 + 4 + 2) * 0.41, id="a delta pays, and four follow a whole version"),
-        pytest.param(1e-5, 0.514, 3 + (7 + 3) * 0.514, id="ten times the rate changes 3.3 bits more"),
-        pytest.param(1e-3, 1.0, 6, id="no delta pays"),
-    ],
-)
+@pytest.mark.parametrize(("rate", "share", "origin"), [
+    pytest.param(1e-6, 0.41, 3 + (8 + 4 + 2) * 0.41, id="a delta pays, and four follow a whole version"),
+    pytest.param(1e-5, 0.514, 3 + (7 + 3) * 0.514, id="ten times the rate changes 3.3 bits more"),
+    pytest.param(1e-3, 1.0, 6, id="no delta pays"),
+])  # fmt: skip
 def test_in_float32_deltas_are_large_or_none(rate: float, share: float, origin: float) -> None:
     text = LARGE.replace('"bfloat16"\n[trainer.memory]', f'"float32"\nlearning_rate = {rate}\n[trainer.memory]')
     found = planning(text)
@@ -262,17 +256,10 @@ def test_in_float32_deltas_are_large_or_none(rate: float, share: float, origin: 
     assert disk["each worker"] == pytest.approx(3 * (1 + share if share < 1 else 1), 0.01)
 
 
-def test_a_short_run_keeps_its_first_checkpoint_which_has_no_moments() -> None:
-    """14 steps, 384 GB each: 1 newest, 1 best, 1 being written, and version 0."""
-    short = LARGE.replace("steps = 400", "steps = 14").replace("[trainer]", "[trainer]\ncheckpoint_every = 1")
-    _, running, *_ = next(planning(short).disk())
-    assert running == 3 * 12 * WEIGHTS + 4 * WEIGHTS
-
-
 LONGEST = 8192 * (1 + math.log(3))
 
 
-def test_time_machines_and_money() -> None:
+def test_time_machines_and_money_follow_from_the_speeds() -> None:
     """33,554,432 tokens. Training: x 6 x 32e9 / (8 x 127e12) = 6,341.0 s, and 1. Audits, of a group of 131,072
     tokens: 52.4 s by 160 TFLOP/s, 0.052 s, and for 0.32 of them a branch of 8,192 tokens of 45.7 ms each: 761 tokens/s,
     so 7 validators.
@@ -294,6 +281,13 @@ def test_time_machines_and_money() -> None:
     assert found.cost(2.0) == pytest.approx(99 * 2 * 400 * found.step_s / 3600)
     patient = planning(speeds=Speeds(decode_s=3.0))  # a completion may be 3 steps old
     assert patient.step_s == pytest.approx((0.25 + LONGEST * 3.0426667 + 15.252) / 3, rel=1e-5)
+    found = planning(speeds=Speeds(worker_tokens_s=1000, link_mbit=100))
+    assert found.workers == 6
+    assert found.chosen.policy_wait_s > planning().chosen.policy_wait_s
+    slow = planning(speeds=Speeds(link_mbit=1))
+    assert slow.step_s == {name: seconds for name, seconds, _ in slow.stages()}["transfer"] > 10_000
+    compiled = planning(LARGE.replace("recompute = true", "recompute = true\ncompile = true"))
+    assert compiled.train_s == pytest.approx(3027.5 + 0.9, abs=0.1)
 
 
 def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
@@ -305,27 +299,12 @@ def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
     assert named["generate"] == pytest.approx(found.tokens / (84 * found.worker_tokens_s))
 
 
-def test_a_worker_needs_room_for_one_sequence() -> None:
-    """Half of 500,000 bytes for each of 32,768 tokens beside 64 GB of weights; a worker without it finishes none."""
-    assert planning().device_bytes("worker") == 64 * 10**9 + GIB + 250_000 * 32_768
-
-
 def test_roles_that_share_a_gpu_have_their_parts_of_it() -> None:
     shared = LARGE.replace("[validator]", "[worker]\nmemory_share = 0.3\n[validator]\nmemory_share = 0.25")
     found = planning(shared, processes=1)
     rooms = {role: found.room(role) / (131 * GIB) for role in ("trainer", "validator", "worker")}
     assert rooms == pytest.approx({"trainer": 0.45, "validator": 0.25, "worker": 0.3})
     assert planning().room("worker") == planning().room("trainer, first process") == 131 * GIB
-
-
-def test_a_speed_that_is_given_changes_what_follows_from_it() -> None:
-    found = planning(speeds=Speeds(worker_tokens_s=1000, link_mbit=100))
-    assert found.workers == 6
-    assert found.chosen.policy_wait_s > planning().chosen.policy_wait_s
-    slow = planning(speeds=Speeds(link_mbit=1))
-    assert slow.step_s == {name: seconds for name, seconds, _ in slow.stages()}["transfer"] > 10_000
-    compiled = planning(LARGE.replace("recompute = true", "recompute = true\ncompile = true"))
-    assert compiled.train_s == pytest.approx(3027.5 + 0.9, abs=0.1)
 
 
 @pytest.mark.parametrize("parameters", [2e7, 1.35e8, 6e8, 8e9, 3.28e10])

@@ -14,37 +14,29 @@ import pytest
 from kit import eventually
 from kit.cli import NODE, RecordingDisplay, at_step, process, report, status, verdict, wait, worker
 from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus
+from shoal.run import progress as progress
 from shoal.run.launch import steps_in, summary
-from shoal.run.progress import (
-    History,
-    Reporter,
-    StatusPoller,
-    Watchdog,
-    labels,
-    process_problems,
-    standstill_reasons,
-    waits_line,
-)
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.supervise import Ending
 
 
-def test_rewards_and_scores_are_kept_by_step_even_when_the_hub_shows_them_no_more() -> None:
-    history = History()
+def test_history_keeps_rewards_and_rejections_and_forgets_the_pace_of_a_run_set_back() -> None:
+    history = progress.History()
     history.add(status(reports=(report(0, reward_mean=0.1, held_out=0.3), report(1, reward_mean=0.2))), 1.0)
     sampled = report(2, reward_mean=0.4, sampled_reward=0.3, held_out=0.5)  # the reward of all that was sampled counts
     history.add(status(reports=(report(1, reward_mean=0.25), sampled)), 2.0)
     assert history.rewards == {0: 0.1, 1: 0.25, 2: 0.3}
     assert history.held_out == {0: 0.3, 2: 0.5}
-
-
-def test_every_rejection_is_kept_once_and_newest_last() -> None:
-    history, cheater = History(), worker(2)
+    history, cheater = progress.History(), worker(2)
     first, second = (verdict(unit, cheater, "rejected") for unit in (17, 18))
     history.add(status(verdicts=(verdict(19, worker(0)), first)), 1.0)
     history.add(status(verdicts=(second, first)), 2.0)
     history.add(status(verdicts=tuple(verdict(unit, worker(0)) for unit in range(20, 40))), 3.0)
     assert list(history.rejections.values()) == [first, second]
+    history = progress.History()
+    for step, at_s, left_s in ((5, 0.0, None), (6, 4.0, None), (3, 8.0, None), (4, 10.0, None), (5, 12.0, 4 * 2.0)):
+        history.add(at_step(step), at_s)
+        assert history.left_s(at_s) == (left_s and pytest.approx(left_s))
 
 
 def credited(tokens: int) -> tuple[NodeView, ...]:
@@ -52,7 +44,7 @@ def credited(tokens: int) -> tuple[NodeView, ...]:
 
 
 def test_the_rate_is_over_the_last_seconds_and_does_not_jump_with_a_lump() -> None:
-    history = History()
+    history = progress.History()
     assert history.tokens_per_s() == 0.0
     for second in range(100):  # 100 tokens a second, credited in lumps of a thousand
         history.add(status(nodes=credited(second // 10 * 1000)), float(second))
@@ -64,7 +56,7 @@ def test_the_rate_is_over_the_last_seconds_and_does_not_jump_with_a_lump() -> No
 
 
 def test_the_time_left_follows_the_pace_of_the_steps_and_runs_down_between_them() -> None:
-    history = History()
+    history = progress.History()
     history.add(status(step=0), 5.0)  # no policy yet: what came before it says nothing about steps
     history.add(at_step(0), 7.0)  # nor does the first step, in which the other processes were starting
     assert history.left_s(11.0) is None
@@ -78,18 +70,11 @@ def test_the_time_left_follows_the_pace_of_the_steps_and_runs_down_between_them(
     assert history.left_s(95.0) == 0.0
 
 
-def test_a_run_that_was_set_back_forgets_its_pace() -> None:
-    history = History()
-    for step, at_s, left_s in ((5, 0.0, None), (6, 4.0, None), (3, 8.0, None), (4, 10.0, None), (5, 12.0, 4 * 2.0)):
-        history.add(at_step(step), at_s)
-        assert history.left_s(at_s) == (left_s and pytest.approx(left_s))
-
-
 def test_nodes_of_one_name_are_told_apart() -> None:
     alone, one, other = (worker(index) for index in range(3))
     twin = NodeView(node="cd" * 16, name="worker-1", role="worker", state=NodeState.ACTIVE)
     nameless = NodeView(node="ef" * 16, name="", role="worker", state=NodeState.ACTIVE)
-    assert labels([alone, one, twin, other, nameless]) == {
+    assert progress.labels([alone, one, twin, other, nameless]) == {
         alone.node: "worker-0", one.node: "worker-1 (00000000)", twin.node: "worker-1 (cdcdcdcd)",
         other.node: "worker-2", nameless.node: "worker",
     }  # fmt: skip
@@ -97,12 +82,12 @@ def test_nodes_of_one_name_are_told_apart() -> None:
 
 def test_waits_are_told_longest_first_and_not_without_end() -> None:
     waits = tuple(wait(f"w{i}", "x", i) for i in range(6))
-    assert waits_line(status(waits=waits), most=2) == "w5 waits for x (5 s); w4 waits for x (4 s); and 4 more"
-    assert waits_line(status(waits=waits), least_s=5) == "w5 waits for x (5 s)"
-    assert waits_line(status()) == ""
+    assert progress.waits_line(status(waits=waits), most=2) == "w5 waits for x (5 s); w4 waits for x (4 s); and 4 more"
+    assert progress.waits_line(status(waits=waits), least_s=5) == "w5 waits for x (5 s)"
+    assert progress.waits_line(status()) == ""
     several = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
     told = "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
-    assert waits_line(status(waits=several)) == told
+    assert progress.waits_line(status(waits=several)) == told
 
 
 def written(path: Path, *rows: dict[str, float]) -> Path:
@@ -120,11 +105,9 @@ def test_the_summary_is_read_from_the_trainers_own_numbers(tmp_path: Path) -> No
     path.write_text(path.read_text() + '{"torn')
     lines = summary(path, status(), 12.3)
     assert lines == [
-        "2 of 9 steps in 12 s",
-        "held-out score 0.250 → 0.500",
-        "reward 0.125 → 0.750",
+        "2 of 9 steps in 12 s", "held-out score 0.250 → 0.500", "reward 0.125 → 0.750",
         "submissions: 5 accepted, 1 rejected; 100 verified tokens",
-    ]
+    ]  # fmt: skip
     assert summary(tmp_path / "none", None, 1.0) == ["0 steps in 1 s"]
 
 
@@ -135,15 +118,12 @@ def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) 
     assert summary(path, status(), 12.0, before=1)[0] == "2 of 9 steps, 1 of them in 12 s"
 
 
-@pytest.mark.parametrize(
-    ("groups", "dropped", "unsure", "said"),
-    [
-        pytest.param([0, 0, 0], 12, 0, "nothing was trained on: all 36 groups had equal rewards; ", id="equal"),
-        pytest.param([0], 0, 0, "nothing was trained on: no group was accepted", id="none"),
-        pytest.param([0], 2, 248, "nothing was trained on: 248 submissions could not be judged; logs/val", id="unsure"),
-        pytest.param([0, 1], 11, 0, "submissions: ", id="one group is not nothing"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "dropped", "unsure", "said"), [
+    pytest.param([0, 0, 0], 12, 0, "nothing was trained on: all 36 groups had equal rewards; ", id="equal"),
+    pytest.param([0], 0, 0, "nothing was trained on: no group was accepted", id="none"),
+    pytest.param([0], 2, 248, "nothing was trained on: 248 submissions could not be judged; logs/val", id="unsure"),
+    pytest.param([0, 1], 11, 0, "submissions: ", id="one group is not nothing"),
+])  # fmt: skip
 def test_training_on_nothing_is_explained(tmp_path, groups, dropped, unsure, said):
     rows = [{"step": step, "groups": count, "dropped_groups": dropped} for step, count in enumerate(groups)]
     seen = status(submissions={"accepted": 2, "unsure": unsure})
@@ -157,7 +137,7 @@ def answer(seen: RunStatus) -> httpx.Response:
     return httpx.Response(200, text=seen.model_dump_json())
 
 
-def taken(poller: StatusPoller) -> RunStatus:
+def taken(poller: progress.StatusPoller) -> RunStatus:
     seen: list[RunStatus | None] = []
     eventually(lambda: seen.append(poller.take()) or seen[-1], DEADLINE_S, "no answer came")
     return seen[-1]
@@ -176,7 +156,7 @@ def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
         return given
 
     http = httpx.Client(transport=httpx.MockTransport(answer_when_told))
-    with StatusPoller("http://hub", http, every_s=0.001) as poller:
+    with progress.StatusPoller("http://hub", http, every_s=0.001) as poller:
         answers.put(answer(at_step(1)))
         assert taken(poller).step == 1
         assert poller.take() is None
@@ -195,9 +175,9 @@ def polling() -> bool:
 def test_a_hub_that_never_answers_holds_up_nobody() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as deaf,  # takes connections and never answers, like a halted hub
-        StatusPoller(f"http://127.0.0.1:{deaf.getsockname()[1]}", every_s=0.001) as poller,
+        progress.StatusPoller(f"http://127.0.0.1:{deaf.getsockname()[1]}", every_s=0.001) as poller,
     ):
-        reporter = Reporter(poller, RecordingDisplay(), Watchdog(600.0))
+        reporter = progress.Reporter(poller, RecordingDisplay(), progress.Watchdog(600.0))
         began_s = time.monotonic()
         for _ in range(100):
             assert reporter.tick() is None
@@ -222,7 +202,7 @@ class Answers:
 
 def test_the_reporter_shows_scenes_as_often_as_the_display_wants_them() -> None:
     clock, display, source = ManualClock(), RecordingDisplay(), Answers()
-    reporter = Reporter(source, display, Watchdog(1000), {"worker-2": "cheats"}, clock)
+    reporter = progress.Reporter(source, display, progress.Watchdog(1000), {"worker-2": "cheats"}, clock)
     reporter.processes = lambda: [process("hub")]
     source.next = at_step(1)
     for _ in range(60):  # ten looks a second for six seconds
@@ -238,7 +218,7 @@ def test_the_reporter_shows_scenes_as_often_as_the_display_wants_them() -> None:
 
 def test_the_watchdog_is_told_everything() -> None:
     clock, source = ManualClock(), Answers()
-    reporter = Reporter(source, RecordingDisplay(), Watchdog(60), clock=clock)
+    reporter = progress.Reporter(source, RecordingDisplay(), progress.Watchdog(60), clock=clock)
     reporter.processes = lambda: [process("hub"), process("relay-0", state="given up", why="ended with exit code 1")]
     source.next = status(waits=(wait("trainer", "a batch", 5),))
     for _ in range(60):
@@ -252,7 +232,7 @@ def test_the_watchdog_is_told_everything() -> None:
 def test_suspended_process_blames_no_other() -> None:
     """Ctrl-Z and fg, or a laptop that slept: the others may have gone on all the while."""
     clock, source = ManualClock(), Answers()
-    reporter = Reporter(source, RecordingDisplay(), Watchdog(60), clock=clock)
+    reporter = progress.Reporter(source, RecordingDisplay(), progress.Watchdog(60), clock=clock)
     source.next = status()
     assert reporter.tick() is None
     clock.advance(3600)
@@ -270,7 +250,7 @@ HUB = process("hub", pid=None)
 
 
 def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None:
-    dog = Watchdog(patience_s=60)
+    dog = progress.Watchdog(patience_s=60)
     banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal join`"
     stuck = status(waits=(wait("trainer", "3 more groups", 55),), alarms=("the cap is reached",), standstill=(banned,))
     assert dog.look(stuck, 0.0) is None
@@ -288,16 +268,16 @@ def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None
      {"ledger": LedgerHead(run="demo-1", index=5, hash="ab" * 32)}, {"policy": at_step(2).policy}],
 )  # fmt: skip
 def test_anything_new_calms_the_watchdog(change: dict[str, Any]) -> None:
-    dog = Watchdog(patience_s=60)
+    dog = progress.Watchdog(patience_s=60)
     assert dog.look(status(), 0.0) is None
     assert [bool(dog.look(status(**change), now_s)) for now_s in (59.0, 118.0, 119.0)] == [False, False, True]
 
 
 def test_before_the_first_policy_patience_counts_too() -> None:
-    dog = Watchdog(patience_s=60)
+    dog = progress.Watchdog(patience_s=60)
     assert dog.look(None, 0.0) is None
     assert [bool(dog.look(status(step=0), now_s)) for now_s in (30.0, 89.0, 90.0)] == [False, False, True]
-    hub = Watchdog(patience_s=60)
+    hub = progress.Watchdog(patience_s=60)
     assert hub.look(None, 0.0) is None
     assert hub.look(None, 61.0, silent_s=61.0) == Ending(
         1, "no progress for 61 s: the hub does not answer (see logs/hub.log)"
@@ -308,46 +288,40 @@ WAITS = (wait("trainer", "a batch", 55),)
 DEAD = process("validator-0", state="restarting", restarts=2, why="was killed by SIGKILL", since_s=12.0)
 
 
-@pytest.mark.parametrize(
-    ("seen", "processes", "silent_s", "words"),
-    [
-        (status(waits=WAITS), [process("hub", pid=12)], 63.0,  # what it said last is held against nobody
-         "hub (pid 12) has not answered for 63 s: is it stuck? (see logs/hub.log)"),
-        (status(waits=WAITS), [HUB, DEAD], 0.0, "trainer waits for a batch (55 s); validator-0 was killed by SIGKILL, "
-         "12 s ago, and is being restarted (#3)"),
-        (status(), [HUB], 0.0, "and nobody says that they wait for anything"),
-        (status(outbox=7, outbox_since_ms=40_000), [], 0.0,
-         "7 ledger entries wait to be appended, for 60 s: no hub leads (see logs/hub.log)"),
-        (status(outbox=7, outbox_since_ms=99_000), [], 0.0, "and nobody says that they wait for anything"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("seen", "processes", "silent_s", "words"), [
+    (status(waits=WAITS), [process("hub", pid=12)], 63.0,  # what it said last is held against nobody
+     "hub (pid 12) has not answered for 63 s: is it stuck? (see logs/hub.log)"),
+    (status(waits=WAITS), [HUB, DEAD], 0.0, "trainer waits for a batch (55 s); validator-0 was killed by SIGKILL, "
+     "12 s ago, and is being restarted (#3)"),
+    (status(), [HUB], 0.0, "and nobody says that they wait for anything"),
+    (status(outbox=7, outbox_since_ms=40_000), [], 0.0,
+     "7 ledger entries wait to be appended, for 60 s: no hub leads (see logs/hub.log)"),
+    (status(outbox=7, outbox_since_ms=99_000), [], 0.0, "and nobody says that they wait for anything"),
+])  # fmt: skip
 def test_symptom_and_cause_are_both_named(seen, processes, silent_s, words):
-    assert standstill_reasons(seen, processes, silent_s) == words
+    assert progress.standstill_reasons(seen, processes, silent_s) == words
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"state": "restarting", "why": "was killed by SIGKILL", "since_s": 12.4},
-         "w was killed by SIGKILL, 12 s ago, and is being restarted (#1)"),
-        ({"state": "restarting", "why": "ended with exit code 1: no luck", "since_s": 3, "restarts": 11},
-         "w ended with exit code 1, 3 s ago, and is being restarted (#12): no luck"),
-        ({"state": "given up", "why": "ended with exit code 1: no luck"},
-         "w was given up after it ended with exit code 1: no luck"),
-        ({"state": "resting", "why": "was shut out by the hub: this node is banned"},
-         "w was shut out by the hub and is not started again: this node is banned"),
-        ({"state": "given up", "why": "ended with exit code 1: \x1b[2J"},
-         "w was given up after it ended with exit code 1: �[2J"),
-        ({"state": "resting", "why": "is done"}, ""),
-        ({"state": "running", "restarts": 2, "why": "was killed by SIGKILL", "since_s": 5},
-         "w was restarted 2 times, 5 s ago after it was killed by SIGKILL"),
-        ({"state": "running", "restarts": 2, "why": "was killed by SIGKILL", "since_s": 300}, ""),
-        ({"state": "running", "restarts": 1, "why": "was killed by SIGKILL", "since_s": 5}, ""),
-        ({}, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"state": "restarting", "why": "was killed by SIGKILL", "since_s": 12.4},
+     "w was killed by SIGKILL, 12 s ago, and is being restarted (#1)"),
+    ({"state": "restarting", "why": "ended with exit code 1: no luck", "since_s": 3, "restarts": 11},
+     "w ended with exit code 1, 3 s ago, and is being restarted (#12): no luck"),
+    ({"state": "given up", "why": "ended with exit code 1: no luck"},
+     "w was given up after it ended with exit code 1: no luck"),
+    ({"state": "resting", "why": "was shut out by the hub: this node is banned"},
+     "w was shut out by the hub and is not started again: this node is banned"),
+    ({"state": "given up", "why": "ended with exit code 1: \x1b[2J"},
+     "w was given up after it ended with exit code 1: �[2J"),
+    ({"state": "resting", "why": "is done"}, ""),
+    ({"state": "running", "restarts": 2, "why": "was killed by SIGKILL", "since_s": 5},
+     "w was restarted 2 times, 5 s ago after it was killed by SIGKILL"),
+    ({"state": "running", "restarts": 2, "why": "was killed by SIGKILL", "since_s": 300}, ""),
+    ({"state": "running", "restarts": 1, "why": "was killed by SIGKILL", "since_s": 5}, ""),
+    ({}, ""),
+])  # fmt: skip
 def test_supervisor_states_appear_as_reasons(changes: dict[str, Any], words: str) -> None:
-    assert process_problems(None, [HUB, process("w", **changes)], 0.0).get("w", "") == words
+    assert progress.process_problems(None, [HUB, process("w", **changes)], 0.0).get("w", "") == words
 
 
 def node(name: str, seen_s_ago: float, role: Any = "validator") -> NodeView:
@@ -360,23 +334,20 @@ ABSENT = "trainer (pid 4711) has not reached the hub in the 91 s since it starte
 HEARD_63 = node("validator-0", 63)
 
 
-@pytest.mark.parametrize(
-    ("of", "since_s", "seen", "words"),
-    [
-        ("validator-0", 300.0, status(nodes=(HEARD_63,)), QUIET),
-        ("validator-0", 300.0, status(nodes=(HEARD_63, node("validator-0", 5))), ""),
-        ("validator-0", 300.0, status(nodes=(HEARD_63,), finished=True), ""),
-        ("validator-0", 300.0, status(nodes=(node("validator-0", 5, "worker"), HEARD_63)), QUIET),
-        ("validator-0", 89.0, status(nodes=(HEARD_63,)), ""),  # it has just started
-        ("validator-0", 91.0, status(nodes=(HEARD_63,)), QUIET),
-        ("trainer", 91.0, status(nodes=()), ABSENT),
-        ("trainer", 89.0, status(nodes=()), ""),
-        ("origin", 91.0, status(nodes=()), ""),
-    ],
-)
+@pytest.mark.parametrize(("of", "since_s", "seen", "words"), [
+    ("validator-0", 300.0, status(nodes=(HEARD_63,)), QUIET),
+    ("validator-0", 300.0, status(nodes=(HEARD_63, node("validator-0", 5))), ""),
+    ("validator-0", 300.0, status(nodes=(HEARD_63,), finished=True), ""),
+    ("validator-0", 300.0, status(nodes=(node("validator-0", 5, "worker"), HEARD_63)), QUIET),
+    ("validator-0", 89.0, status(nodes=(HEARD_63,)), ""),  # it has just started
+    ("validator-0", 91.0, status(nodes=(HEARD_63,)), QUIET),
+    ("trainer", 91.0, status(nodes=()), ABSENT),
+    ("trainer", 89.0, status(nodes=()), ""),
+    ("origin", 91.0, status(nodes=()), ""),
+])  # fmt: skip
 def test_a_process_of_which_the_hub_has_not_heard_for_long(of, since_s, seen, words):
-    assert process_problems(seen, [HUB, process(of, since_s=since_s)], 0.0).get(of, "") == words
-    assert process_problems(seen, [process("hub", since_s=5.0), process(of)], 0.0) == {}, (
+    assert progress.process_problems(seen, [HUB, process(of, since_s=since_s)], 0.0).get(of, "") == words
+    assert progress.process_problems(seen, [process("hub", since_s=5.0), process(of)], 0.0) == {}, (
         "the hub itself has just started"
     )
 
@@ -387,13 +358,13 @@ def test_a_process_of_which_the_hub_has_not_heard_for_long(of, since_s, seen, wo
 )
 def test_a_hub_that_does_not_answer(since_s: float, silent_s: float, said: str | None) -> None:
     """One that has answered in this life is silent sooner than one that has just been started."""
-    found = process_problems(status(), [process("hub", since_s=since_s)], silent_s).get("hub")
+    found = progress.process_problems(status(), [process("hub", since_s=since_s)], silent_s).get("hub")
     expected = said and f"hub (pid 4711) has not answered for {said}: is it stuck? (see logs/hub.log)"
     assert found == expected
 
 
 def test_a_paused_or_drained_run_is_left_alone_for_as_long_as_it_takes() -> None:
-    watchdog = Watchdog(patience_s=10.0)
+    watchdog = progress.Watchdog(patience_s=10.0)
     paused = status(standing=OwnerOrders(conduct="paused", since_ms=40_000, reason="power cut"))
     drained = status(standing=OwnerOrders(conduct="draining", drained=True))
     for now_s, seen in ((0.0, paused), (1000.0, paused), (2000.0, drained), (3000.0, drained)):

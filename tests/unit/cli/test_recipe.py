@@ -105,16 +105,13 @@ def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(tmp_path: Pa
     assert parse_config(dump_config(given), Recipe, "dump") == given
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[trainer]\nclip_delta = 1.1", r"clip_delta \(1.1\) must be above 1 \+ clip_epsilon"),
-        ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
-        ("[run]\ntop_p = 0.9", r"top_p is not supported: truncated sampling biases the importance ratio"),
-        ('[trainer]\nloss = "cross_entropy"', r'\[trainer\]: loss = "cross_entropy" is for demonstrations.*shoal sft'),
-        ("[worker]\ndtype = 'int8'", r"\[worker\] dtype = \"int8\": input should be 'auto', 'float32' or 'bfloat16'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("[trainer]\nclip_delta = 1.1", r"clip_delta \(1.1\) must be above 1 \+ clip_epsilon"),
+    ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
+    ("[run]\ntop_p = 0.9", r"top_p is not supported: truncated sampling biases the importance ratio"),
+    ('[trainer]\nloss = "cross_entropy"', r'\[trainer\]: loss = "cross_entropy" is for demonstrations.*shoal sft'),
+    ("[worker]\ndtype = 'int8'", r"\[worker\] dtype = \"int8\": input should be 'auto', 'float32' or 'bfloat16'"),
+])  # fmt: skip
 def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "r.toml"
     path.write_text(text)
@@ -162,12 +159,13 @@ def within(described: object, found: object) -> bool:
     return isinstance(found, dict) and all(within(value, found.get(name)) for name, value in described.items())
 
 
-def test_its_numbers_are_those_that_are_described_and_written_down() -> None:
+def test_described_recipe_has_its_numbers_its_page_existing_files_and_its_twin_the_same_mechanisms() -> None:
     assert within(DESCRIBED, tomllib.loads(PATH.read_text())), "not left to defaults"
     assert load_recipe(PATH).trainer.objective.clip_high is None
-
-
-def test_the_twin_has_the_same_mechanisms() -> None:
+    # docs/concepts/intellect2.md: where each mechanism is
+    named = re.findall(r"`([a-z_]+(?:/[a-z_0-9.]+)+)`", PAGE.read_text())
+    assert len(named) > 80
+    assert [path for path in named if not (ROOT / "src" / "shoal" / path).exists() and path != "src/shoal"] == []
     described, twin = load_recipe(PATH), load_recipe(TWIN)
     for table, names in {
         "trainer": "advantage loss minibatches warmup_steps clip_epsilon clip_delta mask_truncated objective",
@@ -176,13 +174,6 @@ def test_the_twin_has_the_same_mechanisms() -> None:
         for name in names.split():
             path = f"{table}.{name}"
             assert attrgetter(path)(twin) == attrgetter(path)(described), path
-
-
-def test_the_page_names_files_that_exist() -> None:
-    """docs/concepts/intellect2.md: where each mechanism is."""
-    named = re.findall(r"`([a-z_]+(?:/[a-z_0-9.]+)+)`", PAGE.read_text())
-    assert len(named) > 80
-    assert [path for path in named if not (ROOT / "src" / "shoal" / path).exists() and path != "src/shoal"] == []
 
 
 @needs_bubblewrap

@@ -15,14 +15,11 @@ from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 
 
-@pytest.mark.parametrize(
-    ("steps", "last", "code", "said", "remedy"),
-    [
-        (4, {"step": 4}, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is", "eval {} --env SPEC"),
-        (4, {"step": 3, "groups": 8}, 0, "is finished: 4 steps", "eval {} --env SPEC"),  # no version is evaluated
-        (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run {}"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "last", "code", "said", "remedy"), [
+    (4, {"step": 4}, 0, "is finished: 4 steps, held-out score 0.250 → 0.500; its model is", "eval {} --env SPEC"),
+    (4, {"step": 3, "groups": 8}, 0, "is finished: 4 steps", "eval {} --env SPEC"),  # no version is evaluated
+    (9, {"step": 4}, 4, "is not running: 4 of 9 steps, held-out score 0.250 → 0.500", "with: shoal run {}"),
+])  # fmt: skip
 def test_a_stopped_run_says_where_it_stands(tmp_path, steps, last, code, said, remedy, monkeypatch, capsys):
     monkeypatch.setattr("shoal.runtime.text.shoal_command", lambda: "shoal")
     monkeypatch.setattr("shoal.run.launch.shoal_command", lambda: "shoal")
@@ -115,14 +112,12 @@ def test_events_of_a_node_are_shown_in_order_and_once() -> None:
     assert "work: may hold 3 leases, let 2 lapse, a group takes it 1.5 s" in told
     events = ("1970", "refused", "lease ", "  because")
     assert [line.split(" under ")[0] for line in told if line.startswith(events)] == [
-        "1970-01-01 00:00:00 ledger row 0: node: role worker, name alice",
-        "lease u7a0 of unit 7 to abababababab",
-        "refused: unit 7, lease u7a0",
-        "1970-01-01 00:00:06 ledger row 2: sanction: state banned, reason sampling.seed",
+        "1970-01-01 00:00:00 ledger row 0: node: role worker, name alice", "lease u7a0 of unit 7 to abababababab",
+        "refused: unit 7, lease u7a0", "1970-01-01 00:00:06 ledger row 2: sanction: state banned, reason sampling.seed",
         "  because of unit 7, submission cdcdcdcdcdcdcdcd…: sampling.seed (certain), by validator vvvvvvvvvvvv",
         "1970-01-01 00:00:09 ledger row 3: sanction: state active, reason a mistake",
         "1970-01-01 00:00:09 ledger row 4: order of the run's owner: verb pardon, by root, reason a mistake",
-    ]
+    ]  # fmt: skip
 
 
 def test_foreign_text_cannot_move_the_cursor() -> None:

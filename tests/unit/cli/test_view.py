@@ -27,20 +27,24 @@ def lines(*scenes: RunView) -> list[list[str]]:
     return heard
 
 
-def test_a_line_says_where_the_run_stands() -> None:
+def test_line_says_where_the_run_stands_its_rate_and_time_left() -> None:
     assert lines(scene(status(reports=REPORTS))) == [
         ["  1:05  step 2/9  reward 0.50  held out 0.40  staleness 0.25  groups 5 accepted, 1 rejected  0 tokens/s"]
     ]
+    history = History()
+    for step in range(3):
+        history.add(at_step(step, nodes=(worker(0, credit=1000 * step),)), 4.0 * step)
+    ((line,),) = lines(RunView(at_step(2), (), history, 9.0))
+    assert line.endswith("250 tokens/s  0:27 left")
+    ((line,),) = lines(RunView(at_step(2, finished=True), (), history, 9.0))
+    assert line.endswith("250 tokens/s")
 
 
-def test_a_line_is_said_again_only_to_break_a_long_silence() -> None:
+def test_line_is_repeated_only_after_a_long_silence_and_not_while_the_hub_is_silent() -> None:
     moments = [scene(status(), elapsed_s=elapsed_s) for elapsed_s in (10.0, 13.0, 19.0, 20.0, 23.0)]
     assert [len(heard) for heard in lines(*moments)] == [1, 0, 0, 1, 0]
     changed = lines(moments[0], scene(status(step=3), elapsed_s=13.0))
     assert [len(heard) for heard in changed] == [1, 1]
-
-
-def test_last_status_is_not_repeated_while_the_hub_is_silent() -> None:
     history = History()
     history.add(status(waits=(wait("trainer", "a batch", 30),)), 5.0)
     moments = [RunView(status(), (), history, elapsed_s) for elapsed_s in (5.0, 14.0, 16.0, 22.0, 26.0)]
@@ -51,31 +55,16 @@ def test_last_status_is_not_repeated_while_the_hub_is_silent() -> None:
     ]  # fmt: skip
 
 
-def test_rate_and_time_left_are_part_of_the_line() -> None:
-    history = History()
-    for step in range(3):
-        history.add(at_step(step, nodes=(worker(0, credit=1000 * step),)), 4.0 * step)
-    ((line,),) = lines(RunView(at_step(2), (), history, 9.0))
-    assert line.endswith("250 tokens/s  0:27 left")
-    ((line,),) = lines(RunView(at_step(2, finished=True), (), history, 9.0))
-    assert line.endswith("250 tokens/s")
-
-
-def test_rejections_bans_and_alarms_are_said_once() -> None:
+def test_rejections_bans_and_alarms_are_said_once_and_many_are_counted() -> None:
     nodes = (worker(0), BANNED)
     rejected = verdict(17, BANNED, "rejected")
     seen = status(nodes=nodes, verdicts=(rejected,), alarms=("the disk is full", "the disk is nearly full"))
     first, second = lines(scene(seen), scene(seen, elapsed_s=66.0))
     assert [*first[:3], *first[4:]] == [
-        "worker-2 was banned: sampling.seed: token 3 has another seed",
-        "alarm: the disk is full",
-        "alarm: the disk is nearly full",
-        "worker-2, unit 17: rejected, sampling.seed: token 3 has another seed",
-    ]
+        "worker-2 was banned: sampling.seed: token 3 has another seed", "alarm: the disk is full",
+        "alarm: the disk is nearly full", "worker-2, unit 17: rejected, sampling.seed: token 3 has another seed",
+    ]  # fmt: skip
     assert second == []
-
-
-def test_many_rejections_at_once_do_not_flood() -> None:
     refused = tuple(verdict(unit, BANNED, "rejected") for unit in range(12))
     (said,) = lines(scene(status(nodes=(worker(2),), verdicts=refused)))
     assert [line for line in said if "unit" in line][-1].startswith("worker-2, unit 4: rejected")
@@ -149,15 +138,12 @@ def test_every_row_of_a_frame_is_one_line(width: int, workers: int) -> None:
     assert all(len(row) <= width for row in drawn(busy(workers), width).split("\n"))
 
 
-def test_workers_in_trouble_are_shown_and_others_counted() -> None:
+def test_workers_in_trouble_are_shown_with_the_state_of_their_process_and_others_counted() -> None:
     shown = drawn(busy(50))
     table = shown.split("doing")[1].split("\n")
     assert table[1].startswith("worker-2 ")
     assert table[2].startswith("worker-0 ")
     assert "and 42 more" in shown
-
-
-def test_the_state_of_a_worker_is_that_of_its_process_until_it_is_shut_out() -> None:
     seen = status(nodes=(worker(0), worker(1), BANNED))
     dead = {"state": "restarting", "why": "was killed by SIGKILL", "pid": None}
     shown = drawn(scene(seen, process("worker-0", **dead), process("worker-2", **dead), process("worker-3", pid=None)))
@@ -173,17 +159,13 @@ FINISHED = scene(at_step(9, nodes=(worker(0),), finished=True), process("worker-
 UNHEARD = scene(None, process("hub", pid=None, since_s=2.0), process("worker-0", pid=None), elapsed_s=2.0)
 
 
-@pytest.mark.parametrize(
-    ("moment", "shown", "absent"),
-    [
-        (FINISHED, ("1:05, finished", "trainer: done"), "trouble"),
-        (UNHEARD, ("the hub does not answer yet", "worker-0"), "trouble"),
-        (scene(status(step=0)), ("the trainer is loading the first policy",), "trouble"),
-        (busy(), (), "the trainer is loading"),
-        (scene(status(alarms=tuple(f"alarm {n}" for n in range(9, 0, -1)))), ("alarm 9", "alarm 6"), "alarm 5"),
-    ],
-    ids=["finished", "unheard", "starting", "busy", "many-alarms"],
-)
+@pytest.mark.parametrize(("moment", "shown", "absent"), [
+    (FINISHED, ("1:05, finished", "trainer: done"), "trouble"),
+    (UNHEARD, ("the hub does not answer yet", "worker-0"), "trouble"),
+    (scene(status(step=0)), ("the trainer is loading the first policy",), "trouble"),
+    (busy(), (), "the trainer is loading"),
+    (scene(status(alarms=tuple(f"alarm {n}" for n in range(9, 0, -1)))), ("alarm 9", "alarm 6"), "alarm 5"),
+], ids=["finished", "unheard", "starting", "busy", "many-alarms"])  # fmt: skip
 def test_frame_shows_and_hides(moment: RunView, shown: tuple[str, ...], absent: str) -> None:
     found = drawn(moment)
     assert [words for words in shown if words not in found] == []
@@ -270,22 +252,18 @@ PAUSED = OwnerOrders(conduct="paused", since_ms=98_000, reason="power cut")
 DRAINED = OwnerOrders(conduct="draining", drained=True)
 
 
-@pytest.mark.parametrize(
-    ("moments", "of", "said"),
-    [
-        ([scene(status(standstill=each)) for each in ((BANNED_ALL,), (LATER,), (), (BANNED_ALL,))], "standstill",
-         [f"standstill: {BANNED_ALL}", "", "", f"standstill: {BANNED_ALL}"]),
-        (in_trouble(120.0, 120.0, 101.0, 120.0), "hub",
-         ["hub (pid 4711) has not answered for 20 s", "", "", "hub (pid 4711) has not answered for 20 s"]),
-        ([scene(status(), process("worker-0", state=state, why="ended with exit code 1", pid=None), elapsed_s=9.0 + at)
-          for at, state in enumerate(("restarting", "restarting", "given up", "given up"))], "worker-0",
-         ["worker-0 ended with exit code 1", "", "worker-0 was given up after it ended with exit code 1", ""]),
-        ([scene(at_step(2, standing=each)) for each in (OwnerOrders(), PAUSED, PAUSED, DRAINED)], "owner",
-         ["", "owner: paused by its owner, 2 s ago: power cut; to continue: shoal admin resume", "",
-          "owner: drained by its owner, 100 s ago; to continue: shoal admin resume"]),
-    ],
-    ids=["nobody-left", "in-trouble-again", "given-up-after-restarts", "ordered"],
-)  # fmt: skip
+@pytest.mark.parametrize(("moments", "of", "said"), [
+    ([scene(status(standstill=each)) for each in ((BANNED_ALL,), (LATER,), (), (BANNED_ALL,))], "standstill",
+     [f"standstill: {BANNED_ALL}", "", "", f"standstill: {BANNED_ALL}"]),
+    (in_trouble(120.0, 120.0, 101.0, 120.0), "hub",
+     ["hub (pid 4711) has not answered for 20 s", "", "", "hub (pid 4711) has not answered for 20 s"]),
+    ([scene(status(), process("worker-0", state=state, why="ended with exit code 1", pid=None), elapsed_s=9.0 + at)
+      for at, state in enumerate(("restarting", "restarting", "given up", "given up"))], "worker-0",
+     ["worker-0 ended with exit code 1", "", "worker-0 was given up after it ended with exit code 1", ""]),
+    ([scene(at_step(2, standing=each)) for each in (OwnerOrders(), PAUSED, PAUSED, DRAINED)], "owner",
+     ["", "owner: paused by its owner, 2 s ago: power cut; to continue: shoal admin resume", "",
+      "owner: drained by its owner, 100 s ago; to continue: shoal admin resume"]),
+], ids=["nobody-left", "in-trouble-again", "given-up-after-restarts", "ordered"])  # fmt: skip
 def test_a_fact_is_said_once_and_again_when_it_is_so_again(moments: list[RunView], of: str, said: list[str]) -> None:
     found = ["".join(line for line in heard if of in line) for heard in lines(*moments)]
     assert [line.startswith(words) for line, words in zip(found, said, strict=True)] == [True] * len(said), found

@@ -9,59 +9,44 @@ from typing import Any
 
 import pytest
 
-from kit.data import (
-    FORMATS,
-    both_kinds,
-    checked,
-    fixture,
-    open_data,
-    refused,
-    rows_in,
-    tasks_of,
-    write_either,
-    write_jsonl,
-    write_parquet,
-)
+from kit import data
 from shoal.environments.formats import unpacked
 from shoal.environments.graders.code_tests import read_tests
 from shoal.errors import UnusableTask
 
 
 def test_the_described_schema() -> None:
-    environment = open_data(FORMATS / "described.jsonl")
-    tasks = tasks_of(environment)
+    environment = data.open_data(data.FORMATS / "described.jsonl")
+    tasks = data.tasks_of(environment)
     assert [task.kind for task in tasks] == ["mathematics"] * 7 + ["code"]
     assert tasks[7].history == (("system", "You write Python."),)
     assert environment.score(tasks[0], "<think>12 squared</think> \\boxed{144}").value == 1.0
     assert environment.score(tasks[0], "\\boxed{143}").value == 0.0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        ([], "must end with a message of the user"),
-        ([{"role": "assistant", "content": "Hello."}], "must end with a message of the user"),
-        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
-         "a system message that is not its first"),
-        ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "0.role: Input should be 'system'"),
-        ([{"role": "user", "content": ["a"]}], "0.content: Input should be a valid string"),
-        ([{"role": "user", "content": " "}], "prompt is empty"),
-        (["hello"], "0: Input should be a valid dictionary"),
-        (7, "prompt is neither text nor messages: it: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "said"), [
+    ([], "must end with a message of the user"),
+    ([{"role": "assistant", "content": "Hello."}], "must end with a message of the user"),
+    ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
+     "a system message that is not its first"),
+    ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "0.role: Input should be 'system'"),
+    ([{"role": "user", "content": ["a"]}], "0.content: Input should be a valid string"),
+    ([{"role": "user", "content": " "}], "prompt is empty"),
+    (["hello"], "0: Input should be a valid dictionary"),
+    (7, "prompt is neither text nor messages: it: "),
+])  # fmt: skip
 def test_prompts_that_are_no_conversations(prompt: Any, said: str, tmp_path: Path) -> None:
-    rows = rows_in("described")
+    rows = data.rows_in("described")
     rows[2]["prompt"] = prompt
-    ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
+    ((row, reason),) = data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
     assert (row, said in reason) == (2, True), reason
 
 
 @pytest.mark.parametrize("name", ["aime", "aime_capitals"])
-@both_kinds
+@data.both_kinds
 def test_aime(name: str, packed: bool, tmp_path: Path) -> None:
-    environment = open_data(fixture(name, tmp_path, packed), format="aime")
-    tasks = tasks_of(environment)
+    environment = data.open_data(data.fixture(name, tmp_path, packed), format="aime")
+    tasks = data.tasks_of(environment)
     assert [task.answer for task in tasks] == ["144", "392", "24", "100", "120", "18", "4"]
     assert {task.kind for task in tasks} == {"mathematics"}
     assert environment.score(tasks[6], "The answer is \\boxed{004}.").value == 1.0
@@ -72,15 +57,15 @@ def test_aime(name: str, packed: bool, tmp_path: Path) -> None:
 def test_aime_refuses_other_answers(answer: str | None, tmp_path: Path) -> None:
     rows = [{"problem": f"{number}?", "answer": answer if number == 3 else "7"} for number in range(8)]
     with pytest.raises(UnusableTask, match=r"row 3 .*answer is"):
-        _ = open_data(write_jsonl(tmp_path / "a.jsonl", rows), format="aime").task("3").answer
+        _ = data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows), format="aime").task("3").answer
 
 
 def test_question_and_answer_columns(tmp_path: Path) -> None:
-    tasks = tasks_of(open_data(FORMATS / "gsm.jsonl", held_out_size=1))
+    tasks = data.tasks_of(data.open_data(data.FORMATS / "gsm.jsonl", held_out_size=1))
     assert [task.answer for task in tasks] == ["5", "15", "14", "9", "13"]
     rows = [{"text": f"Say {word}", "reply": word, "n": 1} for word in ("yes", "no", "well", "so", "then", "now")]
-    path = write_parquet(tmp_path / "a.parquet", rows)
-    environment = open_data(path, question="text", answer="reply", grader="exact")
+    path = data.write_parquet(tmp_path / "a.parquet", rows)
+    environment = data.open_data(path, question="text", answer="reply", grader="exact")
     assert environment.score(environment.task("2"), "well").value == 1.0
     for options, said in [
         ({}, "no column is known to be the question; there are text, reply, n: set"),
@@ -90,24 +75,23 @@ def test_question_and_answer_columns(tmp_path: Path) -> None:
         ({"format": "csv"}, "there is no format 'csv'; there are described, "),
         ({"questoin": "text"}, "has no option 'questoin'"),
     ]:
-        assert said in refused(path, **options)
+        assert said in data.refused(path, **options)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so x = \\boxed{\\frac{1}{2}} so \\boxed{3}", "3"), ("8 - 3 = 5 #### 5", "5"), ("plain", "plain"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "answer"), [
+    ("so x = \\boxed{\\frac{1}{2}} so \\boxed{3}", "3"), ("8 - 3 = 5 #### 5", "5"), ("plain", "plain"),
+])  # fmt: skip
 def test_the_answer_of_a_worked_solution_is_what_it_comes_to(text: str, answer: str, tmp_path: Path) -> None:
     rows = [{"question": f"{number}?", "answer": text} for number in range(5)]
-    assert open_data(write_jsonl(tmp_path / "a.jsonl", rows), bad_rows="skip").task("0").answer == answer
+    assert data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows), bad_rows="skip").task("0").answer == answer
 
 
 @pytest.mark.parametrize("answer", [True, False, float("nan"), float("inf")])
 def test_an_answer_that_is_no_text_and_no_number_cannot_be_used(answer: Any, tmp_path: Path) -> None:
     rows = [{"question": f"{row}?", "answer": answer} for row in range(10)]
-    problems = checked(open_data(write_parquet(tmp_path / "a.parquet", rows), grader="exact", bad_rows="skip"))
+    problems = data.checked(
+        data.open_data(data.write_parquet(tmp_path / "a.parquet", rows), grader="exact", bad_rows="skip")
+    )
     assert problems.count == 10
     said = json.dumps(answer) if isinstance(answer, bool) else str(answer)
     assert problems.first[0][1].startswith(f"answer is {said}, ")
@@ -119,12 +103,12 @@ def test_a_ground_truth_that_is_no_answer_cannot_be_used(gold: str, tmp_path: Pa
     for path, said in ((tmp_path / "a.jsonl", info), (tmp_path / "a.parquet", json.loads(info))):
         row = {"task_type": "verifiable_math", "verification_info": said}
         rows = [{**row, "prompt": f"{number}?"} for number in range(10)]
-        assert checked(open_data(write_either(path, rows), bad_rows="skip")).count == 10
+        assert data.checked(data.open_data(data.write_either(path, rows), bad_rows="skip")).count == 10
 
 
-@both_kinds
+@data.both_kinds
 def test_livecodebench(packed: bool, tmp_path: Path) -> None:
-    tasks = tasks_of(open_data(fixture("livecodebench", tmp_path, packed)))
+    tasks = data.tasks_of(data.open_data(data.fixture("livecodebench", tmp_path, packed)))
     assert [task.id for task in tasks] == [f"{number}/lcb_{number}" for number in range(5)]
     assert {task.kind for task in tasks} == {"code"}
     cases = [read_tests(task.answer).cases for task in tasks]
@@ -140,7 +124,7 @@ def test_livecodebench(packed: bool, tmp_path: Path) -> None:
 def test_codeforces_input_and_output_formats_are_part_of_the_prompt(tmp_path: Path) -> None:
     stated = {"description": "Print the sum.", "input_format": "Two integers.", "output_format": None}
     rows = [{**stated, "id": f"{row}/A", "official_tests": [{"input": f"{row} 3", "output": "5"}]} for row in range(5)]
-    for number, task in enumerate(tasks_of(open_data(write_parquet(tmp_path / "a.parquet", rows)))):
+    for number, task in enumerate(data.tasks_of(data.open_data(data.write_parquet(tmp_path / "a.parquet", rows)))):
         assert task.prompt.startswith("Print the sum.\n\nInput:\nTwo integers.\n\nWrite a Python program")
         assert read_tests(task.answer).cases[0].given == f"{number} 3".encode()
 
@@ -165,45 +149,39 @@ def test_packed_text_is_unpacked_without_unpickling(protocol: int, monkeypatch: 
         unpacked(pack("x" * 2000, protocol), "tests")
 
 
-@pytest.mark.parametrize(
-    ("packed", "said"),
-    [
-        (pack(Bomb()), "it is not run"), (pack(Bomb(), 0), "it is not run"), (pack(["a", "b"]), "it is not run"),
-        (pack(b"bytes"), "it is not run"), (pack(7), "it is not run"),
-        (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
-        (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
-        (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
-        (base64.b64encode(b"not zlib").decode(), "is no JSON, packed or not"),
-        ("no base64!", "is no JSON, packed or not"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("packed", "said"), [
+    (pack(Bomb()), "it is not run"), (pack(Bomb(), 0), "it is not run"), (pack(["a", "b"]), "it is not run"),
+    (pack(b"bytes"), "it is not run"), (pack(7), "it is not run"),
+    (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
+    (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
+    (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
+    (base64.b64encode(b"not zlib").decode(), "is no JSON, packed or not"),
+    ("no base64!", "is no JSON, packed or not"),
+])  # fmt: skip
 def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> None:
     with pytest.raises(UnusableTask, match=said):
         unpacked(packed, "private_test_cases")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
-        ({"public_test_cases": '{"a": 1}'}, "no list of test cases"),
-        ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "input is no text"),
-        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of type 'oral'"),
-        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "metadata.func_name"),
-        ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
+    ({"public_test_cases": '{"a": 1}'}, "no list of test cases"),
+    ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "input is no text"),
+    ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of type 'oral'"),
+    ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "metadata.func_name"),
+    ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
+])  # fmt: skip
 def test_livecodebench_refuses_other_rows(change: dict[str, str], said: str, tmp_path: Path) -> None:
-    rows = rows_in("livecodebench")
+    rows = data.rows_in("livecodebench")
     rows[0] |= change
-    environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows))
+    environment = data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows))
     with pytest.raises(UnusableTask, match=said):
         _ = environment.task("0/lcb_0").answer
 
 
 def test_gpqa(tmp_path: Path) -> None:
-    environment = open_data(FORMATS / "gpqa.jsonl", held_out_size=1)
-    tasks = tasks_of(environment)
+    environment = data.open_data(data.FORMATS / "gpqa.jsonl", held_out_size=1)
+    tasks = data.tasks_of(environment)
     assert len(tasks) == 6
     right = ("Nitrogen", "g, directed downwards", "Thymine", "+6", "Faraday's law", "2")
     for task, text in zip(tasks, right, strict=True):
@@ -215,13 +193,15 @@ def test_gpqa(tmp_path: Path) -> None:
 
 
 def test_gpqas_order_of_options_follows_from_the_text_alone(tmp_path: Path) -> None:
-    rows = rows_in("gpqa")
-    answers = {task.id.partition("/")[2]: task.answer for task in tasks_of(open_data(FORMATS / "gpqa.jsonl"))}
-    turned = open_data(write_parquet(tmp_path / "a.parquet", rows[::-1]))
-    assert {task.id.partition("/")[2]: task.answer for task in tasks_of(turned)} == answers
+    rows = data.rows_in("gpqa")
+    answers = {
+        task.id.partition("/")[2]: task.answer for task in data.tasks_of(data.open_data(data.FORMATS / "gpqa.jsonl"))
+    }
+    turned = data.open_data(data.write_parquet(tmp_path / "a.parquet", rows[::-1]))
+    assert {task.id.partition("/")[2]: task.answer for task in data.tasks_of(turned)} == answers
     rows[2]["Incorrect Answer 1"] = " Thymine "
     rows[3]["Incorrect Answer 2"] = ""
-    spoilt = open_data(write_parquet(tmp_path / "b.parquet", rows))
+    spoilt = data.open_data(data.write_parquet(tmp_path / "b.parquet", rows))
     assert dict(spoilt.problems.first) == {2: "two of its options are the same", 3: "Incorrect Answer 2 is empty"}
 
 
@@ -230,4 +210,4 @@ def test_a_format_that_does_not_fit_names_what_is_missing() -> None:
         "described": "prompt, verification_info, task_type",
         "gpqa": "Question, Correct Answer, Incorrect Answer 1", "livecodebench": "public_test_cases", "code": "input_",
     }.items():  # fmt: skip
-        assert f"the format {name} needs the columns {missing}" in refused(FORMATS / "gsm.jsonl", format=name)
+        assert f"the format {name} needs the columns {missing}" in data.refused(data.FORMATS / "gsm.jsonl", format=name)

@@ -17,18 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kit.data import (
-    KINDS,
-    checked,
-    described,
-    open_data,
-    refused,
-    tasks_of,
-    write_either,
-    write_jsonl,
-    write_parquet,
-    written,
-)
+from kit import data as kit_data
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
 from shoal.environments.data import readers
 from shoal.environments.data.readers import Pieces, Table
@@ -36,13 +25,13 @@ from shoal.environments.protocol import SPLITS
 from shoal.errors import EnvironmentSetupError
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kit_data.KINDS)
 def test_every_kind_of_file_gives_the_same_tasks(kind: str, tmp_path: Path) -> None:
-    rows = described(11)
-    environment = open_data(KINDS[kind](tmp_path, rows))
+    rows = kit_data.described(11)
+    environment = kit_data.open_data(kit_data.KINDS[kind](tmp_path, rows))
     assert isinstance(environment, Environment)
     assert [len(environment.tasks(split)) for split in SPLITS] == [9, 2]
-    for task in tasks_of(environment):
+    for task in kit_data.tasks_of(environment):
         row = rows[int(task.id.partition("/")[0])]
         assert task.id.endswith(f"/{row['problem_id']}")
         assert (task.prompt, task.kind, task.answer) == (row["prompt"], "mathematics", row["verification_info"])
@@ -52,7 +41,7 @@ def test_every_kind_of_file_gives_the_same_tasks(kind: str, tmp_path: Path) -> N
 
 
 def test_an_answer_is_not_read_before_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = open_data(write_parquet(tmp_path / "a.parquet", described(20)))
+    environment = kit_data.open_data(kit_data.write_parquet(tmp_path / "a.parquet", kit_data.described(20)))
     asked: list[tuple[str, ...]] = []
     read = Table.row
     monkeypatch.setattr(Table, "row", lambda table, *which: asked.append(which[1]) or read(table, *which))
@@ -66,7 +55,9 @@ def test_an_answer_is_not_read_before_somebody_asks(tmp_path: Path, monkeypatch:
 
 
 def test_ids_are_row_numbers_and_unknown_ones_are_refused(tmp_path: Path) -> None:
-    environment = open_data(write_jsonl(tmp_path / "a.jsonl", described(10, problem_id={4: "x" * 200, 5: None})))
+    environment = kit_data.open_data(
+        kit_data.write_jsonl(tmp_path / "a.jsonl", kit_data.described(10, problem_id={4: "x" * 200, 5: None}))
+    )
     assert environment.task("4").prompt == "What is 4 + 4?"
     assert environment.task("5").prompt == "What is 5 + 5?"
     for wrong in ("3", "3/p4", "03/p3", "11/p11", "-1/p1", "p3", "", "held_out/3/p3", "9" * 30):
@@ -86,8 +77,8 @@ def test_decoded_row_groups_are_kept_within_a_bound_in_bytes() -> None:
 
 def test_a_row_of_a_large_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "BATCH_ROWS", 7)
-    rows = described(50)
-    environment = open_data(write_parquet(tmp_path / "a.parquet", rows))
+    rows = kit_data.described(50)
+    environment = kit_data.open_data(kit_data.write_parquet(tmp_path / "a.parquet", rows))
     for number in (49, 0, 6, 7, 48):
         assert environment.task(f"{number}/p{number}").answer == rows[number]["verification_info"]
     assert max(piece.num_rows for piece in environment._main.table._kept._pieces.values()) == 7
@@ -95,66 +86,67 @@ def test_a_row_of_a_large_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch
 
 def test_many_shards_need_few_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.environments.data.readers.OPEN_AT_ONCE", 2)
-    for number, row in enumerate(described(9)):
-        write_parquet(tmp_path / f"part-{number}.parquet", [row])
-    environment = open_data(tmp_path, held_out_size=1)
+    for number, row in enumerate(kit_data.described(9)):
+        kit_data.write_parquet(tmp_path / f"part-{number}.parquet", [row])
+    environment = kit_data.open_data(tmp_path, held_out_size=1)
     assert [environment.task(f"{number}/p{number}").prompt for number in (8, 0, 5)]
     assert len(environment._main.table._open) <= 2
 
 
 def test_the_digest_is_of_the_content_and_the_options(tmp_path: Path) -> None:
-    one = open_data(write_jsonl(tmp_path / "one.jsonl", described(20)))
-    assert identity_of(one) == identity_of(open_data(write_jsonl(tmp_path / "moved.jsonl", described(20))))
-    other = open_data(write_jsonl(tmp_path / "other.jsonl", described(20, prompt={3: "Another?"})))
-    sized = open_data(tmp_path / "one.jsonl", held_out_size=3)
-    graded = open_data(tmp_path / "one.jsonl", grader="exact")
+    one = kit_data.open_data(kit_data.write_jsonl(tmp_path / "one.jsonl", kit_data.described(20)))
+    assert identity_of(one) == identity_of(
+        kit_data.open_data(kit_data.write_jsonl(tmp_path / "moved.jsonl", kit_data.described(20)))
+    )
+    other = kit_data.open_data(
+        kit_data.write_jsonl(tmp_path / "other.jsonl", kit_data.described(20, prompt={3: "Another?"}))
+    )
+    sized = kit_data.open_data(tmp_path / "one.jsonl", held_out_size=3)
+    graded = kit_data.open_data(tmp_path / "one.jsonl", grader="exact")
     assert len({one.digest, other.digest, sized.digest, graded.digest}) == 4
     assert one.data_digest == sized.data_digest == graded.data_digest != other.data_digest
 
 
 def test_damaged_or_missing_cache_costs_time_only(tmp_path, own_cache, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", described(10))
-    expected = open_data(path).digest
+    path = kit_data.write_jsonl(tmp_path / "a.jsonl", kit_data.described(10))
+    expected = kit_data.open_data(path).digest
     for entry in own_cache.iterdir():
         entry.write_bytes(entry.read_bytes()[:-1] + b"?")
-    assert open_data(path).digest == expected
+    assert kit_data.open_data(path).digest == expected
     with monkeypatch.context() as patched:  # as Python 3.11 does now and then where two threads read a header
         patched.setattr("numpy.load", Mock(side_effect=SystemError("AST constructor recursion depth mismatch")))
-        assert open_data(path).digest == expected
+        assert kit_data.open_data(path).digest == expected
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert open_data(path).digest == expected
+    assert kit_data.open_data(path).digest == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("cut.parquet", lambda folder: KINDS["parquet"](folder, described(10)).read_bytes()[:-100],
-         "is no Parquet file, or empty, cut off or damaged"),
-        ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or empty, cut off or damaged"),
-        ("empty.parquet", b"", "is no Parquet file, or empty"),
-        ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("empty.jsonl", b"", "is no JSON lines file, or empty"),
-        ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
-        ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
-        ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
-        ("a.jsonl.gz", b"\x1f\x8b", "unpack or convert it"),
-        ("notes.txt", b"hello", "is no .parquet or .jsonl file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("cut.parquet", lambda folder: kit_data.KINDS["parquet"](folder, kit_data.described(10)).read_bytes()[:-100],
+     "is no Parquet file, or empty, cut off or damaged"),
+    ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or empty, cut off or damaged"),
+    ("empty.parquet", b"", "is no Parquet file, or empty"),
+    ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ("empty.jsonl", b"", "is no JSON lines file, or empty"),
+    ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
+    ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
+    ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
+    ("a.jsonl.gz", b"\x1f\x8b", "unpack or convert it"),
+    ("notes.txt", b"hello", "is no .parquet or .jsonl file"),
+])  # fmt: skip
 def test_files_that_are_not_what_their_names_say(name: str, content: Any, said: str, tmp_path: Path) -> None:
-    message = refused(written(tmp_path / name, content(tmp_path) if callable(content) else content))
+    message = kit_data.refused(kit_data.written(tmp_path / name, content(tmp_path) if callable(content) else content))
     assert said in message
     assert name in message
 
 
 def test_a_page_that_is_damaged_is_found_when_it_is_read(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", described(1000), compression="zstd")
+    path = kit_data.write_parquet(tmp_path / "a.parquet", kit_data.described(1000), compression="zstd")
     content = bytearray(path.read_bytes())
     content[len(content) // 8 : len(content) // 4] = bytes(len(content) // 4 - len(content) // 8)
     path.write_bytes(content)
     with pytest.raises(EnvironmentSetupError, match=r"a\.parquet"):
-        _ = [task.answer for task in open_data(path).tasks("train")]
+        _ = [task.answer for task in kit_data.open_data(path).tasks("train")]
 
 
 FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -163,7 +155,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "several kinds": ({"x.parquet": 3, "y.jsonl": 3}, "of several kinds (jsonl, parquet)"),
     "other splits": ({"test-00000-of-00001.parquet": 3, "dev-00000-of-00001.parquet": 3},
                      "has no split 'train'; it has dev, test"),
-    "other types": ({"a.parquet": 3, "b.parquet": [{**row, "prompt": 7} for row in described(3)]},
+    "other types": ({"a.parquet": 3, "b.parquet": [{**row, "prompt": 7} for row in kit_data.described(3)]},
                     "column prompt is int64 in"),
     "other columns": ({"a.parquet": 3, "b.parquet": [{"prompt": "x"}]}, "there is no column problem_id in"),
 }  # fmt: skip
@@ -174,32 +166,32 @@ def test_folders_that_are_no_data_set(case: str, tmp_path: Path) -> None:
     files, said = FOLDERS[case]
     for name, content in files.items():
         if isinstance(content, bytes):
-            written(tmp_path / name, content)
+            kit_data.written(tmp_path / name, content)
         else:
-            write_either(tmp_path / name, described(content) if isinstance(content, int) else content)
-    assert said in refused(tmp_path)
+            kit_data.write_either(tmp_path / name, kit_data.described(content) if isinstance(content, int) else content)
+    assert said in kit_data.refused(tmp_path)
     if case == "other splits":
-        assert len(open_data(tmp_path, split="dev").tasks("train")) == 3
+        assert len(kit_data.open_data(tmp_path, split="dev").tasks("train")) == 3
 
 
 def test_links_that_go_nowhere_or_in_a_circle(tmp_path: Path) -> None:
     for name, target, said in [("loop", "loop", "cannot open the data"), ("dangling", "gone", "there is no data at")]:
         (tmp_path / f"{name}.parquet").symlink_to(tmp_path / f"{target}.parquet")
-        assert said in refused(tmp_path / f"{name}.parquet")
-    folder = write_parquet(tmp_path / "folder" / "x.parquet", described(10)).parent
+        assert said in kit_data.refused(tmp_path / f"{name}.parquet")
+    folder = kit_data.write_parquet(tmp_path / "folder" / "x.parquet", kit_data.described(10)).parent
     (folder / "again").symlink_to(folder)
-    assert len(open_data(folder).tasks("train")) == 8
+    assert len(kit_data.open_data(folder).tasks("train")) == 8
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a", "b"])] * 3, names=["question", "answer", "question"])
     pq.write_table(table, tmp_path / "a.parquet")
-    assert "a.parquet has more than one column named 'question'" in refused(tmp_path / "a.parquet")
+    assert "a.parquet has more than one column named 'question'" in kit_data.refused(tmp_path / "a.parquet")
 
 
 def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", described(10))
-    named = write_jsonl(tmp_path / "test-00000-of-00001.jsonl", described(10))
+    path = kit_data.write_jsonl(tmp_path / "a.jsonl", kit_data.described(10))
+    named = kit_data.write_jsonl(tmp_path / "test-00000-of-00001.jsonl", kit_data.described(10))
     for data, options, said in [
         (Path("a\0b.jsonl"), {}, "cannot open the data"),
         (path, {"held_out": "a\0b.jsonl"}, "cannot open the data"),
@@ -208,8 +200,8 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
         (path, {"split": "zz"}, "a.jsonl is one file and has no split 'zz'"),
         (named, {"split": "train"}, "is one file and has no split 'train'"),
     ]:
-        assert said in refused(data, **options)  # type: ignore[arg-type]
-    assert open_data(named, split="test")._main.table.rows == 10
+        assert said in kit_data.refused(data, **options)  # type: ignore[arg-type]
+    assert kit_data.open_data(named, split="test")._main.table.rows == 10
     with pytest.raises(EnvironmentSetupError, match="needs data"):
         build(EnvironmentSettings(name="dataset"))
     with pytest.raises(EnvironmentSetupError, match=r'sort reads no data: set environment\.name = "dataset"'):
@@ -217,9 +209,9 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
 
 
 def test_files_without_a_split_in_their_name_come_before_others(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "some.jsonl", described(10))
-    write_jsonl(tmp_path / "test.jsonl", described(5))
-    assert [open_data(tmp_path, split=split)._main.table.rows for split in ("", "test")] == [10, 5]
+    kit_data.write_jsonl(tmp_path / "some.jsonl", kit_data.described(10))
+    kit_data.write_jsonl(tmp_path / "test.jsonl", kit_data.described(5))
+    assert [kit_data.open_data(tmp_path, split=split)._main.table.rows for split in ("", "test")] == [10, 5]
 
 
 def test_opening_loads_nothing_heavy_before_there_is_data() -> None:
@@ -229,9 +221,9 @@ def test_opening_loads_nothing_heavy_before_there_is_data() -> None:
 
 
 def test_a_change_that_keeps_size_and_time_is_a_change(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", described(10))
-    before, found = open_data(path), path.stat()
-    assert open_data(path).data_digest == before.data_digest
+    path = kit_data.write_jsonl(tmp_path / "a.jsonl", kit_data.described(10))
+    before, found = kit_data.open_data(path), path.stat()
+    assert kit_data.open_data(path).data_digest == before.data_digest
     with path.open("r+b") as file:  # the same inode
         content = file.read().replace(b"What", b"Whut")
         file.seek(0)
@@ -239,7 +231,7 @@ def test_a_change_that_keeps_size_and_time_is_a_change(tmp_path: Path) -> None:
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     now = path.stat()
     assert (now.st_size, now.st_mtime_ns, now.st_ino) == (found.st_size, found.st_mtime_ns, found.st_ino)
-    after = open_data(path)
+    after = kit_data.open_data(path)
     assert after.data_digest != before.data_digest
     assert after.digest != before.digest
     assert after.task("3/p3").prompt.startswith("Whut")
@@ -254,8 +246,8 @@ def test_its_tasks_are_right(script: SimpleNamespace, tmp_path: Path) -> None:
     plan = script.Plan(tmp_path, tasks=60, shard_gb=0.001, code_share=0.2, tasks_per_shard=20)
     paths = script.make(plan)
     assert [pq.read_metadata(path).num_rows for path in paths] == [20, 20, 8, 12]
-    environment = open_data(tmp_path)
-    assert environment.problems.count == checked(environment).count == 0
+    environment = kit_data.open_data(tmp_path)
+    assert environment.problems.count == kit_data.checked(environment).count == 0
     task = environment.task("0/math_0")
     numbers = [int(word) for word in task.prompt.replace("?", " ").replace(".", " ").split() if word.isdecimal()][1:4]
     right = sum(numbers[0] + numbers[1] * place for place in range(numbers[2]))
@@ -274,4 +266,4 @@ def test_the_same_seed_gives_the_same_rows_and_as_many_bad_ones_as_asked_for(scr
         script.make(script.Plan(tmp_path / name, tasks=50, shard_gb=0.0001, seed=seed, bad=15))
         made.append(pq.read_table(tmp_path / name).to_pylist())
     assert made[0] == made[1] != made[2]
-    assert checked(open_data(tmp_path / "a")).count == 15
+    assert kit_data.checked(kit_data.open_data(tmp_path / "a")).count == 15

@@ -12,19 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.data import (
-    both_kinds,
-    checked,
-    described,
-    fixture,
-    lines,
-    open_data,
-    refused,
-    tasks_of,
-    write_either,
-    write_jsonl,
-    write_parquet,
-)
+from kit import data
 from kit.sandbox import needs_bubblewrap
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
@@ -49,7 +37,7 @@ CODE: dict[str, dict[int, str]] = {
 
 def opened(name: str, folder: Path, packed: bool) -> tuple[DatasetEnvironment, dict[int, Task]]:
     """The data set, and its tasks by their rows."""
-    environment = open_data(fixture(name, folder, packed), bad_rows="skip")
+    environment = data.open_data(data.fixture(name, folder, packed), bad_rows="skip")
     wanted, tasks = {**MATHEMATICS.get(name, {}), **CODE.get(name, {})}, {}
     for split in SPLITS:
         for place in range(len(environment.tasks(split))):
@@ -59,7 +47,7 @@ def opened(name: str, folder: Path, packed: bool) -> tuple[DatasetEnvironment, d
     return environment, tasks
 
 
-@both_kinds
+@data.both_kinds
 @pytest.mark.parametrize("name", MATHEMATICS)
 def test_mathematics_is_read_and_judged(name: str, packed: bool, tmp_path: Path) -> None:
     environment, tasks = opened(name, tmp_path, packed)
@@ -80,44 +68,41 @@ def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
         assert environment.score(tasks[row], wrong).value == 0.0, row
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("synthetic1", ("kind 'llm_judgeable_groundtruth_similarity', 2 rows (row 5 ",
-                        "kind 'code_output_prediction', 1 row (row 7 ", "(known are verifiable_math, ")),
-        ("numinamath15", ("kind 'proof', 2 rows (row 3 ", "no grader judges proofs")),
-    ],
-)  # fmt: skip
-@both_kinds
+@pytest.mark.parametrize(("name", "said"), [
+    ("synthetic1", ("kind 'llm_judgeable_groundtruth_similarity', 2 rows (row 5 ",
+                    "kind 'code_output_prediction', 1 row (row 7 ", "(known are verifiable_math, ")),
+    ("numinamath15", ("kind 'proof', 2 rows (row 3 ", "no grader judges proofs")),
+])  # fmt: skip
+@data.both_kinds
 def test_unjudged_kinds_are_refused_by_default(name, said, packed, tmp_path, caplog):
-    path = fixture(name, tmp_path, packed)
+    path = data.fixture(name, tmp_path, packed)
     for bad_rows in ("", "refuse"):
-        message = refused(path, bad_rows=bad_rows)
+        message = data.refused(path, bad_rows=bad_rows)
         assert all(each in message for each in said)
     assert "EVERY row" not in caplog.text
-    open_data(path, bad_rows="skip")
+    data.open_data(path, bad_rows="skip")
     assert all(any("EVERY row" in line and each in line for line in caplog.text.splitlines()) for each in said)
 
 
 def test_a_kind_whose_answers_cannot_be_read_is_refused_at_opening(tmp_path: Path) -> None:
     """Answers are not read at opening, but some of each kind: a run must not train on the other kinds alone."""
-    rows = described(60, task_type=dict.fromkeys(range(20, 60), "prime_rl_code"))
-    path = write_parquet(tmp_path / "a.parquet", rows)
-    assert re.search(r"kind 'prime_rl_code', 40 rows .*there are no tests", refused(path))
-    assert len(open_data(path, bad_rows="skip").tasks("train")) == 58
+    rows = data.described(60, task_type=dict.fromkeys(range(20, 60), "prime_rl_code"))
+    path = data.write_parquet(tmp_path / "a.parquet", rows)
+    assert re.search(r"kind 'prime_rl_code', 40 rows .*there are no tests", data.refused(path))
+    assert len(data.open_data(path, bad_rows="skip").tasks("train")) == 58
     rows[59]["verification_info"] = json.dumps({"inputs": ["1"], "outputs": ["1"]})
-    assert open_data(write_jsonl(tmp_path / "b.jsonl", rows))._main.table.rows == 60  # one good row was seen
+    assert data.open_data(data.write_jsonl(tmp_path / "b.jsonl", rows))._main.table.rows == 60  # one good row was seen
 
 
 @pytest.mark.parametrize("solution", ["We prove it by induction. " * 20, "def f(n):\n    return n\n" * 20])
 def test_long_solutions_without_an_answer_are_not_compared(solution: str, tmp_path: Path) -> None:
     """Proofs of NuminaMath-CoT, which names no kinds, and programs of data sets whose tests are not read."""
     rows = [{"problem": f"{row}?", "solution": solution if row < 3 else "so \\boxed{2}"} for row in range(9)]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    problems = checked(open_data(path))
+    path = data.write_jsonl(tmp_path / "a.jsonl", rows)
+    problems = data.checked(data.open_data(path))
     assert [row for row, _ in problems.first] == [0, 1, 2]
     assert "ends in no answer" in problems.first[0][1]
-    assert "kind 'mathematics', 3 rows" in refused(write_jsonl(tmp_path / "b.jsonl", rows[:3]))
+    assert "kind 'mathematics', 3 rows" in data.refused(data.write_jsonl(tmp_path / "b.jsonl", rows[:3]))
 
 
 @pytest.mark.parametrize("tests", [{"input": ["1"], "output": []}, {"input": "1", "output": "1"}, ["1"]])
@@ -126,18 +111,20 @@ def test_contest_tests_that_are_no_pairs_cannot_be_used(tests: Any, tmp_path: Pa
             for row in range(6)]  # fmt: skip
     rows[1]["public_tests"] = tests
     reason = "public_tests is no object of as many inputs as outputs"
-    assert checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows))).first == [(1, reason)]
+    assert data.checked(data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows))).first == [(1, reason)]
 
 
 def test_a_band_without_a_column_of_rates_says_how_to_name_one(tmp_path: Path) -> None:
     rows = [{"problem": f"{row}?", "answer": "1", "llama8b_solve_rate": 0.3} for row in range(6)]
-    said = refused(write_jsonl(tmp_path / "a.jsonl", rows), keep_solve_rate=(0.1, 0.8))
+    said = data.refused(data.write_jsonl(tmp_path / "a.jsonl", rows), keep_solve_rate=(0.1, 0.8))
     assert "needs one column of solve rates, not none (by its name, solve_rate…); there are problem, answer, " in said
 
 
 def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", described(20, verification_info={3: "{'a': open('x')}", 4: "{'a'"}))
-    problems = checked(open_data(path))
+    path = data.write_jsonl(
+        tmp_path / "a.jsonl", data.described(20, verification_info={3: "{'a': open('x')}", 4: "{'a'"})
+    )
+    problems = data.checked(data.open_data(path))
     reason = "verification_info is neither JSON nor a dictionary as Python writes it"
     assert problems.first == [(3, reason), (4, reason)]
 
@@ -147,8 +134,8 @@ def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     ("[{'input': '1', 'output': None}]", [{"input": "1", "output": None}]),
 ])  # fmt: skip
 def test_python_literals_are_read(info: str, read: Any, tmp_path: Path) -> None:
-    rows = described(6, verification_info={0: info})
-    task = open_data(write_jsonl(tmp_path / "a.jsonl", rows), grader="exact").task("0/p0")
+    rows = data.described(6, verification_info={0: info})
+    task = data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows), grader="exact").task("0/p0")
     assert json.loads(task.answer) == read
 
 
@@ -166,22 +153,22 @@ DEEP: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
 @pytest.mark.parametrize(("name", "where"), [("a.jsonl", "a.jsonl line 8"), ("a.parquet", "a.parquet")])
 def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(name, where, column, value, said, tmp_path, caplog):
-    path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
-    environment = open_data(path, bad_rows="skip")
+    path = data.write_either(tmp_path / name, data.described(20, **{column: {7: value}}))
+    environment = data.open_data(path, bad_rows="skip")
     assert [(row, reason.startswith(said)) for row, reason in environment.problems.first] == [(7, True)]
     assert f"1 of 20 rows cannot be used and are left out: row 7 ({where}): {said}" in caplog.text
-    assert [task.id for task in tasks_of(environment)] == [f"{row}/p{row}" for row in range(20) if row != 7]
+    assert [task.id for task in data.tasks_of(environment)] == [f"{row}/p{row}" for row in range(20) if row != 7]
     assert environment.task("8/p8").prompt == "What is 8 + 8?"
     with pytest.raises(UnusableTask):
         environment.task("7/p7")
-    assert re.search(r"1 row .*row 7 ", refused(path, bad_rows="refuse"))
+    assert re.search(r"1 row .*row 7 ", data.refused(path, bad_rows="refuse"))
 
 
 @pytest.mark.parametrize(("info", "said"), DEEP)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_an_answer_that_cannot_be_used_makes_its_task_unusable(name: str, info: Any, said: str, tmp_path: Path) -> None:
-    path = write_either(tmp_path / name, described(20, verification_info={7: info}))
-    environment = open_data(path)
+    path = data.write_either(tmp_path / name, data.described(20, verification_info={7: info}))
+    environment = data.open_data(path)
     assert environment.problems.count == 0  # answers are not read when a data set is opened
     tasks = environment.tasks("train")
     position = [environment.row_at("train", place) for place in range(len(tasks))].index(7)
@@ -193,61 +180,61 @@ def test_an_answer_that_cannot_be_used_makes_its_task_unusable(name: str, info: 
         _ = task.answer
     with pytest.raises(ScoringFailure, match="row 7"):
         environment.score(task, "14")
-    assert re.search(rf"1 row of .* row 7 .*: {said}", refused(path, bad_rows="refuse"))
+    assert re.search(rf"1 row of .* row 7 .*: {said}", data.refused(path, bad_rows="refuse"))
 
 
 def test_a_check_finds_everything_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = described(40, prompt={3: "", 30: None}, verification_info={5: "{", 31: None})
-    path = write_parquet(tmp_path / "a.parquet", rows)
+    rows = data.described(40, prompt={3: "", 30: None}, verification_info={5: "{", 31: None})
+    path = data.write_parquet(tmp_path / "a.parquet", rows)
     done: list[tuple[int, int]] = []
-    problems = checked(open_data(path), lambda *now: done.append(now))
+    problems = data.checked(data.open_data(path), lambda *now: done.append(now))
     assert done[-1] == (40, 40)
     assert problems.count == 4
     assert [row for row, _ in sorted(problems.first)] == [3, 5, 30, 31]
-    again = open_data(path)
+    again = data.open_data(path)
     monkeypatch.setattr(scanning, "usable_answer", lambda *_: pytest.fail("read everything again"))
-    assert checked(again).count == 4
+    assert data.checked(again).count == 4
     with pytest.raises(UnusableTask, match="row 5 "):
         again.task("5/p5")  # known without reading its answer
-    assert "4 rows" in refused(path, bad_rows="refuse")
+    assert "4 rows" in data.refused(path, bad_rows="refuse")
 
 
 def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train = write_parquet(tmp_path / "train.parquet", described(20))
+    train = data.write_parquet(tmp_path / "train.parquet", data.described(20))
     prompts = {**{number: f"Other {number}?" for number in range(6)}, 2: ""}
-    path = write_jsonl(tmp_path / "test.jsonl", described(6, verification_info={4: "{"}, prompt=prompts))
-    environment = open_data(train, held_out=path)
+    path = data.write_jsonl(tmp_path / "test.jsonl", data.described(6, verification_info={4: "{"}, prompt=prompts))
+    environment = data.open_data(train, held_out=path)
     assert "1 of 6 rows cannot be used and are left out: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
     good, found = environment.check(lambda *_: None)
     assert good.problems.count == 0
     assert [found.where(row) for row, _ in found.problems.first] == ["test.jsonl line 3", "test.jsonl line 5"]
-    said = refused(train, held_out=path, bad_rows="refuse")
+    said = data.refused(train, held_out=path, bad_rows="refuse")
     assert re.search(r"2 rows of the data .*test\.jsonl cannot be used: row 2 ", said)
 
 
 @pytest.mark.parametrize("value", [["verifiable_math"], {"name": "verifiable_math"}, 7, b"\xff"])
 def test_a_task_type_that_is_no_text_is_unknown(value: object, tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", described(10, task_type=dict.fromkeys(range(10), value)))
+    path = data.write_parquet(tmp_path / "a.parquet", data.described(10, task_type=dict.fromkeys(range(10), value)))
     assert re.search(
         r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is .*known are verifiable_math, .*--set ",
-        refused(path),
+        data.refused(path),
     )
 
 
 @pytest.mark.parametrize("column", ["task_type", "verification_info", "problem_id", "prompt"])
 @pytest.mark.parametrize("check_first", [False, True])
 def test_text_that_is_not_utf_8_is_a_bad_row(column: str, check_first: bool, tmp_path: Path) -> None:
-    rows = described(10)
+    rows = data.described(10)
     texts = [row[column].encode() for row in rows]
     texts[4] = texts[5] = b"\xff\xfe"
     columns = {name: pa.array([row[name] for row in rows]) for name in rows[0]}
     columns[column] = pa.array(texts, pa.binary()).view(pa.string())
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    environment, good = open_data(tmp_path / "a.parquet"), []
+    environment, good = data.open_data(tmp_path / "a.parquet"), []
     if column == "prompt":
         assert environment.problems.first == [(row, "prompt is not UTF-8") for row in (4, 5)]
     if check_first:
-        assert [row for row, _ in sorted(checked(environment).first)] == [4, 5]
+        assert [row for row, _ in sorted(data.checked(environment).first)] == [4, 5]
     for tasks in map(environment.tasks, SPLITS):
         for position in range(len(tasks)):
             with contextlib.suppress(UnusableTask):
@@ -256,11 +243,11 @@ def test_text_that_is_not_utf_8_is_a_bad_row(column: str, check_first: bool, tmp
 
 
 def test_lines_that_are_no_rows(tmp_path: Path) -> None:
-    written = lines(described(12)).splitlines(keepends=True)
+    written = data.lines(data.described(12)).splitlines(keepends=True)
     bad = {2: b"{broken\n", 4: b"\n", 6: b'{"prompt": "\xff\xfe", "task_type": "verifiable_math"}\n', 8: b"[1, 2]\n"}
     content = b"".join(bad.get(number, line) for number, line in enumerate(written))
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + content.rstrip(b"\n") + b"\r\n\n\n")
-    environment = open_data(tmp_path / "a.jsonl")
+    environment = data.open_data(tmp_path / "a.jsonl")
     found = dict(environment.problems.first)
     assert found.keys() == bad.keys()
     assert found[2].startswith("the line is no JSON object")
@@ -272,15 +259,17 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
 def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (readers, scanning):
         monkeypatch.setattr(module, "ROW_LIMIT_BYTES", 500)
-    rows = described(10, prompt={3: "x" * 501})
-    assert open_data(write_parquet(tmp_path / "a.parquet", rows)).problems.first == [
+    rows = data.described(10, prompt={3: "x" * 501})
+    assert data.open_data(data.write_parquet(tmp_path / "a.parquet", rows)).problems.first == [
         (3, f"the prompt is too large: {scanning.TOO_LARGE}")
     ]
-    ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
+    ((row, reason),) = data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
     assert (row, reason) == (3, "the line has more than 0 MB")
     monkeypatch.setattr(scanning, "ROW_LIMIT_BYTES", 500)
     info = json.dumps({"ground_truth": "1", "notes": "x" * 600})
-    environment = open_data(write_parquet(tmp_path / "b.parquet", described(10, verification_info={3: info})))
+    environment = data.open_data(
+        data.write_parquet(tmp_path / "b.parquet", data.described(10, verification_info={3: info}))
+    )
     with pytest.raises(UnusableTask, match="the answer is too large"):
         _ = environment.task("3/p3").answer
 
@@ -312,17 +301,17 @@ def test_history_is_part_of_the_question_digest(tmp_path: Path) -> None:
     assert question_digest("2+2?", [("system", "Be brief.")]) == prompt_digest("2+2?")
     said = [[("user", f"{n}+1?"), ("assistant", "?"), ("user", "So?")] for n in range(20)]
     rows = [{"prompt": [{"role": role, "content": text} for role, text in talk], "answer": "1"} for talk in said]
-    environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows), held_out_size=4)
+    environment = data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows), held_out_size=4)
     assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (16, 4)
     found = [question_digest(task.prompt, task.history) for task in environment.tasks("train")]
     assert list(environment.prompt_digests("train")) == found
 
 
 def test_a_held_out_question_is_never_trained_on(tmp_path: Path) -> None:
-    rows = described(60)
+    rows = data.described(60)
     for number, row in enumerate(rows):
         row["prompt"] = f"What is {number % 20}?" if number < 40 else f"WHAT  is {number % 20} ?\n"
-    environment = open_data(write_parquet(tmp_path / "a.parquet", rows), held_out_size=3)
+    environment = data.open_data(data.write_parquet(tmp_path / "a.parquet", rows), held_out_size=3)
     held_out, train = environment.tasks("held_out"), environment.tasks("train")
     aside = {prompt_digest(task.prompt) for task in held_out}
     assert len(held_out) == len(aside) == 3
@@ -330,19 +319,21 @@ def test_a_held_out_question_is_never_trained_on(tmp_path: Path) -> None:
     assert (len(train), environment.splits.shared) == (51, 6)
 
 
-def test_the_split_depends_on_content_and_not_on_place(tmp_path: Path) -> None:
-    rows = described(50)
-    one = open_data(write_parquet(tmp_path / "a.parquet", rows), held_out_size=5)
-    other = open_data(write_parquet(tmp_path / "b.parquet", rows[::-1]), held_out_size=5)
+def test_split_depends_on_content_and_all_questions_of_a_held_out_file_are_held_out(tmp_path: Path) -> None:
+    rows = data.described(50)
+    one = data.open_data(data.write_parquet(tmp_path / "a.parquet", rows), held_out_size=5)
+    other = data.open_data(data.write_parquet(tmp_path / "b.parquet", rows[::-1]), held_out_size=5)
     prompts = [{task.prompt for task in environment.tasks("held_out")} for environment in (one, other)]
     assert (prompts[0], len(prompts[0])) == (prompts[1], 5)
+    path = data.write_parquet(tmp_path / "a.parquet", data.described(10))
+    assert "all of its questions are held-out ones" in data.refused(path, held_out_size=1, held_out=path)
 
 
 def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train = write_parquet(tmp_path / "train.parquet", described(30))
+    train = data.write_parquet(tmp_path / "train.parquet", data.described(30))
     shared = [{"question": "what is 3+3?", "answer": "6"}, {"question": "WHAT IS 8 + 8 ?", "answer": 16}]
-    path = write_jsonl(tmp_path / "test.jsonl", [*shared, {"question": "New?", "answer": "1"}])
-    environment = open_data(train, held_out_size=2, held_out=path)
+    path = data.write_jsonl(tmp_path / "test.jsonl", [*shared, {"question": "New?", "answer": "1"}])
+    environment = data.open_data(train, held_out_size=2, held_out=path)
     assert [task.id for task in environment.tasks("held_out")] == ["held_out/0", "held_out/1"]
     task = environment.tasks("held_out")[1]
     assert environment.task(task.id) == task
@@ -352,40 +343,35 @@ def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len(ids) == 28
     assert not ids & {"3/p3", "8/p8"}
     assert "2 rows left out of training: a held-out question is repeated" in caplog.text
-    alone = open_data(train)
+    alone = data.open_data(train)
     assert environment.data_digest != alone.data_digest
-    write_jsonl(path, [*shared, {"question": "Newer?", "answer": "1"}])
-    assert open_data(train, held_out_size=2, held_out=path).digest != environment.digest
-
-
-def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", described(10))
-    assert "all of its questions are held-out ones" in refused(path, held_out_size=1, held_out=path)
+    data.write_jsonl(path, [*shared, {"question": "Newer?", "answer": "1"}])
+    assert data.open_data(train, held_out_size=2, held_out=path).digest != environment.digest
 
 
 @pytest.mark.parametrize("text", [False, True])
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
 def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(name, text, tmp_path):
-    rows = described(27, solve_rate_tiny={1: None})
+    rows = data.described(27, solve_rate_tiny={1: None})
     if text:
         rows = [{**row, "solve_rate_tiny": str(row["solve_rate_tiny"] or "")} for row in rows]
         rows[3]["solve_rate_tiny"] = "often"
-    path = write_either(tmp_path / name, rows)
-    environment = open_data(path, held_out_size=1, keep_solve_rate=[0.125, 0.5])
-    kept = {int(task.id.partition("/")[0]) for task in tasks_of(environment)}
+    path = data.write_either(tmp_path / name, rows)
+    environment = data.open_data(path, held_out_size=1, keep_solve_rate=[0.125, 0.5])
+    kept = {int(task.id.partition("/")[0]) for task in data.tasks_of(environment)}
     assert kept == {row for row in range(27) if 1 <= row % 9 <= 4 and row not in ((1, 3) if text else (1,))}
     assert environment.problems.first == ([(3, "solve_rate_tiny is 'often', not a solve rate")] if text else [])
-    assert not text or "1 row of the data" in refused(path, keep_solve_rate=[0.125, 0.5], bad_rows="refuse")
+    assert not text or "1 row of the data" in data.refused(path, keep_solve_rate=[0.125, 0.5], bad_rows="refuse")
 
 
 def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> None:
-    rows = [{**row, "solve_rate_large": 0.5} for row in described(10)]
-    path = write_parquet(tmp_path / "a.parquet", rows)
-    assert len(open_data(path, keep_solve_rate=[0.5, 0.5], solve_rate="solve_rate_large").tasks("train")) == 8
+    rows = [{**row, "solve_rate_large": 0.5} for row in data.described(10)]
+    path = data.write_parquet(tmp_path / "a.parquet", rows)
+    assert len(data.open_data(path, keep_solve_rate=[0.5, 0.5], solve_rate="solve_rate_large").tasks("train")) == 8
     for band, column, said in [
         ([0.0, 1.0], "", "one column of solve rates, not solve_rate_tiny, solve_rate_large"),
         ([0.5, 0.5], "prompt", "row 0 (a.parquet): prompt is 'What is 0 + 0?', not a solve rate"),
         ([0.5, 0.1], "", "the lower first"),
         ([0.13, 0.2], "solve_rate_tiny", "no row has a solve rate within"),
     ]:
-        assert said in refused(path, keep_solve_rate=band, solve_rate=column)
+        assert said in data.refused(path, keep_solve_rate=band, solve_rate=column)

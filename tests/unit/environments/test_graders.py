@@ -16,17 +16,14 @@ from shoal.environments.graders.registry import grader
 CODE = "```python\nprint(1)\n```"
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("5", "5"), ("", ""), ("<think>4?</think>5", "5"), ("\n<think>4?</think>5", "5"), ("4?</think>5", "5"),
-        ("<think>4?</think>4<think>5?</think>5", "5"), ("<think>4?", ""), ("  <think>4?", ""),
-        ("</think> 8 <think>7", " 8 "), ("<think>a</think> 8 <think>7", " 8 "),
-        ("<think>a</think> 8 <think>7 <think>6", " 8 "), ("Write <think> first. 5", "Write <think> first. 5"),
-        (CODE, CODE), ("<think>a</think>" + CODE, CODE), ("a</think>" + CODE + "<think>b", CODE),
-        ("<think>```python\nnever closed</think>5", "5"), ("```python\nnever closed\n</think>5", "5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("completion", "answer"), [
+    ("5", "5"), ("", ""), ("<think>4?</think>5", "5"), ("\n<think>4?</think>5", "5"), ("4?</think>5", "5"),
+    ("<think>4?</think>4<think>5?</think>5", "5"), ("<think>4?", ""), ("  <think>4?", ""),
+    ("</think> 8 <think>7", " 8 "), ("<think>a</think> 8 <think>7", " 8 "),
+    ("<think>a</think> 8 <think>7 <think>6", " 8 "), ("Write <think> first. 5", "Write <think> first. 5"),
+    (CODE, CODE), ("<think>a</think>" + CODE, CODE), ("a</think>" + CODE + "<think>b", CODE),
+    ("<think>```python\nnever closed</think>5", "5"), ("```python\nnever closed\n</think>5", "5"),
+])  # fmt: skip
 def test_the_answer_is_what_follows_the_thinking(completion: str, answer: str) -> None:
     assert after_thinking(completion) == answer
 
@@ -35,8 +32,6 @@ def test_the_answer_is_what_follows_the_thinking(completion: str, answer: str) -
 def test_many_marks_take_no_longer_than_their_number(piece: str) -> None:
     assert len(after_thinking(piece * 200_000)) <= len(piece) * 200_000
 
-
-# A letter among several: which one an answer gives, and that no answer gives two
 
 GIVEN = [
     ("Answer: B", "B"), ("answer: (B)", "B"), ("**Answer:** C", "C"), ("The correct answer is **D**.", "D"),
@@ -77,23 +72,18 @@ def test_garbage_never_raises(text: str) -> None:
     assert ChoiceGrader().score("B", text).value in (0.0, 1.0)
 
 
-# Code tasks as text: verification info
-
 PRINTED = {"type": "stdin_stdout", "input": "2 3\n", "output": "5\n"}
 CALLED = {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 5}
 
 
-@pytest.mark.parametrize(
-    ("info", "right", "wrong"),
-    [
-        ({"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"}, [b"5", b"[5]"], [b"[[5]]"]),  # APPS wraps it
-        ({"test_cases": [{**CALLED, "output": [5]}]}, [b"5", b"[5]"], [b"[[5]]"]),  # so do sets that were made of it
-        ([{"input": "2\n3", "output": "[5]", "testtype": "functional", "metadata": {"func_name": "add"}}],
-         [b"[5]"], [b"5"]),
-        ({"test_cases": [CALLED]}, [b" 5 "],
-         [b"", b"5 5", b"{", b"[" * 50_000, b"9" * 5000, b"[" + b"1," * 50_000 + b"5]"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("info", "right", "wrong"), [
+    ({"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"}, [b"5", b"[5]"], [b"[[5]]"]),  # APPS wraps it
+    ({"test_cases": [{**CALLED, "output": [5]}]}, [b"5", b"[5]"], [b"[[5]]"]),  # so do sets that were made of it
+    ([{"input": "2\n3", "output": "[5]", "testtype": "functional", "metadata": {"func_name": "add"}}],
+     [b"[5]"], [b"5"]),
+    ({"test_cases": [CALLED]}, [b" 5 "],
+     [b"", b"5 5", b"{", b"[" * 50_000, b"9" * 5000, b"[" + b"1," * 50_000 + b"5]"]),
+])  # fmt: skip
 def test_return_values_of_calls(info: Any, right: list[bytes], wrong: list[bytes]) -> None:
     (case,) = read_tests(json.dumps(info)).cases
     assert [case.passed(b"5", returned) for returned in right + wrong] == [True] * len(right) + [False] * len(wrong)
@@ -114,32 +104,29 @@ ADD_2_3 = json.dumps({"function": "add", "arguments": [2, 3]})
 JOIN = json.dumps({"function": "join", "arguments": [[1, 2], "x"]})
 
 
-@pytest.mark.parametrize(
-    ("info", "cases"),
-    [
-        ({"language": "python", "test_cases": [PRINTED, CALLED]}, [("2 3\n", b"5\n", ""), (ADD_2_3, 5, "add")]),
-        # APPS: standard input, also as lines
-        ({"inputs": ["1", ["2", "3"]], "outputs": ["a", ["b"]]}, [("1", b"a", ""), ("2\n3", b"b", "")]),
-        # LiveCodeBench: public tests, then private ones
-        ({"public_test_cases": json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}]),
-          "private_test_cases": [{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}],
-          "metadata": json.dumps({"func_name": "Solution.join"})}, [("1", b"2", ""), (JOIN, [3], "join")]),
-        # INTELLECT-2: the tests are JSON text in JSON text
-        ({"test_cases": '{"inputs": ["2 3\\n"], "outputs": ["5\\n"]}'}, [("2 3\n", b"5\n", "")]),
-        ({"test_cases": '{"fn_name": "add", "inputs": ["2\\n3"], "outputs": ["5"]}'}, [(ADD_2_3, 5, "add")]),
-        ({"test_cases": '{"fn_name": null, "inputs": ["2 3"], "outputs": ["5"]}'}, [("2 3", b"5", "")]),
-        ({"test_cases": {"inputs": ["2 3"], "outputs": ["5"]}}, [("2 3", b"5", "")]),
-        # Eurus-2-RL-Data: the reward model's ground truth
-        ({"ground_truth": '{"inputs": ["2 3"], "outputs": ["5"]}', "style": "rule"}, [("2 3", b"5", "")]),
-        # SYNTHETIC-1
-        ({"language": "Python", "test_cases": [{**PRINTED, "fn_name": None}]}, [("2 3\n", b"5\n", "")]),
-        # DeepCoder: bare lists
-        ([PRINTED, CALLED], [("2 3\n", b"5\n", ""), (ADD_2_3, 5, "add")]),
-        ([{"input": "2 3", "output": "5"}], [("2 3", b"5", "")]),
-        ([{"input": "2\n3", "output": "5", "testtype": "functional", "metadata": {"func_name": "add"}}],
-         [(ADD_2_3, 5, "add")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("info", "cases"), [
+    ({"language": "python", "test_cases": [PRINTED, CALLED]}, [("2 3\n", b"5\n", ""), (ADD_2_3, 5, "add")]),
+    # APPS: standard input, also as lines
+    ({"inputs": ["1", ["2", "3"]], "outputs": ["a", ["b"]]}, [("1", b"a", ""), ("2\n3", b"b", "")]),
+    # LiveCodeBench: public tests, then private ones
+    ({"public_test_cases": json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}]),
+      "private_test_cases": [{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}],
+      "metadata": json.dumps({"func_name": "Solution.join"})}, [("1", b"2", ""), (JOIN, [3], "join")]),
+    # INTELLECT-2: the tests are JSON text in JSON text
+    ({"test_cases": '{"inputs": ["2 3\\n"], "outputs": ["5\\n"]}'}, [("2 3\n", b"5\n", "")]),
+    ({"test_cases": '{"fn_name": "add", "inputs": ["2\\n3"], "outputs": ["5"]}'}, [(ADD_2_3, 5, "add")]),
+    ({"test_cases": '{"fn_name": null, "inputs": ["2 3"], "outputs": ["5"]}'}, [("2 3", b"5", "")]),
+    ({"test_cases": {"inputs": ["2 3"], "outputs": ["5"]}}, [("2 3", b"5", "")]),
+    # Eurus-2-RL-Data: the reward model's ground truth
+    ({"ground_truth": '{"inputs": ["2 3"], "outputs": ["5"]}', "style": "rule"}, [("2 3", b"5", "")]),
+    # SYNTHETIC-1
+    ({"language": "Python", "test_cases": [{**PRINTED, "fn_name": None}]}, [("2 3\n", b"5\n", "")]),
+    # DeepCoder: bare lists
+    ([PRINTED, CALLED], [("2 3\n", b"5\n", ""), (ADD_2_3, 5, "add")]),
+    ([{"input": "2 3", "output": "5"}], [("2 3", b"5", "")]),
+    ([{"input": "2\n3", "output": "5", "testtype": "functional", "metadata": {"func_name": "add"}}],
+     [(ADD_2_3, 5, "add")]),
+])  # fmt: skip
 def test_spellings_of_public_data_sets(info: Any, cases: list[tuple[str, Any, str]]) -> None:
     found = read_tests(json.dumps(info)).cases
     assert [(case.given.decode(), case.expected, case.function) for case in found] == cases
@@ -177,8 +164,6 @@ def test_problems_of_tests_are_named(info: Any, says: str) -> None:
         read_tests(answer)
     assert says in grader("prime_rl_code").problem(answer)
 
-
-# Which block of a completion is the program, however it is fenced
 
 BLOCKS = [
     ("```python\na\n```", "a\n"), ("```py\na\n```", "a\n"), ("```Python3 title=x\na\n```", "a\n"),
@@ -222,8 +207,6 @@ WANTED = [
 def test_which_block_is_the_program_or_the_last_that_defines_the_function(completion, code, functions):
     assert program(after_thinking(completion), functions) == code
 
-
-# What counts as the same output, and what as another one
 
 SAME_TEXT = [
     (b"5", b"5\n"), (b"5\n", b"5"), (b"1 2 3\n", b"1 2 3 \n\n"), (b"1 2 3", b"1  2\t3"), (b"a\nb", b"a\r\nb\r\n"),

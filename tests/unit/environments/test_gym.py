@@ -101,13 +101,10 @@ def test_patched_generators_do_not_depend_on_hashes_or_global_random_numbers() -
     assert json.loads(there.splitlines()[-1]) == here["fingerprints"](chosen)
 
 
-@pytest.mark.parametrize(
-    ("name", "hack"),
-    [
-        ("game_of_life_halting", "anything"), ("coin_flip", "0"), ("complex_arithmetic", "nan"),
-        ("puzzle24", "6 + 6 + 6 + 6"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "hack"), [
+    ("game_of_life_halting", "anything"), ("coin_flip", "0"), ("complex_arithmetic", "nan"),
+    ("puzzle24", "6 + 6 + 6 + 6"),
+])  # fmt: skip
 def test_no_answer_fits_every_task(name: str, hack: str) -> None:
     """Each of these is a full score to the library's own scorer, whatever the task."""
     made, entries = generator(name), [generator(name).entry(number) for number in range(3)]
@@ -218,19 +215,16 @@ def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.
     assert gym().task("reasoning-gym/train/0").prompt != first
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
-        ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
-        ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("completion", "answer"), [
+    ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
+    ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
+    ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
+])  # fmt: skip
 def test_where_the_answer_is(completion: str, answer: str) -> None:
     assert final_answer(completion) == answer
 
 
-def test_tasks_by_index_and_id_scored_by_their_own_generator() -> None:
+def test_tasks_by_index_and_id_are_scored_by_their_own_generator_with_partial_credit_by_choice() -> None:
     environment = gym(generator="leg_counting")
     for task in environment.tasks("train")[:8]:
         assert task.kind == "leg_counting"
@@ -238,24 +232,6 @@ def test_tasks_by_index_and_id_scored_by_their_own_generator() -> None:
         assert task.prompt.endswith("between <answer> and </answer>.")
         assert environment.score(task, f"<think>hm</think><answer>{task.answer}</answer>").value == 1.0
         assert environment.score(task, "<answer>none</answer>").value == 0.0
-
-
-def test_splits_share_no_prompt() -> None:
-    environment = gym(settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2})
-    train, held_out = ({t.prompt for t in environment.tasks(split)} for split in ("train", "held_out"))
-    assert not train & held_out
-    assert all(is_held_out(prompt) for prompt in held_out)
-
-
-def test_settings_level_and_seed_change_the_tasks_and_the_digest() -> None:
-    made = [gym(), gym(seed=1), gym(level=3), gym(settings={"min_terms": 6, "max_terms": 6}), gym(ask="")]
-    assert len({environment.digest for environment in made}) == 5
-    assert len({tuple(task.prompt for task in environment.tasks("train")[:9]) for environment in made}) == 5
-    assert {task.prompt.count(" + ") + task.prompt.count(" - ") for task in made[3].tasks("train")[:9]} == {5}
-    assert gym().digest == gym().digest
-
-
-def test_partial_credit_is_a_choice() -> None:
     whole, partly = (gym(generator="letter_counting", partial=partial) for partial in (False, True))
     task = whole.tasks("train")[0]
     none, some = (environment.score(task, f"{task.answer} of them") for environment in (whole, partly))
@@ -263,36 +239,40 @@ def test_partial_credit_is_a_choice() -> None:
     assert none.parts == some.parts
 
 
-def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
+def test_splits_share_no_prompt_and_too_few_different_tasks_are_an_error() -> None:
+    environment = gym(settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2})
+    train, held_out = ({t.prompt for t in environment.tasks(split)} for split in ("train", "held_out"))
+    assert not train & held_out
+    assert all(is_held_out(prompt) for prompt in held_out)
+    only = gym(generator="count_bits", settings={"min_n": 7, "max_n": 7})
+    with pytest.raises(EnvironmentSetupError, match="too few different tasks"):
+        _ = [only.tasks(split)[0] for split in ("train", "held_out")]
+
+
+def test_settings_level_and_seed_change_tasks_and_digest_and_are_fitted() -> None:
+    made = [gym(), gym(seed=1), gym(level=3), gym(settings={"min_terms": 6, "max_terms": 6}), gym(ask="")]
+    assert len({environment.digest for environment in made}) == 5
+    assert len({tuple(task.prompt for task in environment.tasks("train")[:9]) for environment in made}) == 5
+    assert {task.prompt.count(" + ") + task.prompt.count(" - ") for task in made[3].tasks("train")[:9]} == {5}
+    assert gym().digest == gym().digest
     made = Generator("time_intervals", {"min_date": "2000-01-01", "max_date": "2001-01-01", "task_types": ["date"]})
     assert "200" in made.entry(5)["question"]
     assert "*" not in Generator("basic_arithmetic", {"operators": ["+"]}).entry(1)["question"]
     assert Generator("word_sorting", {"transformation": "uppercase"}).entry(1)["answer"].isupper()
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"generator": "chain_sums"}, "did you mean 'chain_sum'"),
-        ({"generator": "composite"}, "use environment.mix"),
-        ({"generator": "codeio"}, "differs from process to process"),
-        ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"),
-        ({"settings": {"size": 2}}, "has no setting 'size'"),
-        ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses its settings"),
-        ({"settings": {"min_terms": "many"}}, "min_terms is a int, not 'many'"),
-        ({"settings": {"allow_negation": "no"}}, "allow_negation is a bool, not 'no'"),
-        ({"generator": "acre", "level": 1}, "has no curriculum"),
-    ],
-)
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"generator": "chain_sums"}, "did you mean 'chain_sum'"), ({"generator": "composite"}, "use environment.mix"),
+    ({"generator": "codeio"}, "differs from process to process"),
+    ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"), ({"settings": {"size": 2}}, "has no setting 'size'"),
+    ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses its settings"),
+    ({"settings": {"min_terms": "many"}}, "min_terms is a int, not 'many'"),
+    ({"settings": {"allow_negation": "no"}}, "allow_negation is a bool, not 'no'"),
+    ({"generator": "acre", "level": 1}, "has no curriculum"),
+])  # fmt: skip
 def test_invalid_generator_settings_are_refused_when_built(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         gym(**options)
-
-
-def test_too_few_different_tasks_are_said() -> None:
-    only = gym(generator="count_bits", settings={"min_n": 7, "max_n": 7})
-    with pytest.raises(EnvironmentSetupError, match="too few different tasks"):
-        _ = [only.tasks(split)[0] for split in ("train", "held_out")]
 
 
 def test_without_the_package_or_with_another_version_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

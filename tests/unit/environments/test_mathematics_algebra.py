@@ -97,12 +97,9 @@ def test_a_helper_that_was_killed_is_replaced(helper: Helper) -> None:
     assert helper._process is not first
 
 
-@pytest.mark.parametrize(
-    ("python", "said"),
-    [
-        ("silent", "without an answer"), ("/bin/false", "does not start"), ("/no/such/python", "cannot be started"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("python", "said"), [
+    ("silent", "without an answer"), ("/bin/false", "does not start"), ("/no/such/python", "cannot be started"),
+])  # fmt: skip
 def test_a_helper_that_does_not_start_or_answer_is_a_failure_of_the_machinery(monkeypatch, tmp_path, python, said):
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nprintf R\nexec cat > /dev/null\n")
@@ -141,14 +138,11 @@ def test_implausible_formulas_are_not_sent_to_the_helper(formula: str) -> None:
     assert asked(formula, "1") is False
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "\\sum_{k=1}^{99999} k^{k^{k}}", "\\int \\sin(\\sin(\\sin(x))) e^{x^x} dx", "\\prod_{k=1}^{9999} (x+k)^{k}",
-        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^{9999}", "\\lim_{x\\to\\infty} x^{x^{x}}",
-        "\\sum_{n=1}^{\\infty} \\frac{\\sin(n^n)}{n!}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("answer", [
+    "\\sum_{k=1}^{99999} k^{k^{k}}", "\\int \\sin(\\sin(\\sin(x))) e^{x^x} dx", "\\prod_{k=1}^{9999} (x+k)^{k}",
+    "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^{9999}", "\\lim_{x\\to\\infty} x^{x^{x}}",
+    "\\sum_{n=1}^{\\infty} \\frac{\\sin(n^n)}{n!}",
+])  # fmt: skip
 def test_symbolic_algebra_is_stopped(helper: Helper, answer: str) -> None:
     impatient = MathematicsGrader(symbolic=SymbolicEquality(helper))
     assert impatient.score("\\sqrt{2}", f"\\boxed{{{answer}}}").value == 0.0

@@ -90,16 +90,13 @@ def test_shares_passes_and_what_a_task_keeps() -> None:
     assert mixed.tasks("train")[2:4] == tasks[2:4]
 
 
-def test_held_out_tasks_are_in_proportion_and_never_twice() -> None:
+def test_held_out_tasks_are_in_proportion_and_scores_and_dialogues_are_the_parts_own() -> None:
     empty = Part("c", 5.0, Fixed("c", 9, 0))
     mixed = mixture(Part("a", 3.0, Fixed("a", 9, 6)), Part("b", 1.0, Fixed("b", 9, 100)), empty)
     ids = [task.id for task in mixed.tasks("held_out")]
     assert len(ids) == len(set(ids))
     assert Counter(one[0] for one in ids) == {"a": 6, "b": 2}  # all of a that there are
     assert len(mixture(empty).tasks("held_out")) == 0
-
-
-def test_scores_and_talk_are_the_parts_own() -> None:
     inner = Fixed("a", 9, 9)
     mixed = mixture(Part("maths", 1.0, inner), Part("sort", 1.0, build(EnvironmentSettings())))
     task, sort = mixed.task("maths:train/3"), mixed.task("sort:sort/train/0")
@@ -159,17 +156,14 @@ def test_a_recipe_s_mixture_also_if_it_was_written_down(tmp_path: Path) -> None:
     assert build(again).digest == mixed.digest
 
 
-@pytest.mark.parametrize(
-    ("parts", "more", "sentence"),
-    [
-        ([{"name": "sort", "label": "a"}, {"name": "addition", "label": "a"}], {}, "same label"),
-        ([{"name": "srot"}], {}, "part 'srot': there is no environment 'srot'.*did you mean 'sort'"),
-        ([{"name": "sort", "options": {"min_digit": 2}}], {}, "part 'sort': .*did you mean"),
-        ([{"name": "sort"}], {"options": {"min_digits": 2}}, "takes the place of"),
-        *(([{"label": name}, {"name": "addition"}], {}, f"part '{name}'.*another label")
-          for name in ("task", "limit", "judge.taste")),  # they mean something else in scores
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("parts", "more", "sentence"), [
+    ([{"name": "sort", "label": "a"}, {"name": "addition", "label": "a"}], {}, "same label"),
+    ([{"name": "srot"}], {}, "part 'srot': there is no environment 'srot'.*did you mean 'sort'"),
+    ([{"name": "sort", "options": {"min_digit": 2}}], {}, "part 'sort': .*did you mean"),
+    ([{"name": "sort"}], {"options": {"min_digits": 2}}, "takes the place of"),
+    *(([{"label": name}, {"name": "addition"}], {}, f"part '{name}'.*another label")
+      for name in ("task", "limit", "judge.taste")),  # they mean something else in scores
+])  # fmt: skip
 def test_errors_name_the_part(parts: list[dict[str, Any]], more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         built(*parts, **more)
@@ -269,9 +263,6 @@ def test_only_a_mixture_has_parts(tmp_path: Path) -> None:
     assert part_of(mixed, mixed.tasks("train")[0].id) == "own"
 
 
-# What is put around an environment
-
-
 @pytest.mark.parametrize(
     "tables",
     [{"scoring": {}}, {"prompt": {}}, {"scoring": {"processes": 4}}, {"scoring": {"seconds": 10.0}, "prompt": {}}],
@@ -282,8 +273,6 @@ def test_a_table_that_changes_no_score_changes_no_digest(tables: dict[str, Any])
     assert settled(**changed).digest == settled(length={"targets": [5]}).digest != settled().digest
 
 
-# Length budgets: targets that anyone can draw again, and rewards that hold the length against them
-
 lengths = st.integers(0, 100_000)
 rewards = st.sampled_from([0.0, 0.25, 1.0])
 
@@ -292,14 +281,11 @@ def budget(**settings: Any) -> LengthSettings:
     return LengthSettings.model_validate({"targets": [1000], **settings})
 
 
-@pytest.mark.parametrize(
-    ("form", "reward", "tokens", "value"),
-    [
-        ("exact", 1.0, 1000, 1.0), ("exact", 1.0, 3000, 0.4), ("exact", 1.0, 0, 0.7), ("exact", 0.0, 3000, -0.6),
-        ("max", 1.0, 1000, 0.5), ("max", 1.0, 0, 0.8), ("max", 1.0, 2000, 0.2), ("max", 1.0, 5000, 0.0),
-        ("max", 0.0, 10, 0.0), ("clip", 1.0, 1000, 1.0), ("clip", 1.0, 1001, 0.0), ("clip", 0.25, 10, 0.25),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "reward", "tokens", "value"), [
+    ("exact", 1.0, 1000, 1.0), ("exact", 1.0, 3000, 0.4), ("exact", 1.0, 0, 0.7), ("exact", 0.0, 3000, -0.6),
+    ("max", 1.0, 1000, 0.5), ("max", 1.0, 0, 0.8), ("max", 1.0, 2000, 0.2), ("max", 1.0, 5000, 0.0),
+    ("max", 0.0, 10, 0.0), ("clip", 1.0, 1000, 1.0), ("clip", 1.0, 1001, 0.0), ("clip", 0.25, 10, 0.25),
+])  # fmt: skip
 def test_by_hand(form: str, reward: float, tokens: int, value: float) -> None:
     """α = 0.0003 and δ = 0.5 at a target of 1000, computed by hand."""
     rule = budget(form=form, alpha=0.0003, delta=0.5)
@@ -314,15 +300,12 @@ def test_the_parts_say_how_it_came_about(form: str, reward: float, target: int, 
     assert score.notes == "note"
 
 
-def test_targets_are_drawn_equally_often_and_again_the_same() -> None:
+def test_targets_are_drawn_equally_often_and_end_the_prompt() -> None:
     rule = budget(targets=[1000, 2000, 3000, 4000])
     drawn = [rule.target("run", unit) for unit in range(4000)]
     assert all(900 < count < 1100 for count in Counter(drawn).values())
     assert drawn == [rule.target("run", unit) for unit in range(4000)]
     assert drawn != [rule.target("another run", unit) for unit in range(4000)]
-
-
-def test_the_prompt_ends_with_the_target() -> None:
     task = Task("t", "What is 2 + 2?", "4", "mathematics", (("system", "Be brief."),))
     asked = budget().ask(task, 2000)
     assert asked.prompt == "What is 2 + 2? Think for 2000 tokens before giving a response."
@@ -346,9 +329,6 @@ def test_the_budget_is_part_of_the_environment_and_of_its_digest() -> None:
     assert len({one.digest for one in all_of_them}) == 5
     task = plain.tasks("train")[0]
     assert all_of_them[1].score(task, task.answer) == plain.score(task, task.answer)  # tokens are not known yet
-
-
-# Who is about to score is refused at the start where the machine lacks what scoring needs
 
 
 def test_programs_without_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

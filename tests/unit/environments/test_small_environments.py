@@ -21,17 +21,12 @@ def environment(name: str = "sort", **options: int) -> Environment:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gold_scores_one_and_near_misses_zero(name):
+def test_gold_scores_one_near_misses_zero_and_splits_share_no_prompt(name):
     built = environment(name)
     for task in built.tasks("train")[:50]:
         assert built.score(task, task.answer).value == 1.0
         for miss in (task.answer[::-1] + "x", task.answer + " ", task.answer[:-1], "", task.answer + task.answer):
             assert built.score(task, miss).value == 0.0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_train_and_held_out_share_no_prompt(name):
-    built = environment(name)
     held_out = {task.prompt for task in built.tasks("held_out")}
     assert held_out.isdisjoint(task.prompt for task in built.tasks("train")[:20_000])
 
@@ -46,41 +41,30 @@ def test_an_unknown_id_is_refused(task_id):
         environment().task(task_id)
 
 
-def test_tasks_are_the_same_in_every_process_and_release():
+def test_tasks_are_pinned_the_digest_follows_the_settings_and_an_empty_split_is_an_error():
     assert [task.prompt for task in environment().tasks("train")[:3]] == ["833286=", "915332=", "4036562="]
     assert environment().tasks("held_out")[3].prompt == "374952="
-
-
-def test_the_digest_follows_what_determines_tasks():
     base = environment().digest
     assert environment().digest == base
     assert len({base, environment(max_digits=9).digest, environment("addition").digest}) == 3
     assert build(EnvironmentSettings(held_out_size=10)).digest != base
     assert build(EnvironmentSettings(shuffle_rewards=True)).digest == base
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"name": "srot"}, r"no environment 'srot' \(did you mean 'sort'\?\): addition, .*sort"),
-        ({"options": {"max_digit": 3}}, r"no option 'max_digit' \(did you mean 'max_digits'\?\)"),
-        ({"options": {"max_digits": 3}}, r"min_digits \(6\) is above max_digits \(3\)"),
-        ({"options": {"max_digits": 0}}, "max_digits: Input should be greater than or equal to 1"),
-        ({"options": {"max_digits": "many"}}, "max_digits: Input should be a valid integer"),
-    ],
-)
-def test_wrong_settings_say_what_to_do(settings, said):
-    with pytest.raises(EnvironmentSetupError, match=said):
-        build(EnvironmentSettings(**settings))
-
-
-def test_options_that_leave_a_split_empty_are_an_error_not_a_hang():
     tasks = environment(min_digits=1, max_digits=1).tasks
     with pytest.raises(EnvironmentSetupError, match="leaves no held_out task"):
         [tasks("held_out")[0], tasks("train")[0]]
 
 
-# A reward of one's own: what a user's file may look like, and what is said when it is wrong
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"name": "srot"}, r"no environment 'srot' \(did you mean 'sort'\?\): addition, .*sort"),
+    ({"options": {"max_digit": 3}}, r"no option 'max_digit' \(did you mean 'max_digits'\?\)"),
+    ({"options": {"max_digits": 3}}, r"min_digits \(6\) is above max_digits \(3\)"),
+    ({"options": {"max_digits": 0}}, "max_digits: Input should be greater than or equal to 1"),
+    ({"options": {"max_digits": "many"}}, "max_digits: Input should be a valid integer"),
+])  # fmt: skip
+def test_wrong_settings_say_what_to_do(settings, said):
+    with pytest.raises(EnvironmentSetupError, match=said):
+        build(EnvironmentSettings(**settings))
+
 
 PLAIN = """
 tasks = [{"prompt": f"{i}?", "answer": str(i)} for i in range(20)]
@@ -110,21 +94,18 @@ def test_a_plain_function_and_a_list_are_enough(load):
     assert environment.task(task.id) == task
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("1 / 0", "raised ZeroDivisionError: division by zero on task reward/"),
-        ("return 'good'", "returned 'good' on task .*: not a number"), ("return None", "not a number"),
-        ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
-        ("return {'parts': {}}", "a mapping has `value`"), ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
-        ("return {'value': None}", "its value is not a number"),
-        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is not a number"),
-        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is not a number"),
-        ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
-        *((f"return {{'value': 1, 'parts': {{'{name}': 1.0}}}}", f"call '{name}' something else")
-          for name in ("task", "length", "target", "limit", "shuffled_from", "judge.taste")),  # they decide something
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "said"), [
+    ("1 / 0", "raised ZeroDivisionError: division by zero on task reward/"),
+    ("return 'good'", "returned 'good' on task .*: not a number"), ("return None", "not a number"),
+    ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
+    ("return {'parts': {}}", "a mapping has `value`"), ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
+    ("return {'value': None}", "its value is not a number"),
+    ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is not a number"),
+    ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is not a number"),
+    ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
+    *((f"return {{'value': 1, 'parts': {{'{name}': 1.0}}}}", f"call '{name}' something else")
+      for name in ("task", "length", "target", "limit", "shuffled_from", "judge.taste")),  # they decide something
+])  # fmt: skip
 def test_a_scorer_that_gives_no_score_is_unscored_never_reward_zero(load, body, said):
     environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
     with pytest.raises(ScoringFailure, match=said):
@@ -142,25 +123,22 @@ def test_one_prompt_is_never_on_both_sides(load):
 ONE, TAKES = "tasks = [('p', 'a')]\n", "def score(a, b, c): ..."
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (ONE, r"defines no function score\(prompt, completion, answer\)"),
-        (f"{ONE}score = 3", "defines no function score"), (f"{ONE}def score(x): ...", "takes 1 parameters"),
-        (TAKES, "defines no tasks"), (f"tasks = []\n{TAKES}", "is empty"), (f"tasks = [3]\n{TAKES}", "0 .* is int"),
-        (f"tasks = [{{'answer': ''}}]\n{TAKES}", "needs `prompt`"),
-        (f"tasks = [{{'prompt': '', 'anser': ''}}]\n{TAKES}", "anser"),
-        (f"tasks = [{{'prompt': '', 'split': 'test'}}]\n{TAKES}", "train or held_out"),
-        (f"tasks = [{{'prompt': '', 'split': []}}]\n{TAKES}", "train or held_out"),
-        (f"tasks = [{{'prompt': '', 'id': 1}}] * 2\n{TAKES}", "two tasks .* '1'"),
-        (f"tasks = [{{'prompt': '', 'split': 'held_out'}}]\n{TAKES}", "no task to train on"),
-        (f"def tasks(): raise OSError('gone')\n{TAKES}", "cannot be listed: OSError: gone"),
-        ("import nonexistent_module", "does not load: ModuleNotFoundError"), ("def score(", "does not load: Syntax"),
-        (f"{ONE}{TAKES}\ntool = 'shell'", "there is no tool 'shell'"),
-        (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 1", "max_turns in .* is 1; 2 to 64"),
-        (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 'x'", "max_turns in .* is 'x'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "said"), [
+    (ONE, r"defines no function score\(prompt, completion, answer\)"),
+    (f"{ONE}score = 3", "defines no function score"), (f"{ONE}def score(x): ...", "takes 1 parameters"),
+    (TAKES, "defines no tasks"), (f"tasks = []\n{TAKES}", "is empty"), (f"tasks = [3]\n{TAKES}", "0 .* is int"),
+    (f"tasks = [{{'answer': ''}}]\n{TAKES}", "needs `prompt`"),
+    (f"tasks = [{{'prompt': '', 'anser': ''}}]\n{TAKES}", "anser"),
+    (f"tasks = [{{'prompt': '', 'split': 'test'}}]\n{TAKES}", "train or held_out"),
+    (f"tasks = [{{'prompt': '', 'split': []}}]\n{TAKES}", "train or held_out"),
+    (f"tasks = [{{'prompt': '', 'id': 1}}] * 2\n{TAKES}", "two tasks .* '1'"),
+    (f"tasks = [{{'prompt': '', 'split': 'held_out'}}]\n{TAKES}", "no task to train on"),
+    (f"def tasks(): raise OSError('gone')\n{TAKES}", "cannot be listed: OSError: gone"),
+    ("import nonexistent_module", "does not load: ModuleNotFoundError"), ("def score(", "does not load: Syntax"),
+    (f"{ONE}{TAKES}\ntool = 'shell'", "there is no tool 'shell'"),
+    (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 1", "max_turns in .* is 1; 2 to 64"),
+    (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 'x'", "max_turns in .* is 'x'"),
+])  # fmt: skip
 def test_a_file_that_does_not_load_says_why(load, source, said):
     with pytest.raises(EnvironmentSetupError, match=said):
         load(source)
@@ -190,35 +168,27 @@ def test_a_score_may_have_parts_and_notes(load, body):
     assert type(score.parts["style"]) is float
 
 
-# The calculator: what it computes, what it refuses, and that nothing it reads is ever run
-
 answer = TOOLS["calculator"]
 
 SIGNS = "0123456789.+-*/^()= \n"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0", "0"), ("007", "7"), ("1+2*3", "7"), ("(1+2)*3", "9"), ("2-3-4", "-5"), ("8/4/2", "1"), ("-2^2", "-4"),
-        ("(-2)^2", "4"), ("2^3^2", "512"), ("2**10", "1024"), ("2^-2", "0.25"), ("--3", "3"), ("-+-3", "3"),
-        ("1/3", "0.333333"), ("2/3", "0.666667"), ("1/8", "0.125"), (".5+.25", "0.75"), ("1.50", "1.5"),
-        ("0.0000005", "0"), ("0.0000015", "0.000002"), ("-1/1000000000", "0"), (" 1\t+\n1 ", "2"), ("0^0", "1"),
-        ("9" * 32, "9" * 32), ("2^64", "18446744073709551616"), ("-7/2", "-3.5"), ("10-0.000001", "9.999999"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "value"), [
+    ("0", "0"), ("007", "7"), ("1+2*3", "7"), ("(1+2)*3", "9"), ("2-3-4", "-5"), ("8/4/2", "1"), ("-2^2", "-4"),
+    ("(-2)^2", "4"), ("2^3^2", "512"), ("2**10", "1024"), ("2^-2", "0.25"), ("--3", "3"), ("-+-3", "3"),
+    ("1/3", "0.333333"), ("2/3", "0.666667"), ("1/8", "0.125"), (".5+.25", "0.75"), ("1.50", "1.5"),
+    ("0.0000005", "0"), ("0.0000015", "0.000002"), ("-1/1000000000", "0"), (" 1\t+\n1 ", "2"), ("0^0", "1"),
+    ("9" * 32, "9" * 32), ("2^64", "18446744073709551616"), ("-7/2", "-3.5"), ("10-0.000001", "9.999999"),
+])  # fmt: skip
 def test_values(text: str, value: str) -> None:
     assert shown(evaluate(text)) == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", " ", "+", "1+", "*1", "(1", "1)", "()", "1 2", "1..2", "1.", "1/0", "1/(2-2)", "0^-1", "2^0.5", "2^65",
-        "9" * 33, "1e5", "1_000", "0x10", "\uff11", "\u0663", "x", "1,5", "2^64^64", "(10^30)^30", "__import__('os')",
-        "1;2", "(" * 200 + "1" + ")" * 200, "-" * 250 + "1", "1+" * 200 + "1", "//", "1//2", "***",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "", " ", "+", "1+", "*1", "(1", "1)", "()", "1 2", "1..2", "1.", "1/0", "1/(2-2)", "0^-1", "2^0.5", "2^65",
+    "9" * 33, "1e5", "1_000", "0x10", "\uff11", "\u0663", "x", "1,5", "2^64^64", "(10^30)^30", "__import__('os')",
+    "1;2", "(" * 200 + "1" + ")" * 200, "-" * 250 + "1", "1+" * 200 + "1", "//", "1//2", "***",
+])  # fmt: skip
 def test_expressions_without_value(text: str) -> None:
     with pytest.raises(NoValue):
         evaluate(text)
@@ -241,18 +211,15 @@ def test_any_text_is_answered_shortly_or_not_at_all(text: str) -> None:
     assert said is None or (0 < len(said) < 100 and set(said) <= set("0123456789.-eror"))
 
 
-@pytest.mark.parametrize(
-    ("turns", "said"),
-    [
-        (["12"], "12"), (["12", "12"], None), (["12", "12*2="], "24"), (["12", "-3.5"], None), (["seven"], None),
-        ([""], None), (["+-"], None), (["1+"], "error"), (["1==2"], "error"), (["it is 12"], None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("turns", "said"), [
+    (["12"], "12"), (["12", "12"], None), (["12", "12*2="], "24"), (["12", "-3.5"], None), (["seven"], None),
+    ([""], None), (["+-"], None), (["1+"], "error"), (["1==2"], "error"), (["it is 12"], None),
+])  # fmt: skip
 def test_a_bare_number_is_a_question_once_and_then_the_answer(turns: list[str], said: str | None) -> None:
     assert answer(turns) == said
 
 
-def test_tasks_are_expressions_with_their_values_and_gold_scores_one() -> None:
+def test_tasks_are_expressions_gold_scores_one_and_wrong_numbers_what_is_set() -> None:
     environment = build(EnvironmentSettings(name="calculator"))
     tasks = environment.tasks("train")
     assert (tasks[0].prompt, tasks[0].answer) == ("(30-37)*75=", "-525")
@@ -263,9 +230,6 @@ def test_tasks_are_expressions_with_their_values_and_gold_scores_one() -> None:
         for miss in (f"{gold}0", f"+{gold}", f"{gold}.", f"{gold}=", "", "error"):
             assert environment.score(task, miss).value == 0.0
     assert not {task.prompt for task in tasks[:300]} & {task.prompt for task in environment.tasks("held_out")[:100]}
-
-
-def test_a_number_that_is_wrong_may_be_worth_something() -> None:
     environment = build(EnvironmentSettings(name="calculator", options={"number_credit": 0.25}))
     task = environment.tasks("train")[0]
     worth = {text: environment.score(task, text).value for text in (task.answer, "17", "-0.5", "seven", "1+1", "")}

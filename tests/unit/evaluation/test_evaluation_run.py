@@ -58,14 +58,11 @@ def test_the_choice_of_tasks_follows_from_the_seed() -> None:
     assert [plan.tasks_per_batch for plan in plans] == [64, 16, 1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"samples": 0}, "--samples 0"), ({"samples": 2}, "--temperature 0 draws the same completion 2 times"),
-        ({"tasks": -1}, "--tasks at least 0"), ({"temperature": 11.0}, "--temperature 11"),
-        ({"max_new_tokens": 0}, "at least 1"), ({"batch_rows": 0}, "at least 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"samples": 0}, "--samples 0"), ({"samples": 2}, "--temperature 0 draws the same completion 2 times"),
+    ({"tasks": -1}, "--tasks at least 0"), ({"temperature": 11.0}, "--temperature 11"),
+    ({"max_new_tokens": 0}, "at least 1"), ({"batch_rows": 0}, "at least 1"),
+])  # fmt: skip
 def test_impossible_plan_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SamplingPlan(**changes)
@@ -280,15 +277,12 @@ def test_missing_summary_is_written_again_and_finished_results_are_found(tmp_pat
     assert (tmp_path / TASKS).read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (replace(evaluation(), subject=subject(digest="00" * 32)), "model.digest is abab"),
-        (evaluation(replace(SAMPLING, seed=1)), "plan.seed is 0, here it would be 1"),
-        (evaluation(environment=sort(options={"max_digits": 9})), "environment.digest"),
-        (replace(evaluation(), left_out=("a",)), "left_out"),
-    ],
-)
+@pytest.mark.parametrize(("other", "said"), [
+    (replace(evaluation(), subject=subject(digest="00" * 32)), "model.digest is abab"),
+    (evaluation(replace(SAMPLING, seed=1)), "plan.seed is 0, here it would be 1"),
+    (evaluation(environment=sort(options={"max_digits": 9})), "environment.digest"),
+    (replace(evaluation(), left_out=("a",)), "left_out"),
+])  # fmt: skip
 def test_a_folder_of_another_evaluation_is_refused(tmp_path: Path, other: EvaluationJob, said: str) -> None:
     run(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -350,8 +344,6 @@ def test_an_unknown_engine_and_too_little_memory_are_refused_with_what_to_do() -
     with pytest.raises(RuntimeError, match="another"), memory_errors("draw"):
         raise RuntimeError("another")
 
-
-# Scored again: finished, interrupted and filtering measurements
 
 SORT = EnvironmentSettings(name="sort", length=LengthSettings(targets=(7, 9), text="in {target}"))
 REWARD = """

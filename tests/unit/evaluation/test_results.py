@@ -109,14 +109,11 @@ def test_only_tasks_of_both_with_the_same_prompt_are_paired(tmp_path: Path) -> N
         compare(a, results(tmp_path, "c", [record("u", 1.0)]))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"environment": {"name": "sort", "digest": "ee" * 32}}, "their environments are not the same"),
-        ({"plan": {**ABOUT["plan"], "temperature": 0.6}}, "temperature is 1.0 in one and 0.6 in the other"),
-        ({"plan": {**ABOUT["plan"], "samples": 64, "seed": 9}}, ""),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"environment": {"name": "sort", "digest": "ee" * 32}}, "their environments are not the same"),
+    ({"plan": {**ABOUT["plan"], "temperature": 0.6}}, "temperature is 1.0 in one and 0.6 in the other"),
+    ({"plan": {**ABOUT["plan"], "samples": 64, "seed": 9}}, ""),
+])  # fmt: skip
 def test_other_tasks_or_plans_are_compared_only_by_force(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     a = results(tmp_path, "a", [record("t", 1.0)])
     b = results(tmp_path, "b", [record("t", 0.0)], {**ABOUT, **change})
@@ -145,9 +142,6 @@ def test_files_without_results_are_refused(tmp_path: Path, content: bytes | None
         read_results(path, "tasks.parquet")
     with pytest.raises(ConfigError, match="is it finished"):
         read_results(tmp_path, "tasks.parquet")
-
-
-# The numbers of evaluations: by hand, against brute force, and by what intervals must do
 
 
 @given(st.data())
@@ -179,28 +173,26 @@ def test_quantiles_of_students_distribution(freedom: int, expected: float) -> No
 
 
 class TestBootstrap:
-    def test_it_agrees_with_student_on_well_behaved_values(self) -> None:
+    def test_it_agrees_with_student_on_few_and_many_values_and_takes_the_normal_interval_for_very_many(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         values = np.random.default_rng(1).normal(0.5, 0.1, 200)
         ours, check = bootstrap_mean(values, seed=0), t_interval(values)
         assert (ours.low, ours.high) == pytest.approx((check.low, check.high), abs=0.002)
         assert ours.value == check.value
         assert bootstrap_mean(values, 5) == bootstrap_mean(values, 5) != bootstrap_mean(values, 6)
-
-    def test_few_tasks_have_as_wide_an_interval_as_student_says(self) -> None:
         values = np.arange(10) / 10
         ours, check = bootstrap_mean(values, 0), t_interval(values)
         assert ours.high - ours.low == pytest.approx(check.high - check.low, rel=0.08)  # plain percentiles: 0.82 of it
+        monkeypatch.setattr(statistics, "BOOTSTRAP_TASKS", 10)
+        values = np.random.default_rng(3).random(11)
+        assert bootstrap_mean(values, 0) == t_interval(values)
 
     def test_samples_of_a_task_are_no_independent_trials(self) -> None:
         """Twenty tasks, half wholly solved: 64 samples each say no more about the next task than one does."""
         means = np.repeat([0.0, 1.0], 10) * 0.998 + 0.001
         found, naive = mean_estimate(means, 0), wilson(640, 1280)
         assert found.high - found.low > 5 * (naive.high - naive.low)
-
-    def test_very_many_tasks_take_the_normal_interval(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(statistics, "BOOTSTRAP_TASKS", 10)
-        values = np.random.default_rng(3).random(11)
-        assert bootstrap_mean(values, 0) == t_interval(values)
 
     def test_it_covers_the_truth_as_often_as_it_says(self) -> None:
         """200 evaluations of 30 tasks with 4 samples each, success rates of tasks from a U-shape: seeded."""
@@ -221,23 +213,17 @@ def test_equal_values_are_not_certain() -> None:
     assert str(mean_estimate(np.full(10, 3.0), 0)) == "3.000", "of rewards beyond 1 no interval is known"
 
 
-def test_sign_flips_by_hand() -> None:
+def test_sign_flips_by_hand_at_random_and_with_their_nominal_error_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 8 sign patterns of (1, 2, 3) have the sums ±6, ±4, ±2 and 0, 0; zeros change nothing."""
     assert sign_flip_p(np.array([1.0, 0.0, 2.0, 0.0, 3.0]), 0) == 2 / 8
     assert sign_flip_p(np.array([-1.0, 2.0, 3.0]), 0) == 4 / 8
     assert sign_flip_p(np.zeros(5), 0) == 1.0
     assert sign_flip_p(np.ones(200), 0) == 1 / 100_001  # never nothing
-
-
-def test_random_flips_come_to_what_counting_comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
     differences = np.random.default_rng(4).normal(0.3, 1, 14)
     exact = sign_flip_p(differences, 0)
     monkeypatch.setattr(statistics, "EXACT_FLIPS", 0)
     assert sign_flip_p(differences, 0) == pytest.approx(exact, abs=0.006)
     assert 0.01 < exact < 0.9
-
-
-def test_sign_flip_test_has_its_nominal_error_rate() -> None:
     rng = np.random.default_rng(8)
     rejected = sum(sign_flip_p(rng.choice([-0.25, 0.0, 0.25, 0.5, -0.5], 15), 0) < 0.05 for _ in range(400))
     assert rejected / 400 < 0.08
@@ -251,8 +237,6 @@ def test_detectable_difference_is_found_in_four_of_five_comparisons() -> None:
     assert 0.74 <= told / 300 <= 0.87
     assert math.isnan(statistics.detectable_difference(np.array([0.1])))
 
-
-# Filters, leaks, summaries
 
 MIDDLE = RateBand(0.25, 0.5)
 
@@ -270,9 +254,14 @@ def lines(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_the_rate_is_of_samples_that_could_be_scored() -> None:
+def test_rates_are_of_scored_samples_and_the_histogram_counts_and_marks_them() -> None:
     records = [record("a", 1.0, None, 0.5), record("b", None), record("c", problem="too long")]
     assert filtering.rates_by_row(sort(), "train", records) == {0: Rate(0.5, 2)}
+    shown = list(filtering.histogram_lines(rates(row0=0.0, row1=0.25, row2=0.25, row3=1.0), 4, MIDDLE))
+    assert [line.split()[0] for line in shown] == ["0.000", "0.250", "0.500", "0.750", "1.000"]
+    assert [line.endswith("◂") for line in shown] == [False, True, True, False, False]
+    assert shown[1].split()[-2] == "2"
+    assert len(list(filtering.histogram_lines(rates(row0=0.3), 64, MIDDLE))) == 11
 
 
 @pytest.mark.parametrize("text", ["", "0.5", "a:b", "0.5:0.1", "-0.1:1", "0:1.1", "nan:1", "0:0.5:1"])
@@ -283,23 +272,13 @@ def test_invalid_bands_are_refused_and_bands_include_their_ends(text: str) -> No
     assert [band.holds(value) for value in (0.1, 3 / 10, 0.0999, 0.3001)] == [True, True, False, False]
 
 
-def test_the_histogram_counts_and_marks() -> None:
-    shown = list(filtering.histogram_lines(rates(row0=0.0, row1=0.25, row2=0.25, row3=1.0), 4, MIDDLE))
-    assert [line.split()[0] for line in shown] == ["0.000", "0.250", "0.500", "0.750", "1.000"]
-    assert [line.endswith("◂") for line in shown] == [False, True, True, False, False]
-    assert shown[1].split()[-2] == "2"
-    assert len(list(filtering.histogram_lines(rates(row0=0.3), 64, MIDDLE))) == 11
-
-
 class TestRows:
     def test_json_lines_keep_every_column_and_number_their_rows_as_the_file_does(self, tmp_path: Path) -> None:
         path = lines(
-            tmp_path / "d.jsonl",
-            {"question": "a", "odd": 1, "none": None, "deep": {"x": [1]}, "nothing": {}},
-            "{broken",
-            {"question": "b", "odd": "text", "deep": {"x": []}, "nothing": {}},
+            tmp_path / "d.jsonl", {"question": "a", "odd": 1, "none": None, "deep": {"x": [1]}, "nothing": {}},
+            "{broken", {"question": "b", "odd": "text", "deep": {"x": []}, "nothing": {}},
             {"question": "c", "odd": [2], "deep": {"x": [2], "y": 1.5}, "nothing": {}},
-        )
+        )  # fmt: skip
         found, out = rates(row0=0.25, row2=1.0, row3=0.5), tmp_path / "out.parquet"
         assert write_rows(out, original_rows(table_of(path), found, MIDDLE, "m"), {}) == 2
         first, second = pq.read_table(out).to_pylist()
@@ -370,22 +349,16 @@ class TestTheFile:
             written_before(path)
 
 
-# Leaks are found by what is asked; a summary says by part and kind what was found, and what is missing
-
-
 def tasks(environment: Environment, split: str, count: int) -> list[Task]:
     return [environment.tasks(split)[index] for index in range(count)]  # type: ignore[arg-type]
 
 
 class TestLeaks:
-    def test_leak_is_found_under_other_ids_and_spacing(self) -> None:
+    def test_leaks_are_found_under_other_ids_and_spacing_and_listed_separately_in_batches(self) -> None:
         environment = sort(train_size=50)
         evaluated = [Task("mine", f" {environment.tasks('train')[7].prompt}\n", ""), one_task("999=")]
         assert find_leaks(evaluated, environment) == Leaks(known=("mine",))
         assert find_leaks(tasks(environment, "held_out", 64), sort(train_size=2000)) == Leaks()
-
-    def test_leaks_in_batches_are_listed_separately(self) -> None:
-        environment = sort(train_size=50)
         evaluated = tasks(environment, "train", 3)
         found = find_leaks(evaluated, environment, ["sort/train/1", "sort/train/40"])
         assert found == Leaks(("sort/train/0", "sort/train/1", "sort/train/2"), ("sort/train/1",))
@@ -423,7 +396,7 @@ class TestLeaks:
 
 
 class TestSummary:
-    def test_the_numbers_by_hand(self) -> None:
+    def test_the_numbers_by_hand_and_by_part_and_kind(self) -> None:
         records = [record("a", 1.0, 0.0), record("b", 0.0, 0.0), record("c", 1.0, 1.0)]
         found = summary_of(SamplingPlan(samples=2, temperature=1), records)
         interval = mean_estimate(np.array([0.5, 0.0, 1.0]), 0)
@@ -433,8 +406,6 @@ class TestSummary:
         found = summary_of(SamplingPlan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)])
         assert [found["pass_at_k"][k]["value"] for k in "12"] == [0.75, 1.0], "of tasks with as many samples"
         assert found["unscored"] == {"samples": 1, "share": 0.25, "tasks": ["a"]}
-
-    def test_parts_and_kinds_apart(self) -> None:
         given = [("m:a", 1.0, "m", "mathematics"), ("c:b", 0.0, "c", "code"), ("m:c", 0.0, "m", "mathematics")]
         records = [record(task, score, part=part, kind=kind) for task, score, part, kind in given]
         found = summary_of(SamplingPlan(), records)

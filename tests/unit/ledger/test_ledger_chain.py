@@ -31,11 +31,6 @@ def test_the_hash_is_the_published_one() -> None:
     assert entry.hash == "262d3482fceb0dede87ed68b41e3808b3bc4706be530349889aedc3c368cfe1b"
 
 
-def test_an_empty_ledger_has_a_head() -> None:
-    assert head_of("demo", None) == LedgerHead(run="demo", index=-1, hash=GENESIS)
-    verify([], head_of("demo", None))
-
-
 @given(
     count=st.integers(2, 8),
     data=st.data(),
@@ -62,7 +57,7 @@ def test_a_recomputed_forgery_is_found_by_an_old_head() -> None:
         verify(forged, head_of("demo", honest[2]))
 
 
-def test_a_rollback_a_missing_row_and_a_swap_are_found() -> None:
+def test_pages_are_verified_and_a_rollback_a_missing_row_and_a_swap_are_found() -> None:
     entries = chain(4)
     for kept, head, why in (
         (entries[:2], head_of("demo", entries[3]), "ends at row 1, but row 3"),
@@ -71,15 +66,14 @@ def test_a_rollback_a_missing_row_and_a_swap_are_found() -> None:
     ):
         with pytest.raises(LedgerError, match=why):
             verify(kept, head)
-
-
-def test_pages_are_verified_one_after_the_other() -> None:
     entries = chain(6)
     head = head_of("demo", entries[5])
     verify(entries[:3])
     verify(entries[3:], head, after=entries[2])
     with pytest.raises(LedgerError, match="row 3 does not follow row 2"):
         verify(entries[3:], head, after=append(entries[1], "credit", {}, 9))
+    assert head_of("demo", None) == LedgerHead(run="demo", index=-1, hash=GENESIS)
+    verify([], head_of("demo", None))
 
 
 def test_values_that_json_cannot_carry_are_refused() -> None:
@@ -117,26 +111,21 @@ def test_two_signed_statements_that_differ_prove_a_fork() -> None:
     check_fork(proof(ONE.receipt(9, ALICE, 90), head(OTHER, len(OTHER.entries) - 1)))  # a receipt is a statement
 
 
-@pytest.mark.parametrize(
-    ("made", "why"),
-    [
-        (proof(head(ONE, 15), head(ONE, 15)), "both statements fit one ledger"),
-        (proof(head(ONE, 5), head(OTHER, 20), range(5, 21)), "both statements fit"),  # they part later
-        (proof(head(ONE, 13), head(OTHER, 20)), "rows from 13 to 20 are not there"),
-        (proof(head(ONE, 13), head(OTHER, 20), range(14, 21)), "are not there"),
-        (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:16], *OTHER.entries[17:21])), "missing"),
-        (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:20], ONE.entries[20])), "does not follow"),
-        (proof(head(ONE, 15), head(OTHER, 15, by=STRANGER)), "not trusted for it"),
-        (proof(head(ONE, 15), head(OTHER, 15, by=TRAINER)), "not trusted for it"),
-        (proof(head(ONE, 15), head(OTHER, 15, run="other-123456789012")), "about another run"),
-        (proof(head(ONE, 15), head(OTHER, 15), root_key=STRANGER.public_key), "another root key"),
-        (proof(head(ONE, 15), head(OTHER, 15), certificates=()), "not trusted for it"),
-        (
-            proof(head(ONE, 15), head(OTHER, 15, by=STRANGER), certificates=(certificate(STRANGER, "hub", by=HUB),)),
-            "not trusted for it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("made", "why"), [
+    (proof(head(ONE, 15), head(ONE, 15)), "both statements fit one ledger"),
+    (proof(head(ONE, 5), head(OTHER, 20), range(5, 21)), "both statements fit"),  # they part later
+    (proof(head(ONE, 13), head(OTHER, 20)), "rows from 13 to 20 are not there"),
+    (proof(head(ONE, 13), head(OTHER, 20), range(14, 21)), "are not there"),
+    (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:16], *OTHER.entries[17:21])), "missing"),
+    (proof(head(ONE, 13), head(OTHER, 20), entries=(*OTHER.entries[13:20], ONE.entries[20])), "does not follow"),
+    (proof(head(ONE, 15), head(OTHER, 15, by=STRANGER)), "not trusted for it"),
+    (proof(head(ONE, 15), head(OTHER, 15, by=TRAINER)), "not trusted for it"),
+    (proof(head(ONE, 15), head(OTHER, 15, run="other-123456789012")), "about another run"),
+    (proof(head(ONE, 15), head(OTHER, 15), root_key=STRANGER.public_key), "another root key"),
+    (proof(head(ONE, 15), head(OTHER, 15), certificates=()), "not trusted for it"),
+    (proof(head(ONE, 15), head(OTHER, 15, by=STRANGER), certificates=(certificate(STRANGER, "hub", by=HUB),)),
+        "not trusted for it"),
+])  # fmt: skip
 def test_invalid_fork_proofs_are_refused(made: ForkProof, why: str) -> None:
     with pytest.raises(LedgerError, match=f"proves no fork: .*{why}"):
         check_fork(made)

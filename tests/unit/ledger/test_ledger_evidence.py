@@ -94,10 +94,8 @@ PENDING = earn(9, ALICE, 10, "pending")
 UNTRUSTED, MISSING, NOT_FAILED = "is not trusted for it", "its signed {} is missing", "no audit of this node failed"
 FORGERIES: dict[str, tuple[Forge, str]] = {
     "unregistered": (earn(9, STRANGER, 10), "is not registered in the ledger"),
-    "registered under another key": (
-        add("node", **{**STRANGER_ROW, "public_key": ALICE.public_key, "role": "worker"}),
-        "not the one of its public key",
-    ),
+    "registered under another key": (add("node", **{**STRANGER_ROW, "public_key": ALICE.public_key, "role": "worker"}),
+        "not the one of its public key"),
     "too many tokens": (earn(9, ALICE, 10**15), "more than a group of this run can have"),
     "below nothing": (pay(tokens=-5), "do not earn|more than a group"),
     "no such validator": (earn(9, ALICE, 10, judge=STRANGER), UNTRUSTED),
@@ -124,45 +122,31 @@ FORGERIES: dict[str, tuple[Forge, str]] = {
     "submission paid twice": (earn(9, ALICE, 32, number=6), "was judged before"),
     "pulled without a failed audit": (pulled(0, 90), "did not fail"),
     "pulled from another node": (pulled(0, 50, BOB), "has no void credit of this node"),
-    "pulled although the credit is final": (
-        steps(reject(9, 90), pulled(0, 90), earn(0, ALICE, 30, number=91)),
-        "final credit stays",
-    ),
+    "pulled although the credit is final": (steps(reject(9, 90), pulled(0, 90), earn(0, ALICE, 30, number=91)),
+        "final credit stays"),
     "pulled for a soft rejection": (steps(reject(9, 90, severity=None), pulled(0, 90)), "did not fail"),
     "void without a failed audit": (steps(PENDING, void(-1)), NOT_FAILED),
     "void for a soft rejection": (steps(PENDING, reject(10, 90, severity=None), void(-2)), NOT_FAILED),
     "void for an audit that failed before": (steps(reject(10, 90), PENDING, void(-1)), f"{NOT_FAILED} since"),
-    "void of another unit": (
-        steps(PENDING, reject(10, 90), again("void", -2, unit=0, reason="x")),
-        "not what was pending",
-    ),
+    "void of another unit": (steps(PENDING, reject(10, 90), again("void", -2, unit=0, reason="x")),
+        "not what was pending"),
     "pending paid on other documents": (steps(PENDING, again("credit", verdict="0" * 64)), "verdict is another than"),
     "pending paid for another unit": (steps(PENDING, again("credit", unit=777)), "unit is another than when"),
-    "pending paid as of another validator": (
-        steps(PENDING, again("credit", validator=JUDGE.node)),
-        "validator is another than when the credit was pending",
-    ),
-    "rejection that nobody signed": (
-        steps(reject(9, 90), lambda book: book.evidence.popitem()),
-        MISSING.format("verdict"),
-    ),
+    "pending paid as of another validator": (steps(PENDING, again("credit", validator=JUDGE.node)),
+        "validator is another than when the credit was pending"),
+    "rejection that nobody signed": (steps(reject(9, 90), lambda book: book.evidence.popitem()),
+        MISSING.format("verdict")),
     "owner that did not sign": (steps(lambda book: book.vouch(ALICE), instead(node=BOB.node)), "for another node"),
-    "order by a revoked key": (
-        steps(order("revoke", target=STRANGER.public_key), order("pause", by=STRANGER)),
-        "had been revoked",
-    ),
-    "order that says another thing": (
-        steps(order("pause"), instead(verb="ban", target=ALICE.node)),
-        "another thing than the order",
-    ),
+    "order by a revoked key": (steps(order("revoke", target=STRANGER.public_key), order("pause", by=STRANGER)),
+        "had been revoked"),
+    "order that says another thing": (steps(order("pause"), instead(verb="ban", target=ALICE.node)),
+        "another thing than the order"),
     "admin that revokes the hub": (order("revoke", by=STRANGER, target=HUB.public_key), "only the root key revokes"),
     "second run": (again("run", 0), "a run begins once"),
     "same worker twice": (lambda book: book.join(ALICE), "has a row already"),
-    "unknown kind": (
-        lambda book: book.entries.append(book.entries[-1].model_copy(update={"kind": "gift"})),
-        "is missing|not a kind",
-    ),
-}
+    "unknown kind": (lambda book: book.entries.append(book.entries[-1].model_copy(update={"kind": "gift"})),
+        "is missing|not a kind"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -226,9 +210,6 @@ def test_receipt_with_another_ledger_head_proves_a_fork() -> None:
     assert caught.value.index == len(HONEST.entries) - 1
 
 
-# Any single change.
-
-
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths to all values that hold no others."""
     if isinstance(value, dict):
@@ -254,13 +235,9 @@ def changed(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 UNSIGNED = {
-    "node": {"name"},
-    "batch": {"step", "units", "digest"},
-    "sanction": {"state", "reason"},
-    "pulled": {"reason"},
-    "void": {"reason"},
-    "admin": {"reason", "by"},
-}
+    "node": {"name"}, "batch": {"step", "units", "digest"}, "sanction": {"state", "reason"}, "pulled": {"reason"},
+    "void": {"reason"}, "admin": {"reason", "by"},
+}  # fmt: skip
 """What no signature but the hub's covers: only a head from before shows that it was changed."""
 
 MUTABLE = [

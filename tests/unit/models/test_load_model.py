@@ -45,14 +45,11 @@ def test_text_survives_the_round_trip_one_token_per_character(text):
     assert TOKENIZER.decode(ids) == text
 
 
-def test_decode_takes_away_one_final_end_and_hides_nothing_else():
+def test_decode_removes_one_final_end_and_transformers_reads_the_same_tokenizer():
     one, two, eos, pad = *TOKENIZER.encode("12"), TOKENIZER.eos_token_id, 0
     said = {(one, two, eos): "12", (one, eos, two, eos): "1<eos>2", (one, pad, two): "1<pad>2", (eos, eos): "<eos>"}
     for ids, text in {**said, (eos,): "", (): ""}.items():
         assert TOKENIZER.decode(ids) == text
-
-
-def test_transformers_reads_the_same_tokenizer():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder("tiny"), local_files_only=True)
@@ -101,17 +98,14 @@ def test_applied_weights_give_equal_outputs_and_tied_weights_are_stored_once(tie
     assert (before == target.get_input_embeddings().weight.data_ptr()) == tied
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda views: views.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
-        (lambda views: views.update(extra=views["lm_head.weight"]), r"unknown \['extra'\]"),
-        (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(63, np.float32))}),
-         r"model.norm.weight is torch.float32\[63\], the model's is torch.float32\[64\]"),
-        (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float64))}),
-         r"model.norm.weight is torch.float64\[64\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda views: views.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
+    (lambda views: views.update(extra=views["lm_head.weight"]), r"unknown \['extra'\]"),
+    (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(63, np.float32))}),
+     r"model.norm.weight is torch.float32\[63\], the model's is torch.float32\[64\]"),
+    (lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float64))}),
+     r"model.norm.weight is torch.float64\[64\]"),
+])  # fmt: skip
 def test_misfitting_weights_are_refused_without_changes(change, said):
     target, views = build_tiny(1), policy_views(build_tiny(0))
     before = {name: tensor.clone() for name, tensor in policy_state(target).items()}
@@ -132,13 +126,10 @@ def test_every_type_and_shape_survives(dtype, shape):
     assert bytes(from_numpy("w", array, dtype).data) == bytes(view.data)
 
 
-def test_a_transposed_tensor_travels_in_its_logical_order():
+def test_transposed_tensors_keep_their_logical_order_and_bfloat16_must_be_named():
     tensor = torch.arange(6.0).reshape(2, 3).T
     assert as_numpy(to_view("w", tensor)).tolist() == tensor.tolist()
     assert as_numpy(from_numpy("w", tensor.numpy())).tolist() == tensor.tolist()
-
-
-def test_bfloat16_must_be_named_since_numpy_has_no_such_type():
     bits = np.array([0x3F80], dtype=np.uint16)
     assert to_torch(from_numpy("w", bits, "BF16")).item() == 1.0
     with pytest.raises(ValueError, match="does not travel"):
@@ -171,9 +162,6 @@ def test_only_linear_layers_are_touched_and_types_stay() -> None:
     same = [np.array_equal(as_numpy(after[view.name]), as_numpy(view)) for view in views]
     assert same == [True, True, False, False]
     assert [(after[view.name].dtype, after[view.name].shape) for view in views] == [(v.dtype, v.shape) for v in views]
-
-
-# Loading
 
 
 @pytest.fixture
@@ -229,14 +217,11 @@ def test_folders_with_missing_or_wrong_weights_do_not_load(copy, spoil, said):
         load_model(copy)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        *(({"model_type": kind}, "no known causal language model") for kind in ("clip", None, ["qwen3"])),
-        ({"model_type": "unheard-of"}, "no known causal language model .model_type 'unheard-of'"),
-        ({"num_attention_heads": "many"}, "config.json"), ({"hidden_size": -1}, "config.json"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    *(({"model_type": kind}, "no known causal language model") for kind in ("clip", None, ["qwen3"])),
+    ({"model_type": "unheard-of"}, "no known causal language model .model_type 'unheard-of'"),
+    ({"num_attention_heads": "many"}, "config.json"), ({"hidden_size": -1}, "config.json"),
+])  # fmt: skip
 def test_a_config_that_cannot_be_used_is_refused(copy, changes, said):
     edit_config(copy, **changes)
     with pytest.raises(ModelError, match=said):
@@ -307,8 +292,6 @@ def test_announced_size_holds_every_version(dtype, bytes_each, shape):
     assert weights * bytes_each < published <= announced.payload_bytes < published + 20 * 2**20
 
 
-# Adapters: the function is unchanged at first, only they learn, and merging them changes nothing
-
 IDS = torch.arange(10)[None]
 
 
@@ -327,7 +310,7 @@ def trained(model, seed: int = 1):
     return model
 
 
-def test_new_adapters_change_no_result_and_only_they_get_gradients():
+def test_new_adapters_are_the_same_at_every_start_change_no_result_and_can_be_left_out():
     model = with_adapters()
     assert torch.equal(model(IDS).logits, build_tiny(0)(IDS).logits)
     model(IDS).logits.sum().backward()
@@ -335,17 +318,11 @@ def test_new_adapters_change_no_result_and_only_they_get_gradients():
     assert with_gradient == {name for name in policy_state(model) if name.endswith(("lora_a", "lora_b"))}
     with pytest.raises(ModelError, match="already"):
         add_adapters(model, SHAPE)
-
-
-def test_every_start_begins_with_the_same_adapters():
     first, second = policy_state(with_adapters(0)), policy_state(with_adapters(1))
     downs = [name for name in first if name.endswith("lora_a")]
     assert len(downs) == 2 * 3
     assert all(torch.equal(first[name], second[name]) for name in downs)
     assert len({float(first[name].sum()) for name in downs}) == len(downs)
-
-
-def test_the_base_is_there_for_as_long_as_the_context_lasts():
     model = trained(with_adapters())
     expected = build_tiny(0)(IDS).logits
     with without_adapters(model):
@@ -384,16 +361,12 @@ def test_unknown_adapter_target_is_refused_with_the_known_ones(target: str):
 EXAMPLE = Path(__file__).parents[3] / "examples" / "one_file_rl.py"
 
 
-def held_out_scores(*arguments: str) -> list[float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLE), "--evaluate-every", "8", "--steps", "8", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return [float(score) for score in re.findall(r"held-out ([\d.]+)", done.stdout)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--staleness", "0"], ["--staleness", "2"], ["--shuffle-rewards"]])
 def test_eight_steps_lift_the_greedy_held_out_score_by_fifteen_points_unless_rewards_are_shuffled(how):
-    before, after = held_out_scores(*how)
+    command = [sys.executable, str(EXAMPLE), "--evaluate-every", "8", "--steps", "8", *how]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    before, after = (float(score) for score in re.findall(r"held-out ([\d.]+)", done.stdout))
     assert before == pytest.approx(0.309, abs=0.02)
     assert after < before + 0.05 if how == ["--shuffle-rewards"] else after > before + 0.15

@@ -59,13 +59,19 @@ def test_states_and_gradients_are_those_of_the_sequences_alone(model):
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_changing_one_sequence_changes_no_other(model):
+def test_changing_one_sequence_or_filling_up_changes_no_other(model):
     parts = sequences()
     before = packed_states(model, Packed.of(parts)).split(LENGTHS)
     changed = [*parts[:2], (parts[2] + 1) % 96, *parts[3:]]
     after = packed_states(model, Packed.of(changed)).split(LENGTHS)
     same = [bool(torch.equal(one, other)) for one, other in zip(before, after, strict=True)]
     assert same == [True, True, False, True, True, True]
+    packed = Packed.of(sequences())
+    filled = packed.filled(16)
+    assert filled.bounds[-1] == 64
+    assert filled.bounds[:-1] == packed.bounds
+    assert packed.filled(58) is packed
+    torch.testing.assert_close(packed_states(model, filled)[:58], packed_states(model, packed), rtol=1e-5, atol=1e-5)
 
 
 def test_a_recomputed_layer_still_sees_the_bounds(model):
@@ -91,15 +97,6 @@ def test_a_model_once_packed_serves_plain_calls_bit_for_bit_as_before(model):
         assert model.config._attn_implementation == ATTENTION
         after = hidden_states(model, ids), model(ids, attention_mask=mask).logits
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-def test_filling_up_is_a_sequence_of_its_own(model):
-    packed = Packed.of(sequences())
-    filled = packed.filled(16)
-    assert filled.bounds[-1] == 64
-    assert filled.bounds[:-1] == packed.bounds
-    assert packed.filled(58) is packed
-    torch.testing.assert_close(packed_states(model, filled)[:58], packed_states(model, packed), rtol=1e-5, atol=1e-5)
 
 
 def test_models_with_full_attention_are_packed_even_if_layer_arguments_are_copied(model):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kit.tiny import byte_tokenizer
 from shoal.errors import ModelError
 from shoal.models import PromptEncoder, TextTokenizer, model_folder, read_files
 from shoal.models.prompts import special_token_texts, template_source
@@ -22,18 +22,7 @@ CHAT = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer that knows every byte, and a few control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
-    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    return tokenizer
-
-
-TOKENIZER = byte_tokenizer()
+TOKENIZER = byte_tokenizer(*SPECIAL)
 IDS = {word: TOKENIZER.token_to_id(word) for word in (*SPECIAL, "<think>")}
 
 
@@ -67,7 +56,7 @@ def test_without_a_template_system_history_and_thinking_are_text_too() -> None:
     assert encoder.encode("x", [("system", "Sing.")]) == (*spelt("Sing.\nx"), IDS["<think>"])
 
 
-def test_the_template_s_control_tokens_are_control_tokens() -> None:
+def test_control_tokens_of_the_template_are_encoded_and_its_thinking_prefix_once() -> None:
     encoder = PromptEncoder(model(), system="Be brief.", thinking="<think>")
     assert encoder.encode(" 2+2? ", [("user", "1+1?"), ("assistant", "2")]) == (
         IDS["<s>"], IDS["<|sys|>"], *spelt("Be brief."), IDS["<|end|>"],
@@ -75,6 +64,11 @@ def test_the_template_s_control_tokens_are_control_tokens() -> None:
         IDS["<|end|>"], IDS["<|user|>"], *spelt("2+2?"), IDS["<|end|>"], IDS["<|bot|>"],
         IDS["<think>"],
     )  # fmt: skip
+    begun = CHAT.replace("<|bot|>{% endif %}", "<|bot|><think>\n{% endif %}")
+    by_itself = PromptEncoder(model(begun), thinking="<think>\n")
+    asked = PromptEncoder(model(), thinking="<think>\n")
+    assert by_itself.encode("x") == asked.encode("x")
+    assert asked.encode("x").count(IDS["<think>"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -109,43 +103,27 @@ def test_functions_available_to_templates() -> None:
     assert TOKENIZER.decode(list(ids)) == '2024-07-26|{"role": "user", "content": "é"}True'
 
 
-@pytest.mark.parametrize(
-    ("template", "sentence"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[7].content }}", "refuses"),
-        ("{{ ''.__class__.__mro__ }}", "refuses the prompt: SecurityError"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "refuses the prompt: OverflowError"),
-        ("{% for %}", "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("template", "sentence"), [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{{ messages[7].content }}", "refuses"),
+    ("{{ ''.__class__.__mro__ }}", "refuses the prompt: SecurityError"),
+    ("{% for i in range(10**9) %}x{% endfor %}", "refuses the prompt: OverflowError"), ("{% for %}", "cannot be read"),
+])  # fmt: skip
 def test_a_template_that_fails_is_said(template: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         PromptEncoder(model(template)).encode("x")
 
 
-def test_where_templates_come_from() -> None:
+def test_templates_come_from_file_or_configuration_and_chat_without_one_is_refused() -> None:
     listed = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     assert template_source(model(None)) is None
     assert template_source(model(None, chat_template="in the configuration")) == "in the configuration"
     assert template_source(model(None, chat_template=listed)) == "yes"
     assert template_source(model("a file", chat_template="in the configuration")) == "a file"
     assert special_token_texts(model()) == {"bos_token": "<s>", "eos_token": "<|end|>"}
-
-
-def test_chat_without_a_template_is_refused_and_can_be_switched_off() -> None:
     with pytest.raises(ModelError, match="has no chat template"):
         PromptEncoder(model(None), chat=True)
     assert PromptEncoder(model(), chat=False).encode("x") == spelt("x")
     assert PromptEncoder(model(), chat=True).uses_template
-
-
-def test_thinking_prefix_of_the_template_is_not_repeated() -> None:
-    begun = CHAT.replace("<|bot|>{% endif %}", "<|bot|><think>\n{% endif %}")
-    by_itself = PromptEncoder(model(begun), thinking="<think>\n")
-    asked = PromptEncoder(model(), thinking="<think>\n")
-    assert by_itself.encode("x") == asked.encode("x")
-    assert asked.encode("x").count(IDS["<think>"]) == 1
 
 
 def test_tokens_around_a_tools_answer_equal_the_templates() -> None:

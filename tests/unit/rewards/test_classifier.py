@@ -5,14 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
 
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import JudgeSettings
@@ -25,21 +19,21 @@ ASKED = [("ask", "good"), ("ask", "bad bad"), ("ask", "long " * 9), ("ask ask", 
 PIECES = [JudgedText(*pair) for pair in ASKED]
 
 
-def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+def tokenizer(template: str | None = None) -> transformers.PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
     made.chat_template = template
     return made
 
 
-def bert(folder: Path, template: str | None = None, **changes: Any) -> BertForSequenceClassification:
+def bert(folder: Path, template: str | None = None, **changes: Any) -> transformers.BertForSequenceClassification:
     torch.manual_seed(0)
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         max_position_embeddings=32, initializer_range=1.0, **changes,
     )  # fmt: skip
-    model = BertForSequenceClassification(config).eval()
+    model = transformers.BertForSequenceClassification(config).eval()
     model.save_pretrained(folder)
     tokenizer(template).save_pretrained(folder)
     return model
@@ -72,11 +66,11 @@ def test_several_labels_give_the_probability_of_positive_or_of_the_last(tmp_path
 
 def test_a_decoder_without_a_padding_token_is_read_at_the_end_of_each_text(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         max_position_embeddings=32, num_labels=1, initializer_range=1.0, eos_token_id=2, bos_token_id=None,
     )  # fmt: skip
-    model = LlamaForSequenceClassification(config).eval()
+    model = transformers.LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     values = Classifier(tmp_path, "cpu").values(PIECES)
@@ -102,14 +96,14 @@ def lettered(folder: Path, template: str | None) -> Any:
     """A classifier of letters, whose control tokens are words to nobody else."""
     torch.manual_seed(0)
     base = Tokenizer(models.BPE({letter: n for n, letter in enumerate(LETTERS)}, [], unk_token="_"))
-    made = PreTrainedTokenizerFast(tokenizer_object=base, unk_token="_")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=base, unk_token="_")
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = template
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=len(made), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         max_position_embeddings=256, num_labels=1, pad_token_id=0,
     )  # fmt: skip
-    BertForSequenceClassification(config).eval().save_pretrained(folder)
+    transformers.BertForSequenceClassification(config).eval().save_pretrained(folder)
     made.save_pretrained(folder)
     return made
 
@@ -149,7 +143,7 @@ def test_a_model_that_does_not_load_or_fails_is_unscored(tmp_path, what, monkeyp
         (tmp_path / "model.safetensors").write_bytes(bytes(100))
     if what == "pickled weights":
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    monkeypatch.setattr(BertForSequenceClassification, "forward", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", lambda *_, **__: 1 / 0)
     for value in Classifier(tmp_path, "cpu").values(PIECES):
         assert isinstance(value, ScoringFailure)
         assert ("ZeroDivisionError" if what == "fails" else "does not load") in str(value)

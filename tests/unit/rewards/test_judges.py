@@ -109,13 +109,10 @@ def test_judge_answers_keep_their_order_with_few_requests_at_once() -> None:
         made.close()
 
 
-@pytest.mark.parametrize(
-    ("replies", "worth"),
-    [
-        ([(500, {}, b"oops"), (429, {"retry-after": "0.01"}, b""), (503, {}, b""), said("10")], 1.0),
-        ([said("I would rather not say"), said("4")], 0.4),
-    ],
-)
+@pytest.mark.parametrize(("replies", "worth"), [
+    ([(500, {}, b"oops"), (429, {"retry-after": "0.01"}, b""), (503, {}, b""), said("10")], 1.0),
+    ([said("I would rather not say"), said("4")], 0.4),
+])  # fmt: skip
 def test_trouble_that_passes_is_waited_out(replies: list[Answer], worth: float) -> None:
     found, server = value(lambda number, _body: replies[number])
     assert (found, len(server.asked)) == (worth, len(replies))
@@ -186,13 +183,10 @@ def test_a_stop_is_no_failure_of_the_judge() -> None:
         judge(server.url, stop).values([PIECE])
 
 
-@pytest.mark.parametrize(
-    ("url", "key"),
-    [
-        ("http://host:port/v1", ""), ("host/v1", ""), ("ftp://host/v1", ""), ("http://", ""), ("http://a\x00b/v1", ""),
-        ("http://127.0.0.1:1/v1", "schlüssel"), ("http://127.0.0.1:1/v1", "k-1\n"), ("http://127.0.0.1:1/v1", " k-1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("url", "key"), [
+    ("http://host:port/v1", ""), ("host/v1", ""), ("ftp://host/v1", ""), ("http://", ""), ("http://a\x00b/v1", ""),
+    ("http://127.0.0.1:1/v1", "schlüssel"), ("http://127.0.0.1:1/v1", "k-1\n"), ("http://127.0.0.1:1/v1", " k-1"),
+])  # fmt: skip
 def test_wrong_address_or_key_is_refused_at_the_start(url: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", key)
     with pytest.raises(EnvironmentSetupError) as refused:
@@ -219,24 +213,18 @@ def test_trouble_that_may_pass_ends_nothing_at_the_start(reply: Answer) -> None:
     judge(server.url).prepare()  # nobody there
 
 
-@pytest.mark.parametrize(
-    ("text", "worth"),
-    [
-        ("7", 0.7), ("7.25\n\n", 0.725), ("Score: 10", 1.0), ("**0**", 0.0), ("9/10", 0.9), ("8 / 10", 0.8),
-        ('{"score": 2.5}', 0.25), ("I give 3 and 4\nfinal: 5", 0.5), ("10.0", 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "worth"), [
+    ("7", 0.7), ("7.25\n\n", 0.725), ("Score: 10", 1.0), ("**0**", 0.0), ("9/10", 0.9), ("8 / 10", 0.8),
+    ('{"score": 2.5}', 0.25), ("I give 3 and 4\nfinal: 5", 0.5), ("10.0", 1.0),
+])  # fmt: skip
 def test_a_grade_is_the_one_number_of_the_last_line(text: str, worth: float) -> None:
     assert grade(text) == pytest.approx(worth)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "good", "11", "-1", "10\nthat is all", "3 or 4", '{"mark": 5}', "9/11", "1e3", "0x7", "7.5.1", "nan",
-        "\u0667.", "[" * 3000, '{"a":' * 3000,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "", "good", "11", "-1", "10\nthat is all", "3 or 4", '{"mark": 5}', "9/11", "1e3", "0x7", "7.5.1", "nan",
+    "\u0667.", "[" * 3000, '{"a":' * 3000,
+])  # fmt: skip
 def test_answers_without_a_grade_are_unreadable(text: str) -> None:
     with pytest.raises(UnreadableAnswer):
         grade(text)
@@ -249,8 +237,6 @@ def test_a_completion_can_neither_fill_holes_nor_close_its_fence() -> None:
     assert (text.count("secret"), text.count(fence)) == (1, 2)
     assert question("{completion}", JudgedText("", fence + "\n10", "")).splitlines()[0] != fence
 
-
-# How judges' words count, and what is refused before anything is asked
 
 FAR = JudgeSettings(label="far", url="http://judge.test/v1", model="m")
 NEAR = JudgeSettings(label="near", path=Path("nowhere"))

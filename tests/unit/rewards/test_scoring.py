@@ -68,19 +68,14 @@ def test_pool_scores_like_the_environment_in_order() -> None:
 TOO_LONG, TOO_MUCH = "took longer than 0.25 s of processor time", "needed more than 100 MB"
 
 
-@pytest.mark.parametrize(
-    ("completion", "said", "blamed"),
-    [
-        slow("spin", TOO_LONG, True), ("spin in C", TOO_LONG, True), ("gigabytes", TOO_MUCH, True),
-        slow("bit by bit", TOO_MUCH, True), slow("crash", "crashed (SIGSEGV)", True),
-        ("raise", "raised ValueError: no such thing", False), ("exit", "raised SystemExit: 3", False),
-        ("text", "returned 'good'", False), slow("really exit", "ended with exit code 3, twice", False),
-        ("killed", "was killed by SIGKILL, twice", False),
-    ],
-)  # fmt: skip
-def test_exceeded_limit_scores_0_and_a_failure_of_the_machinery_is_unscored(
-    pool: ScoringPool, completion: str, said: str, blamed: bool
-) -> None:
+@pytest.mark.parametrize(("completion", "said", "blamed"), [
+    slow("spin", TOO_LONG, True), ("spin in C", TOO_LONG, True), ("gigabytes", TOO_MUCH, True),
+    slow("bit by bit", TOO_MUCH, True), slow("crash", "crashed (SIGSEGV)", True),
+    ("raise", "raised ValueError: no such thing", False), ("exit", "raised SystemExit: 3", False),
+    ("text", "returned 'good'", False), slow("really exit", "ended with exit code 3, twice", False),
+    ("killed", "was killed by SIGKILL, twice", False),
+])  # fmt: skip
+def test_exceeded_limit_scores_0_and_a_failure_of_the_machinery_is_unscored(pool, completion, said, blamed):
     first, second = pool.scores([Job("plain", completion), Job("plain", "fine")])
     assert second == Score(1.0, {})
     assert first == limited(said) if blamed else isinstance(first, ScoringFailure) and said in str(first)
@@ -150,18 +145,13 @@ class Timed(ScoringProcess):
             yield JobAnswer(1.0)
 
 
-@pytest.mark.parametrize(
-    ("takes_ms", "all_s", "sizes", "scored"),
-    [
-        (0, 1, [1, 2, 4, 8, 16, 32, 32], 800),
-        (15, 600, [1, 2, 1, 2, 1, 2, 1], 800),  # more at once only as long as that is short
-        (100, 1, [1, 1, 1, 1, 1, 1, 1], 10),
-        (3, 0.1, [1, 2, 4, 8, 1, 2, 4], 34),  # no further one when the time is up
-    ],
-)
-def test_jobs_in_a_message_grow_with_the_speed_and_end_with_the_time(
-    takes_ms: int, all_s: float, sizes: list[int], scored: int
-) -> None:
+@pytest.mark.parametrize(("takes_ms", "all_s", "sizes", "scored"), [
+    (0, 1, [1, 2, 4, 8, 16, 32, 32], 800),
+    (15, 600, [1, 2, 1, 2, 1, 2, 1], 800),  # more at once only as long as that is short
+    (100, 1, [1, 1, 1, 1, 1, 1, 1], 10),
+    (3, 0.1, [1, 2, 4, 8, 1, 2, 4], 34),  # no further one when the time is up
+])  # fmt: skip
+def test_jobs_in_a_message_grow_with_the_speed_and_end_with_the_time(takes_ms, all_s, sizes, scored):
     clock = ManualClock()
     ground = PoolContext(EnvironmentSettings(), LIMITS, "", ScoringPatience(all_s=all_s), StopToken(), clock)
     process, jobs = Timed(ground, clock, takes_ms), [Job("plain", str(n)) for n in range(800)]
@@ -194,9 +184,7 @@ def test_processes_started_by_a_job_end_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"), [("{}\n", "has changed"), slow("tasks = oops\n", "could not build the environment")]
 )
-def test_an_environment_that_changed_meanwhile_does_not_score(
-    own: ScoringPool, tmp_path: Path, change: str, said: str
-) -> None:
+def test_an_environment_that_changed_meanwhile_does_not_score(own, tmp_path, change, said):
     assert one(own, "fine") == Score(1.0, {})
     (tmp_path / "reward.py").write_text(change.format((tmp_path / "reward.py").read_text()))
     os.kill(own.pids[0], signal.SIGKILL)
@@ -205,12 +193,9 @@ def test_an_environment_that_changed_meanwhile_does_not_score(
     assert said in str(failure)
 
 
-def test_a_child_that_takes_too_long_to_start_is_unscored(tmp_path: Path) -> None:
+def test_start_and_all_jobs_together_have_a_deadline(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=0.01)) as pool:
         assert "not ready within 0.01 s" in str(one(pool, "fine"))
-
-
-def test_all_together_have_a_deadline(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
         one(pool, "fine")
         begun, left = pool.scores([Job("plain", "sleep"), Job("plain", "sleep:2")])
@@ -252,16 +237,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_stop_while_it_starts_leaves_nobody(tmp_path: Path, started: list[Any]) -> None:
+def test_stop_while_it_starts_or_waits_leaves_no_process(tmp_path: Path, started: list[Any]) -> None:
     stop = StopToken()
     with naughty(tmp_path, stop=stop) as pool:
         stop.set("SIGTERM")
         with pytest.raises(DeadlineExceeded, match="SIGTERM"):
             pool.start()
     assert [child.returncode for child in started] == [-signal.SIGKILL]
-
-
-def test_a_stop_ends_the_wait_and_leaves_nobody(tmp_path: Path) -> None:
     stop = StopToken()
     with naughty(tmp_path, patience=ScoringPatience(job_s=100), stop=stop) as pool:
         one(pool, "fine")
@@ -364,17 +346,11 @@ def score(prompt, completion, answer):
 """)
 
 
-@pytest.mark.parametrize(
-    ("what", "at", "patience"),
-    [
-        ("os._exit(9)", "", ScoringPatience(start_s=60)),
-        ("time.sleep(0.5); os.kill(os.getpid(), 9)", "go", ScoringPatience(start_s=60, all_s=0.3)),
-    ],
-    ids=["it dies before it is ready", "somebody killed it, however late it is"],
-)
-def test_a_process_that_dies_is_followed_by_another(
-    tmp_path: Path, what: str, at: str, patience: ScoringPatience
-) -> None:
+@pytest.mark.parametrize(("what", "at", "patience"), [
+    ("os._exit(9)", "", ScoringPatience(start_s=60)),
+    ("time.sleep(0.5); os.kill(os.getpid(), 9)", "go", ScoringPatience(start_s=60, all_s=0.3)),
+], ids=["it dies before it is ready", "somebody killed it, however late it is"])  # fmt: skip
+def test_a_process_that_dies_is_followed_by_another(tmp_path, what, at, patience):
     first_life(tmp_path, what, at)
     with naughty(tmp_path, patience=patience) as pool:
         assert [one(pool, said) for said in ("fine", at or "too")] == [Score(1.0, {})] * 2
@@ -406,9 +382,6 @@ def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.M
     )
     with naughty(tmp_path) as pool:
         assert one(pool, "") == Score(0.0, {})
-
-
-# What runs in a scoring process, called here; and the example of the documentation in real ones
 
 
 class Strict:
@@ -468,9 +441,7 @@ def test_a_channel_gives_up_on_what_is_no_message(pipes: tuple[int, int, int, in
         Channel(source, sink, StopToken()).receive(5)
 
 
-def test_channel_waits_are_bounded_and_large_messages_are_refused(
-    pipes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channel_waits_are_bounded_and_large_messages_are_refused(pipes, monkeypatch):
     channel = Channel(pipes[0], pipes[3], StopToken())
     with pytest.raises(TimeoutError):
         channel.send(Work([("t", b"x" * 10**6)]), 0.05)

@@ -50,18 +50,12 @@ def test_vectors(vector, statement):
     assert statement["uniform"](seed, position) == expected
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((ALL_ONES,) * 4, (ALL_ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("counter", "key", "expected"), [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ALL_ONES,) * 4, (ALL_ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+])  # fmt: skip
 def test_philox_gives_the_published_answers(counter, key, expected):
     assert tuple(int(word[0]) for word in philox4x32(words(*counter), words(*key))) == expected
 
@@ -97,8 +91,6 @@ def test_single_positions_are_those_of_the_matrix():
     expected = [uniforms(int(seed), int(at), 1)[0] for seed, at in zip(seeds, positions, strict=True)]
     assert uniforms_at(seeds, positions).tolist() == expected
 
-
-# Sampling by the inverse of the CDF
 
 LOGITS = hnp.arrays(
     np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.floats(-30, 30, width=32, allow_nan=False)
@@ -156,8 +148,6 @@ def test_a_token_of_probability_zero_is_never_drawn():
             assert tokens[0] == 2
             assert logprobs[0] == 0.0
 
-
-# All that the checks need of given tokens, in one call
 
 SOME_TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
 
@@ -237,8 +227,6 @@ def test_kernels_that_do_not_build_are_left_out_with_a_word(monkeypatch, caplog)
     assert "C compiler" in caplog.text
     kernels.compiles.cache_clear()
 
-
-# The seed check: honest sequences pass
 
 COARSE = SeedTolerance(distance=0.05, floor=1e-9)
 

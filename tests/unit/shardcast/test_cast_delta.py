@@ -118,24 +118,21 @@ def frame(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
 
 
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        (b"", "ends in the middle"),
-        (HEADER.pack(1, 1, 1), "ends in the middle"),
-        (block_of(5, [frame(bytes(5)), frame(bytes(5))]), "says more"),  # of four values
-        (block_of(1, [frame(b"\x04"), frame(b"\x00")]), "changes value 4 of 4"),
-        (block_of(2, [frame(b"\x00\x03"), frame(bytes(2))]), "changes value 4 of 4"),
-        (block_of(1, [frame(b"\x00"), frame(b"\xff"), frame(b"\xff"), frame(b"\xff")]), "off the end of the line"),
-        (block_of(1, [frame(b"\x00")] * 5), "says more"),  # four planes of steps: a 16-bit value never needs them
-        (block_of(1, [frame(b"\x00")] * 5, gap_planes=4), "says more"),
-        (block_of(0, [frame(b""), frame(b"")]), "says more"),
-        (block_of(1, [frame(b"\x00"), frame(b"\x00")])[:-1], "ends in the middle"),
-        (block_of(1, [b"garbage", frame(b"\x00")]), "damaged"),
-        (block_of(1, [frame(b"\x00\x00"), frame(b"\x00")]), "damaged"),
-        (block_of(1, [frame(b"\x00") + b"?", frame(b"\x00")]), "damaged"),
-    ],
-)
+@pytest.mark.parametrize(("block", "words"), [
+    (b"", "ends in the middle"),
+    (HEADER.pack(1, 1, 1), "ends in the middle"),
+    (block_of(5, [frame(bytes(5)), frame(bytes(5))]), "says more"),  # of four values
+    (block_of(1, [frame(b"\x04"), frame(b"\x00")]), "changes value 4 of 4"),
+    (block_of(2, [frame(b"\x00\x03"), frame(bytes(2))]), "changes value 4 of 4"),
+    (block_of(1, [frame(b"\x00"), frame(b"\xff"), frame(b"\xff"), frame(b"\xff")]), "off the end of the line"),
+    (block_of(1, [frame(b"\x00")] * 5), "says more"),  # four planes of steps: a 16-bit value never needs them
+    (block_of(1, [frame(b"\x00")] * 5, gap_planes=4), "says more"),
+    (block_of(0, [frame(b""), frame(b"")]), "says more"),
+    (block_of(1, [frame(b"\x00"), frame(b"\x00")])[:-1], "ends in the middle"),
+    (block_of(1, [b"garbage", frame(b"\x00")]), "damaged"),
+    (block_of(1, [frame(b"\x00\x00"), frame(b"\x00")]), "damaged"),
+    (block_of(1, [frame(b"\x00") + b"?", frame(b"\x00")]), "damaged"),
+])  # fmt: skip
 def test_a_malformed_block_is_refused_by_name(block: bytes, words: str) -> None:
     target = bytearray(8)
     with pytest.raises(DeltaRefused, match=words):

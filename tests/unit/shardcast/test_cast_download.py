@@ -138,20 +138,12 @@ def test_prefetch_ends_with_a_log_line_and_for_a_bug_with_a_traceback(error, tra
     assert traced or "the disk is full" in record.getMessage()
 
 
-# Room
-
-
-@pytest.mark.parametrize(
-    ("settings", "free", "error", "sentence"),
-    [
-        ({"max_payload_bytes": 4000}, None, ManifestRefused, r"announces \d+ bytes, and .* at most 4000"),
-        (
-            {"limits": MachineLimits(disk_bytes=1000)}, None, ResourceError,
-            r"policy 0\.0 needs .* of disk .* and 1 kB are allowed .*--max-disk",
-        ),
-        ({"limits": MachineLimits()}, 100, ResourceError, r"cannot write .*\.part: the disk is full: free some space"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "free", "error", "sentence"), [
+    ({"max_payload_bytes": 4000}, None, ManifestRefused, r"announces \d+ bytes, and .* at most 4000"),
+    ({"limits": MachineLimits(disk_bytes=1000)}, None, ResourceError,
+        r"policy 0\.0 needs .* of disk .* and 1 kB are allowed .*--max-disk"),
+    ({"limits": MachineLimits()}, 100, ResourceError, r"cannot write .*\.part: the disk is full: free some space"),
+])  # fmt: skip
 def test_a_version_that_is_too_large_is_refused_before_it_is_fetched(lab, monkeypatch, settings, free, error, sentence):
     manifest, source = lab.publish(0), lab.source()
     if free is not None:
@@ -184,14 +176,11 @@ def test_interrupted_fetch_counts_once(lab: Lab) -> None:
     lab.fetch(manifest, source.url, download={"limits": MachineLimits(disk_bytes=130_000)})
 
 
-def test_throttled_client_is_not_faster_than_it_may_be(lab: Lab) -> None:
+def test_throttled_client_is_slow_has_fewer_connections_and_blames_no_source(lab: Lab) -> None:
     manifest = lab.publish(0, files={"file": random.Random(0).randbytes(250_000)})
     started_s = time.monotonic()
     lab.fetch(manifest, lab.source().url, download={"pool": PoolSettings.throttled(125_000)})
     assert time.monotonic() - started_s > 0.9  # the first second's worth may come at once
-
-
-def test_throttled_client_has_fewer_connections_and_leaves_no_source_for_its_own_slowness() -> None:
     slow, fast = PoolSettings.throttled(100_000), PoolSettings.throttled(10**9)
     assert (slow.connections, slow.min_rate_bytes_s) == (1, 25_000)
     assert (fast.connections, fast.min_rate_bytes_s) == (PoolSettings().connections, PoolSettings().min_rate_bytes_s)

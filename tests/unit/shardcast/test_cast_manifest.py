@@ -67,13 +67,10 @@ def test_the_digest_depends_on_every_byte_name_and_shape() -> None:
     assert digest() == digests[0]
 
 
-def test_multidimensional_and_scalar_views_are_taken_as_bytes() -> None:
+def test_views_are_taken_as_bytes_and_refused_unless_contiguous() -> None:
     matrix, scalar = np.arange(6, dtype="<f4").reshape(2, 3), np.array(7, dtype="<i8")
     views = [TensorView("m", "F32", (2, 3), memoryview(matrix)), TensorView("s", "I64", (), memoryview(scalar))]
     assert b"".join(Content.of({}, views).chunks(5, bytes)) == matrix.tobytes() + scalar.tobytes()
-
-
-def test_a_view_that_is_not_contiguous_is_refused() -> None:
     every_other = memoryview(np.arange(8, dtype="<f4")[::2])
     with pytest.raises(BroadcastError, match="w is not contiguous"):
         Content.of({}, [TensorView("w", "F32", (4,), every_other)])
@@ -108,9 +105,7 @@ UNSOUND: dict[str, Callable[[PolicyManifest], PolicyManifest]] = {
     "file with shape": moved(-1, shape=(80,)),
     "same name twice": moved(1, name="layer.0.weight"),
     "chunk missing": lambda m: redigested(m, chunks=m.chunks[:-1]),
-    "chunk resized": lambda m: redigested(
-        m, chunks=(m.chunks[0].model_copy(update={"size_bytes": 1}), *m.chunks[1:])
-    ),
+    "chunk resized": lambda m: redigested(m, chunks=(m.chunks[0].model_copy(update={"size_bytes": 1}), *m.chunks[1:])),
     "more bytes than entries": lambda m: redigested(m, size_bytes=m.size_bytes - 1),
     "giant chunks": lambda m: redigested(m, chunk_size_bytes=1 << 40),
     "giant payload": lambda m: redigested(m, size_bytes=1 << 60),

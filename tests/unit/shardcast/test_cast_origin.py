@@ -145,12 +145,14 @@ def test_a_new_incarnation_follows_the_old_one(lab: Lab) -> None:
     assert offers(lab, "0.4", "0.5", "1.3")
 
 
-def test_half_written_files_of_a_crash_are_swept_away(lab: Lab) -> None:
+def test_next_publication_sweeps_half_written_files_away_and_another_key_cannot_publish(lab: Lab) -> None:
     lab.publish(1)
     torn = lab.www / "chunks" / "ab" / ".abcd.1234"
     write(torn, b"half")
     lab.publish(2)
     assert not torn.exists()
+    with pytest.raises(ManifestRefused, match="not trusted"):
+        lab.origin(OTHER_KEY).publish(2, Content.of({"file": b"theirs"}))
 
 
 def test_publishing_holds_one_chunk_in_memory_not_the_payload(lab: Lab) -> None:
@@ -165,9 +167,3 @@ def test_publishing_holds_one_chunk_in_memory_not_the_payload(lab: Lab) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 16 << 20, "32 chunks of 256 KiB; what other threads of this process allocate meanwhile counts too"
-
-
-def test_another_key_cannot_continue_a_tree(lab: Lab) -> None:
-    lab.publish(1)
-    with pytest.raises(ManifestRefused, match="not trusted"):
-        lab.origin(OTHER_KEY).publish(2, Content.of({"file": b"theirs"}))

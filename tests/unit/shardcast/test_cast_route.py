@@ -53,27 +53,18 @@ def versions(route: Route) -> list[int]:
 
 
 WEB = (
-    manifest(8, anchor=True),
-    manifest(9, _8=10),
-    manifest(10, _9=10, _8=15),
-    manifest(11, _10=10),
+    manifest(8, anchor=True), manifest(9, _8=10), manifest(10, _9=10, _8=15), manifest(11, _10=10),
     manifest(12, anchor=True, _11=10, _10=15, _8=30),
-)
+)  # fmt: skip
 
 
-def test_without_local_payload_an_anchor_is_fetched_without_other_manifests() -> None:
+def test_route_begins_at_an_anchor_or_a_held_version_and_avoids_closed_and_missing_steps() -> None:
     web = Web(*WEB)
     route = web.route(12)
     assert (versions(route), route.whole, web.asked) == ([12], WEB[-1], [])
-
-
-def test_a_closed_step_is_avoided_and_a_closed_anchor_too() -> None:
     step = Step(WEB[-1], WEB[-1].deltas[0])
     assert versions(Web(*WEB).route(12, held=[11], closed=[step.name])) == [12]
     assert versions(Web(*WEB).route(12, closed=[ref(12).digest])) in ([8, 12], [8, 10, 12])
-
-
-def test_a_version_in_between_that_nobody_has_is_no_route() -> None:
     web = Web(manifest(1, anchor=True), manifest(3, anchor=True, _2=10))
     assert versions(web.route(3, held=[1])) == [3]
     with pytest.raises(VersionNotFound, match="no route"):
@@ -136,8 +127,6 @@ def test_weights_that_come_back_are_not_walked_through_twice() -> None:
     assert [step.manifest.policy.digest[0] for step in route.steps] == ["b", "c"]
 
 
-# Maps of what is here, and the choice of what a relay mirrors
-
 NAMES = "abcdefghij"
 
 
@@ -150,11 +139,9 @@ def bits(data: bytes) -> list[int]:
 
 
 @given(
-    chunks=st.lists(st.sampled_from(NAMES), max_size=30),
-    here=st.sets(st.sampled_from(NAMES)),
-    arriving=st.lists(st.sampled_from(NAMES)),
-    soon=st.sets(st.sampled_from(NAMES)),
-)
+    chunks=st.lists(st.sampled_from(NAMES), max_size=30), here=st.sets(st.sampled_from(NAMES)),
+    arriving=st.lists(st.sampled_from(NAMES)), soon=st.sets(st.sampled_from(NAMES)),
+)  # fmt: skip
 def test_maps_have_bits_for_present_and_for_coming_chunks(chunks, here, arriving, soon):
     inventory = Inventory([named(name) for name in chunks], {named(name).hash for name in here})
     for name in arriving:
@@ -197,24 +184,18 @@ CHAIN = by_place(
 )
 
 
-def test_oldest_versions_are_removed_first_and_anchors_stay() -> None:
+def test_oldest_versions_are_removed_first_and_the_route_that_does_not_fit_is_reported() -> None:
     assert numbers(select_versions(CHAIN, 3, 110).mirrored) == [1, 2, 3, 4, 5]
     for budget in (109, 60, 50):  # version 3 would fit, but nobody could reach it
         selection = select_versions(CHAIN, 3, budget)
         assert numbers(selection.mirrored) == [4, 5]
         assert numbers(selection.wanted) == [1, 2, 3, 4, 5]
         assert selection.fits
-
-
-def test_route_that_does_not_fit_is_reported_and_newest_versions_are_mirrored() -> None:
     selection = select_versions(CHAIN, 3, 49)
     assert (selection.fits, selection.route_bytes) == (False, 50)
     assert numbers(selection.mirrored) == [2, 3, 5]  # no anchor fits beside them
     grown = by_place(lettered(1, "abcd"), lettered(2, "efghij"))
     assert numbers(select_versions(grown, 2, 50).mirrored) == [1]  # what was here already stays
-
-
-def test_unknown_manifest_is_wanted_and_counts_as_anchor() -> None:
     unknown = {**CHAIN, (0, 4): None}
     selection = select_versions(unknown, 1, 50)
     assert numbers(selection.wanted) == [4, 5]

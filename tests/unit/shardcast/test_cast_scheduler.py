@@ -107,11 +107,14 @@ def test_a_peer_much_slower_than_upstream_is_not_waited_for() -> None:
     assert len(origin.asked) >= 36
 
 
-def test_a_source_that_is_alone_is_never_left_for_being_slow() -> None:
+def test_source_alone_is_never_left_and_equal_sources_are_asked_once_for_each_chunk() -> None:
     world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
     assert world.run(60)
     assert source.sent_bytes == len(CHUNKS) * SIZE
     assert node.scores.describe() == "no source has failed"
+    world, _, *sources = following(Source(A, set(ALL)), Source(B, set(ALL)))
+    assert world.run(30)
+    assert sum(sum(source.asked.values()) for source in sources) == len(CHUNKS)
 
 
 def test_a_chunk_at_a_source_that_stalls_is_fetched_from_the_other() -> None:
@@ -134,12 +137,6 @@ def test_the_only_chunk_at_a_source_that_stalls_is_fetched_from_an_unknown_one(s
     stalls, other = Source(A, set(ALL), rate_bytes_s=0.0), Source(B, set(ALL))
     world, *_ = following(stalls, other, seed=seed, manifest=manifest_of(CHUNKS[:1]))
     assert world.run(5), "it waits for the source that stalls"
-
-
-def test_with_equal_sources_each_chunk_is_asked_for_once() -> None:
-    world, _, *sources = following(Source(A, set(ALL)), Source(B, set(ALL)))
-    assert world.run(30)
-    assert sum(sum(source.asked.values()) for source in sources) == len(CHUNKS)
 
 
 def test_the_last_resort_is_left_alone_while_relays_can_serve() -> None:
@@ -233,8 +230,6 @@ def test_whatever_others_do_the_honest_ones_suffice(others, honest, seed):
     assert all(attempt.cancelled for attempt in node.attempts if attempt.source)
 
 
-# Maps of who has what: their bits, what they decide, and asking for one
-
 ELEVEN = CHUNKS[:11]
 PLACE = (0, 1)
 
@@ -273,7 +268,7 @@ def test_exactly_those_chunks_are_asked_for_whose_bits_are_set(flags: list[bool]
     assert set(asked) == {chunk for chunk, flag in zip(chunks, flags, strict=True) if flag}
 
 
-def test_newer_versions_come_first_and_of_each_the_deltas() -> None:
+def test_newer_versions_come_first_of_each_the_deltas_and_shared_chunks_are_looked_up_in_the_newer() -> None:
     base = PolicyRef(incarnation=0, version=0, digest="b" * 64)
     delta = Delta(base=base, size_bytes=2000, chunks=ELEVEN[2:4])
     old = manifest_of(ELEVEN[:2]).model_copy(update={"deltas": (delta,)})
@@ -282,9 +277,6 @@ def test_newer_versions_come_first_and_of_each_the_deltas() -> None:
         scheduler.update_map(A, (0, version), body, 0.0, 0.0)
     asked = taken(scheduler)
     assert [set(asked[:4]), set(asked[4:6]), set(asked[6:])] == [set(ELEVEN[4:8]), set(ELEVEN[2:4]), set(ELEVEN[:2])]
-
-
-def test_a_chunk_of_two_versions_is_looked_up_in_the_newer() -> None:
     scheduler = scheduler_of(manifest_of(ELEVEN), manifest_of(ELEVEN[:3], version=2))
     scheduler.update_map(A, PLACE, bytes([255, 7, 0, 0]), 0.0, 0.0)
     scheduler.update_map(A, (0, 2), bytes([0, 0]), 0.0, 0.0)

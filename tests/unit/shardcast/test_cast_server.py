@@ -101,31 +101,23 @@ def test_head_manifests_and_chunks_are_served_with_the_right_caching(lab: Lab) -
     assert get(url, "/head.json", "DELETE")[0] == 405
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "/../secret", "/manifests/../../secret", "/chunks/aa/../../../secret", "/%2e%2e/secret", "//etc/passwd",
-        "/manifests/%2e%2e/%2e%2e/secret", "/chunks/ab/" + "cd" * 32, "/chunks/AB/" + "AB" * 32, "/manifests/00.1.json",
-        "/manifests/0.1.json/", "/manifests/0.-1.json", "/manifests/", "/.lock", "/head.json\x00", "/",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("target", [
+    "/../secret", "/manifests/../../secret", "/chunks/aa/../../../secret", "/%2e%2e/secret", "//etc/passwd",
+    "/manifests/%2e%2e/%2e%2e/secret", "/chunks/ab/" + "cd" * 32, "/chunks/AB/" + "AB" * 32, "/manifests/00.1.json",
+    "/manifests/0.1.json/", "/manifests/0.-1.json", "/manifests/", "/.lock", "/head.json\x00", "/",
+])  # fmt: skip
 def test_any_other_name_is_not_found(lab: Lab, target: str) -> None:
     (lab.folder / "secret").write_bytes(b"secret")
     lab.publish(1)
     assert get(lab.honest().url, target)[0] == 404
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"nonsense\r\n\r\n",
-        b"GET http://elsewhere/ HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/2\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nContent-Length: 5\r\n\r\n12345",
-        b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
-    ],
-)
+@pytest.mark.parametrize("request_bytes", [
+    b"nonsense\r\n\r\n", b"GET http://elsewhere/ HTTP/1.1\r\n\r\n", b"GET / HTTP/2\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nContent-Length: 5\r\n\r\n12345",
+    b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
+])  # fmt: skip
 def test_other_requests_are_refused_and_disconnected(lab: Lab, request_bytes: bytes) -> None:
     assert send(lab.honest().url, request_bytes).startswith(b"HTTP/1.1 400 ")
 
@@ -155,17 +147,7 @@ def test_health_counts_bytes_and_names_versions(lab: Lab) -> None:
     assert get(origin.url, "/have/0.1")[0] == 404, "an origin sends no maps"
 
 
-def test_the_head_is_held_until_a_newer_one_is_published(lab: Lab) -> None:
-    lab.publish(1)
-    origin = lab.honest()
-    answer = asking(origin.url, "/head.json?after=0.1&wait_s=20")
-    eventually(lambda: health(origin)["connections"] == 2)
-    assert not answer.done()
-    lab.publish(2)
-    assert json.loads(answer.result(15)[1])["document"]["policy"]["version"] == 2
-
-
-def test_a_held_head_is_answered_with_the_old_one_when_the_wait_is_over(lab: Lab) -> None:
+def test_a_held_head_is_answered_by_a_newer_one_or_when_the_wait_is_over(lab: Lab) -> None:
     url = lab.honest().url
     assert get(url, "/head.json?wait_s=0.1")[0] == 404
     lab.publish(1)
@@ -174,6 +156,12 @@ def test_a_held_head_is_answered_with_the_old_one_when_the_wait_is_over(lab: Lab
     assert 0.2 <= time.monotonic() - started < 15
     for nonsense in ("after=x&wait_s=nan", "after=0.0&wait_s=20", "wait_s=-3", "wait_s=1e999", ""):
         assert get(url, f"/head.json?{nonsense}")[0] == 200
+    origin = lab.honest()
+    answer = asking(origin.url, "/head.json?after=0.1&wait_s=20")
+    eventually(lambda: health(origin)["connections"] == 2)
+    assert not answer.done()
+    lab.publish(2)
+    assert json.loads(answer.result(15)[1])["document"]["policy"]["version"] == 2
 
 
 def _hung_up(dripping: socket.socket) -> bool:
@@ -195,12 +183,14 @@ def _read_rest(connection: socket.socket) -> int:
     return received
 
 
-def test_a_silent_or_dripping_client_is_cut_off(tmp_path: Path) -> None:
+def test_idle_limit_ends_a_dripping_client_and_a_stop_ends_held_requests(tmp_path: Path) -> None:
     with serving(Catalogue(tmp_path), idle_s=0.3) as server, dial(server.url) as dripping:
         dripping.settimeout(0.05)
         started = time.monotonic()
         eventually(lambda: _hung_up(dripping))
         assert time.monotonic() - started >= 0.25
+    with serving(Catalogue(tmp_path)) as server, dial(server.url, b"GET /head.json?wait_s=60 HTTP/1.1\r\n\r\n"):
+        assert server.end() < 3
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(lab: Lab) -> None:
@@ -243,11 +233,6 @@ def test_failure_to_serve_is_a_resource_error(lab: Lab, tmp_path: Path) -> None:
     ):
         with pytest.raises(ResourceError, match=why):
             run_origin(folder, host, at, StopToken(), lambda url: None)
-
-
-def test_stopping_is_quick_even_with_requests_held(tmp_path: Path) -> None:
-    with serving(Catalogue(tmp_path)) as server, dial(server.url, b"GET /head.json?wait_s=60 HTTP/1.1\r\n\r\n"):
-        assert server.end() < 3
 
 
 def test_a_file_shorter_than_it_should_be_is_not_found(tmp_path: Path) -> None:
@@ -294,9 +279,6 @@ def test_ipv6_clients_are_let_in_and_counted_by_network(lab: Lab) -> None:
             assert second.recv(12) == b"HTTP/1.1 429"
 
 
-# Requests as they are read, who counts as one client, and the bucket of a throttle
-
-
 @pytest.mark.parametrize(
     ("query", "seconds"),
     [("wait_s=3", 3.0), ("wait_s=1e9", 20.0), ("wait_s=-1", 0.0), ("wait_s=nan", 0.0), ("wait_s=x", 0.0), ("", 0.0)],
@@ -307,14 +289,11 @@ def test_seconds_are_bounded_whatever_is_asked(query: str, seconds: float) -> No
     assert request.seconds("wait_s", 20.0) == seconds
 
 
-@pytest.mark.parametrize(
-    ("address", "client"),
-    [
-        ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("fe80::1%eth0", "fe80::/64"), ("", ""),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::ffff", "2001:db8:1:2::/64"),
-        ("2001:db8:1:3::ffff", "2001:db8:1:3::/64"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("address", "client"), [
+    ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("fe80::1%eth0", "fe80::/64"), ("", ""),
+    ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::ffff", "2001:db8:1:2::/64"),
+    ("2001:db8:1:3::ffff", "2001:db8:1:3::/64"),
+])  # fmt: skip
 def test_a_client_is_an_address_or_a_network_of_ipv6(address: str, client: str) -> None:
     assert client_of(address) == client
 

@@ -62,16 +62,13 @@ def test_failure_lowers_the_weight_and_success_heals_it() -> None:
     assert weights(scores)[B] == pytest.approx(weights(scores)[A], rel=0.1)
 
 
-def test_a_dropped_source_is_not_asked_until_restored() -> None:
+def test_a_dropped_source_is_not_asked_until_restored_even_in_a_new_list() -> None:
     scores = SourceScores([A, B])
     scores.drop(A, "lied")
     assert {scores.choose() for _ in range(50)} == {B}
     assert set(scores.usable()) == {B}
     scores.restore()
     assert {scores.choose() for _ in range(50)} == {A, B}
-
-
-def test_scores_of_remaining_sources_survive_a_new_list() -> None:
     scores = SourceScores([A])
     scores.drop(A, "lied")
     scores.set_sources([A, B])
@@ -103,7 +100,7 @@ def connect(source: ScriptedSource, stop: StopToken | None = None, stall_s: floa
     return Connection(source.url, stop or StopToken(), Timeouts(connect_s=2, stall_s=stall_s))
 
 
-def test_a_body_is_received_in_place_and_hashed(lab: Lab) -> None:
+def test_body_is_received_in_place_and_hashed_over_a_reopened_connection_without_bytes_beyond_it(lab: Lab) -> None:
     body = bytes(range(256)) * 20_000
     connection = connect(lab.source(says(body)))
     hasher, buffer = blake3(), bytearray(len(body))
@@ -113,14 +110,8 @@ def test_a_body_is_received_in_place_and_hashed(lab: Lab) -> None:
         connection.read_into(memoryview(buffer), Deadline(5), hasher)
         assert buffer == body
     assert hasher.digest() == blake3(body + body).digest()
-
-
-def test_a_connection_closed_while_idle_is_opened_again(lab: Lab) -> None:
     connection = connect(lab.source(hanging_up(b"ok", 2)))
     assert [read_all(connection, Deadline(5)) for _ in range(3)] == [b"ok"] * 3
-
-
-def test_bytes_beyond_the_announced_size_do_not_leak_into_the_next_answer(lab: Lab) -> None:
     evil = b"HTTP/1.1 200 X\r\nContent-Length: 4\r\n\r\nevil"
     connection = connect(lab.source(lambda target, to: reply(to, 200, target.encode() + evil, size=len(target))))
     for target in ("/first", "/second"):
@@ -130,19 +121,15 @@ def test_bytes_beyond_the_announced_size_do_not_leak_into_the_next_answer(lab: L
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    ("answer", "sentence"),
-    [
-        (b"SSH-2.0-x\r\n\r\n", "does not speak HTTP"),
-        (OK + b"\r\n", "Content-Length"),
-        (OK + b"Content-Length: -1\r\n\r\n", "Content-Length"),
-        (OK + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n", "Content-Length"),
-        (OK + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", "Content-Length"),
-        (OK + b"Content-Length: 1099511627776\r\n\r\n", "at most 1048576"),
-        (OK + b"Content-Length: 10\r\n\r\nabc", "after 3 of 10 bytes"),
-        (OK + b"X: " + b"y" * 40_000, "endless answer head"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "sentence"), [
+    (b"SSH-2.0-x\r\n\r\n", "does not speak HTTP"), (OK + b"\r\n", "Content-Length"),
+    (OK + b"Content-Length: -1\r\n\r\n", "Content-Length"),
+    (OK + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n", "Content-Length"),
+    (OK + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", "Content-Length"),
+    (OK + b"Content-Length: 1099511627776\r\n\r\n", "at most 1048576"),
+    (OK + b"Content-Length: 10\r\n\r\nabc", "after 3 of 10 bytes"),
+    (OK + b"X: " + b"y" * 40_000, "endless answer head"),
+])  # fmt: skip
 def test_answers_that_are_not_plain_http_are_refused(lab: Lab, answer: bytes, sentence: str) -> None:
     def say(_target: str, to: socket.socket) -> None:
         to.sendall(answer)

@@ -188,9 +188,6 @@ def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(lab: La
     lab.fetch(manifest, lab.honest().url)
 
 
-# Files and folders, and what must not be announced
-
-
 def test_a_small_file_that_comes_or_goes_moves_no_large_one(lab: Lab) -> None:
     folder = lab.folder / "folder"
     folder.mkdir()

@@ -13,22 +13,8 @@ import torch
 from hypothesis import strategies as st
 from vectors import activations, by_name, normal, packed, vectors
 
+from shoal import toploc
 from shoal.errors import ProofError
-from shoal.toploc import (
-    PointBatch,
-    ProofPoly,
-    VerificationResult,
-    build_proofs,
-    build_proofs_base64,
-    build_proofs_bytes,
-    check_proofs,
-    commit,
-    compare,
-    top_points,
-    verify_proofs,
-    verify_proofs_base64,
-    verify_proofs_bytes,
-)
 from shoal.toploc.package import _points
 from shoal.toploc.plain import PRIME
 
@@ -52,47 +38,47 @@ def arguments(vector: dict[str, Any]) -> tuple[int, int, bool]:
 @pytest.mark.parametrize("name", NAMES["points"])
 def test_points_and_tensors_of_points_become_the_published_bytes(name: str) -> None:
     vector = by_name("points", name)
-    proof = ProofPoly.from_points(vector["x"], vector["y"])
+    proof = toploc.ProofPoly.from_points(vector["x"], vector["y"])
     assert (proof.modulus, proof.to_base64()) == (vector["modulus"], vector["proof_b64"])
     assert len(proof.to_bytes()) == vector["bytes"]
-    backwards = ProofPoly.from_points(vector["x"][::-1], vector["y"][::-1])
+    backwards = toploc.ProofPoly.from_points(vector["x"][::-1], vector["y"][::-1])
     assert backwards == proof
     halves = torch.tensor(vector["y"], dtype=torch.int32).to(torch.uint16)
     for values in (torch.tensor(vector["y"]), halves.view(torch.bfloat16), halves.view(torch.float16)):
-        assert ProofPoly.from_points_tensor(torch.tensor(vector["x"]), values).to_base64() == vector["proof_b64"]
+        assert toploc.ProofPoly.from_points_tensor(torch.tensor(vector["x"]), values).to_base64() == vector["proof_b64"]
 
 
 @pytest.mark.parametrize("y", [torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]]), torch.tensor([1])])
 def test_tensors_that_are_no_points_are_refused(y: torch.Tensor) -> None:
     with pytest.raises(ProofError):
-        ProofPoly.from_points_tensor(torch.tensor([1, 2]), y)
+        toploc.ProofPoly.from_points_tensor(torch.tensor([1, 2]), y)
     with pytest.raises(ProofError):
-        ProofPoly.from_points_tensor(torch.tensor([1.0, 2.0]), torch.tensor([1, 2]))
+        toploc.ProofPoly.from_points_tensor(torch.tensor([1.0, 2.0]), torch.tensor([1, 2]))
 
 
 def test_a_null_proof_is_zeros_and_is_rejected() -> None:
-    null = ProofPoly.null(5)
+    null = toploc.ProofPoly.null(5)
     assert (null.coeffs, null.modulus, len(null), null.to_bytes()) == ([0] * 5, 0, 5, bytes(12))
     rows = torch.arange(96, dtype=torch.bfloat16).reshape(6, 16)
-    (honest,) = build_proofs(rows, 6, 5, skip_prefill=True)
+    (honest,) = toploc.build_proofs(rows, 6, 5, skip_prefill=True)
     for verify in (
-        lambda: verify_proofs(rows, [null], 6, 5, skip_prefill=True),
-        lambda: verify_proofs_bytes(rows, [null.to_bytes()], 6, 5, skip_prefill=True),
-        lambda: verify_proofs_base64(rows, [null.to_base64()], 6, 5, skip_prefill=True),
+        lambda: toploc.verify_proofs(rows, [null], 6, 5, skip_prefill=True),
+        lambda: toploc.verify_proofs_bytes(rows, [null.to_bytes()], 6, 5, skip_prefill=True),
+        lambda: toploc.verify_proofs_base64(rows, [null.to_base64()], 6, 5, skip_prefill=True),
     ):
         with pytest.raises(ProofError, match="the modulus 0 is not between"):
             verify()
     with pytest.raises(ProofError, match="the modulus 0"):
-        ProofPoly.from_bytes(null.to_bytes())
+        toploc.ProofPoly.from_bytes(null.to_bytes())
     with pytest.raises(ProofError, match="null proof"):
         null(1)
-    assert verify_proofs(rows, [honest], 6, 5, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
+    assert toploc.verify_proofs(rows, [honest], 6, 5, skip_prefill=True) == [toploc.VerificationResult(0, 0.0, 0.0)]
 
 
 @pytest.mark.parametrize("number", range(len(vectors()["evaluations"])))
 def test_a_proof_evaluates_as_published(number: int) -> None:
     vector = vectors()["evaluations"][number]
-    proof = ProofPoly.from_base64(vector["proof_b64"])
+    proof = toploc.ProofPoly.from_base64(vector["proof_b64"])
     assert [proof(x) for x in vector["x"]] == vector["y_mod_modulus"]
     assert len(proof) == len(proof.coeffs)
 
@@ -103,7 +89,7 @@ def test_activations_become_the_published_proofs(name: str, form: str) -> None:
     """Byte for byte, or, where values tie at the k-th place, the same magnitudes with the lowest indices chosen."""
     vector = by_name("activations", name)
     given = activations(vector) if form == "numpy" else as_torch(activations(vector))
-    proofs = build_proofs_base64(given, *arguments(vector))
+    proofs = toploc.build_proofs_base64(given, *arguments(vector))
     points = _points(given, *arguments(vector), raw_float16=True)
     assert len(proofs) == len(vector["proofs_b64"]) == len(points)
     for chunk, tie in enumerate(vector["boundary_tie"]):
@@ -114,9 +100,9 @@ def test_activations_become_the_published_proofs(name: str, form: str) -> None:
             assert_same_magnitudes(points[chunk : chunk + 1], vector, chunk)
 
 
-def assert_same_magnitudes(points: PointBatch, vector: dict[str, Any], chunk: int) -> None:
+def assert_same_magnitudes(points: toploc.PointBatch, vector: dict[str, Any], chunk: int) -> None:
     """The published choice among ties is another one, but it has the same magnitudes; ours has the lowest indices."""
-    published = ProofPoly.from_base64(vector["proofs_b64"][chunk])
+    published = toploc.ProofPoly.from_base64(vector["proofs_b64"][chunk])
     theirs = sorted(published(x) & 0x7FFF for x in vector["topk_sorted"][chunk])
     ours = (points.bits & np.uint16(0x7FFF)).tolist()
     assert sorted(ours) == theirs
@@ -130,17 +116,17 @@ def assert_same_magnitudes(points: PointBatch, vector: dict[str, Any], chunk: in
 def test_float32_is_rounded_where_the_package_gives_null_proofs() -> None:
     vector = by_name("activations", "fp32_build")
     given = activations(vector)
-    proofs = build_proofs_bytes(given, *arguments(vector))
+    proofs = toploc.build_proofs_bytes(given, *arguments(vector))
     assert len(proofs) == 2
-    assert proofs == build_proofs_bytes(torch.from_numpy(given.copy()).bfloat16(), *arguments(vector))
-    assert verify_proofs_bytes(given, proofs, *arguments(vector)) == [VerificationResult(0, 0.0, 0.0)] * 2
+    assert proofs == toploc.build_proofs_bytes(torch.from_numpy(given.copy()).bfloat16(), *arguments(vector))
+    assert toploc.verify_proofs_bytes(given, proofs, *arguments(vector)) == [toploc.VerificationResult(0, 0.0, 0.0)] * 2
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES["verifications"] if name not in ABSENT])
 def test_verifications_give_the_published_numbers(name: str) -> None:
     vector = by_name("verifications", name)
     given = activations(vector)
-    found = verify_proofs_base64(given, vector["proofs_b64"], *arguments(vector))
+    found = toploc.verify_proofs_base64(given, vector["proofs_b64"], *arguments(vector))
     numbers = [(result.exp_mismatches, result.mant_err_mean, result.mant_err_median) for result in found]
     if "tensor" in vector and not (vector["boundary_tie"] and any(vector["boundary_tie"])):
         assert numbers == [tuple(result) for result in vector["tensor"]]
@@ -150,8 +136,8 @@ def test_verifications_give_the_published_numbers(name: str) -> None:
             assert abs(ours[0] - theirs[0]) <= slack
             assert ours[1] == pytest.approx(theirs[1], abs=slack / 4)
             assert ours[2] == pytest.approx(math.ceil(theirs[2]), abs=slack / 4)
-    objects = [ProofPoly.from_base64(proof) for proof in vector["proofs_b64"]]
-    assert verify_proofs(as_torch(given), objects, *arguments(vector)) == found
+    objects = [toploc.ProofPoly.from_base64(proof) for proof in vector["proofs_b64"]]
+    assert toploc.verify_proofs(as_torch(given), objects, *arguments(vector)) == found
 
 
 def test_a_modulus_below_the_prime_is_used() -> None:
@@ -159,9 +145,9 @@ def test_a_modulus_below_the_prime_is_used() -> None:
     bits = np.zeros((32, 4096), np.uint16)
     chosen = [10, 65507, 20, 65516, 30, 65525]  # the published collision chain: modulus 65494
     bits.reshape(-1)[chosen] = np.arange(16256, 16262)
-    (proof,) = build_proofs(bits, 32, 6, skip_prefill=True)
+    (proof,) = toploc.build_proofs(bits, 32, 6, skip_prefill=True)
     assert proof.modulus == 65494
-    assert verify_proofs(bits, [proof], 32, 6, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
+    assert toploc.verify_proofs(bits, [proof], 32, 6, skip_prefill=True) == [toploc.VerificationResult(0, 0.0, 0.0)]
 
 
 @pytest.mark.parametrize("name", [vector["name"] for vector in vectors()["errors"] if "proof_b64" in vector])
@@ -171,37 +157,37 @@ def test_malformed_proofs_are_rejected(name: str) -> None:
     size = 128 if name == "null_proof_tensor_path" else 16
     given = activations(by_name("activations", "planted_5120"))[:32]
     with pytest.raises(ProofError):
-        verify_proofs_base64(given, [text], 32, size, skip_prefill=True)
+        toploc.verify_proofs_base64(given, [text], 32, size, skip_prefill=True)
     if name != "bad_base64":
         with pytest.raises(ProofError):
-            verify_proofs_bytes(given, [base64.b64decode(text)], 32, size, skip_prefill=True)
+            toploc.verify_proofs_bytes(given, [base64.b64decode(text)], 32, size, skip_prefill=True)
 
 
-def test_as_many_proofs_as_chunks() -> None:
+def test_wrong_number_of_proofs_too_few_values_and_repeated_points_are_refused() -> None:
     assert {"more_proofs_than_chunks", "fewer_proofs_than_chunks"} <= set(NAMES["errors"])
     given = activations(by_name("activations", "planted_5120"))
-    proofs = build_proofs_bytes(given, 32, 128, skip_prefill=True)
+    proofs = toploc.build_proofs_bytes(given, 32, 128, skip_prefill=True)
     for wrong in ([*proofs, proofs[0]], proofs[:1], []):
         with pytest.raises(ProofError, match=f"{len(wrong)} proofs for 2 chunks"):
-            verify_proofs_bytes(given, wrong, 32, 128, skip_prefill=True)
-
-
-def test_a_chunk_smaller_than_topk_is_rejected_by_builder_and_verifier() -> None:
+            toploc.verify_proofs_bytes(given, wrong, 32, 128, skip_prefill=True)
     assert "topk_larger_than_chunk_verify" in NAMES["errors"]
     vector = by_name("activations", "fewer_than_topk")
     with pytest.raises(ProofError, match="chunk 0 has 20 values, too few for 128 points"):
-        build_proofs_bytes(activations(vector), *arguments(vector))
+        toploc.build_proofs_bytes(activations(vector), *arguments(vector))
     with pytest.raises(ProofError, match="too few"):
-        verify_proofs_bytes(activations(vector), [bytes(258)], *arguments(vector))
+        toploc.verify_proofs_bytes(activations(vector), [bytes(258)], *arguments(vector))
+    twice = toploc.PointBatch(np.array([5, 5]), np.array([1, 2], np.uint16), np.array([2]), np.array([64]))
+    with pytest.raises(ProofError, match="chunk 0"):
+        toploc.commit(twice)
 
 
 def test_float16_builds_as_published_and_is_not_verified() -> None:
     assert by_name("errors", "fp16_verify_tensor")["want"] == "TypeError"
     vector = by_name("activations", "fp16_build")
     for values in (activations(vector), as_torch(activations(vector))):
-        proofs = build_proofs_bytes(values, *arguments(vector))
+        proofs = toploc.build_proofs_bytes(values, *arguments(vector))
         with pytest.raises(TypeError, match="bfloat16"):
-            verify_proofs_bytes(values, proofs, *arguments(vector))
+            toploc.verify_proofs_bytes(values, proofs, *arguments(vector))
 
 
 def test_tensors_that_are_not_contiguous_work() -> None:
@@ -209,13 +195,16 @@ def test_tensors_that_are_not_contiguous_work() -> None:
     tensor = as_torch(activations(by_name("activations", "planted_5120")))
     strided = torch.stack([tensor, tensor], dim=2)[:, :, 0]
     assert not strided.is_contiguous()
-    proofs = build_proofs_bytes(strided, 32, 128, skip_prefill=True)
-    assert proofs == build_proofs_bytes(tensor, 32, 128, skip_prefill=True)
-    assert verify_proofs_bytes(strided, proofs, 32, 128, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)] * 2
+    proofs = toploc.build_proofs_bytes(strided, 32, 128, skip_prefill=True)
+    assert proofs == toploc.build_proofs_bytes(tensor, 32, 128, skip_prefill=True)
+    assert (
+        toploc.verify_proofs_bytes(strided, proofs, 32, 128, skip_prefill=True)
+        == [toploc.VerificationResult(0, 0.0, 0.0)] * 2
+    )
 
 
-POINTS = top_points(normal(0, 70, 64), [70], 128, 32)
-HONEST = commit(POINTS)
+POINTS = toploc.top_points(normal(0, 70, 64), [70], 128, 32)
+HONEST = toploc.commit(POINTS)
 
 
 def damaged(proof: bytes) -> st.SearchStrategy[bytes]:
@@ -226,10 +215,6 @@ def damaged(proof: bytes) -> st.SearchStrategy[bytes]:
     cut = st.integers(0, len(proof)).map(lambda size: proof[:size])
     longer = st.binary(max_size=8).map(lambda tail: proof + tail)
     return st.one_of(replaced, cut, longer)
-
-
-def of_length(size: int) -> st.SearchStrategy[bytes]:
-    return st.binary(min_size=size, max_size=size)
 
 
 def wellformed(k: int) -> st.SearchStrategy[bytes]:
@@ -243,10 +228,11 @@ def wellformed(k: int) -> st.SearchStrategy[bytes]:
 def test_no_bytes_pass_but_the_proof(data: st.DataObject, chunk: int) -> None:
     honest = HONEST[chunk]
     k = int(POINTS.counts[chunk])
-    strategy = st.one_of(st.binary(max_size=300), of_length(len(honest)), damaged(honest), wellformed(k))
+    same_length = st.binary(min_size=len(honest), max_size=len(honest))
+    strategy = st.one_of(st.binary(max_size=300), same_length, damaged(honest), wellformed(k))
     proof = data.draw(strategy)
     proofs = [*HONEST[:chunk], proof, *HONEST[chunk + 1 :]]
-    result = check_proofs(compare(POINTS, proofs))
+    result = toploc.check_proofs(toploc.compare(POINTS, proofs))
     assert result.passed == (proof == honest)
     assert result.reason in (None, "malformed", "forged", "mismatch")
     if proof != honest:
@@ -254,7 +240,7 @@ def test_no_bytes_pass_but_the_proof(data: st.DataObject, chunk: int) -> None:
 
 
 @st.composite
-def point_batches(draw: st.DrawFn) -> PointBatch:
+def point_batches(draw: st.DrawFn) -> toploc.PointBatch:
     """A few chunks of any points: any indices, any bits that the field can hold."""
     counts = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     size = draw(st.sampled_from([64, 3000, 65497, 131072, 2**20]))
@@ -262,13 +248,13 @@ def point_batches(draw: st.DrawFn) -> PointBatch:
     random = np.random.default_rng(seed)
     indices = np.concatenate([random.choice(size, count, replace=False) for count in counts])
     bits = random.integers(0, PRIME, len(indices)).astype(np.uint16)
-    return PointBatch(indices, bits, np.array(counts), np.full(len(counts), size))
+    return toploc.PointBatch(indices, bits, np.array(counts), np.full(len(counts), size))
 
 
 @hypothesis.given(points=point_batches(), seed=st.integers(0, 2**32))
-def test_committed_points_are_found_in_any_order(points: PointBatch, seed: int) -> None:
-    proofs = commit(points)
-    compared = compare(points, proofs)
+def test_committed_points_are_found_in_any_order(points: toploc.PointBatch, seed: int) -> None:
+    proofs = toploc.commit(points)
+    compared = toploc.compare(points, proofs)
     assert compared.malformed == [None] * len(points)
     for errors in (compared.exp_mismatches, compared.mant_err_sum, compared.mant_err_median, compared.sign_mismatches):
         assert not errors.any()
@@ -276,8 +262,11 @@ def test_committed_points_are_found_in_any_order(points: PointBatch, seed: int) 
         begin + np.random.default_rng(seed).permutation(count)
         for begin, count in zip(np.cumsum(points.counts) - points.counts, points.counts, strict=True)
     ])  # fmt: skip
-    assert commit(PointBatch(points.indices[order], points.bits[order], points.counts, points.sizes)) == proofs
-    each = [commit(points[c : c + 1])[0] for c in range(len(points))]
+    assert (
+        toploc.commit(toploc.PointBatch(points.indices[order], points.bits[order], points.counts, points.sizes))
+        == proofs
+    )
+    each = [toploc.commit(points[c : c + 1])[0] for c in range(len(points))]
     assert each == proofs
 
 
@@ -285,12 +274,6 @@ def test_committed_points_are_found_in_any_order(points: PointBatch, seed: int) 
     "text", ["/9kAAwABAAB=", "/9kAAwABAAA", "/9kAAwABAAA=\n", " /9kAAwABAAA=", "_9kAAwABAAA=", "é"]
 )
 def test_base64_has_one_form(text: str) -> None:
-    assert ProofPoly.from_base64("/9kAAwABAAA=").coeffs == [3, 1, 0]
+    assert toploc.ProofPoly.from_base64("/9kAAwABAAA=").coeffs == [3, 1, 0]
     with pytest.raises(ProofError, match="base64"):
-        ProofPoly.from_base64(text)
-
-
-def test_repeated_points_cannot_be_committed_to() -> None:
-    twice = PointBatch(np.array([5, 5]), np.array([1, 2], np.uint16), np.array([2]), np.array([64]))
-    with pytest.raises(ProofError, match="chunk 0"):
-        commit(twice)
+        toploc.ProofPoly.from_base64(text)

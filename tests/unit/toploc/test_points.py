@@ -55,15 +55,11 @@ def test_all_selections_agree_with_sorting(maker: str, rows: int, hidden: int, c
         assert chosen.tolist() == [int(bits[a + i]) for a, chunk in zip(starts, wanted, strict=True) for i in chunk]
 
 
-def rounding_cases() -> npt.NDArray[np.float32]:
-    """Halfway cases to even both ways, carries into the exponent and to infinity, NaN of either sign, subnormals."""
+def test_rounding_is_torch_rounding_and_nan_stays_nan() -> None:
+    # halfway cases to even both ways, carries into the exponent and to infinity, NaN of either sign, subnormals
     raw = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x3FFFFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000,
            0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x00000001, 0x00008000, 0x80018000, 0x00000000]  # fmt: skip
-    return np.array(raw, dtype=np.uint32).view(np.float32)
-
-
-def test_rounding_is_torch_rounding_and_nan_stays_nan() -> None:
-    values = np.concatenate([rounding_cases(), normal(1, 64, 64).reshape(-1)])
+    values = np.concatenate([np.array(raw, np.uint32).view(np.float32), normal(1, 64, 64).reshape(-1)])
     want = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     is_nan = np.isnan(values)
     assert is_nan.sum() == 4

@@ -109,7 +109,6 @@ class CpuDecoder(PagedDecoder):
                 check()
 
     def _uniforms(self, pool: PagePool, live_R: Tensor, steps: int) -> Tensor:
-        """The uniforms of the next tokens of every row."""
         slots = pool.slots
         seeds_R = (slots.key_high[live_R] << 32 | slots.key_low[live_R]).numpy().view(np.uint64)
         places_R = (slots.begun[live_R] + slots.drawn[live_R]).numpy()

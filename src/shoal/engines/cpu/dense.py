@@ -99,7 +99,12 @@ class DenseModel:
         """The last hidden states [N, H] of tokens. Their keys and values are stored first: those of one row see each
         other."""
         states_NH, count = self._base.embed_tokens(ids_N), len(ids_N)
-        tokens = (*self._rotation(table_NW.shape[1] * cache.page, states_NH), position_N.numpy(), table_NW.numpy())
+        # cosines and sines of at least so many positions, computed once
+        positions = table_NW.shape[1] * cache.page
+        if len(self._cos_PD) < positions:
+            cos_1PD, sin_1PD = self._base.rotary_emb(states_NH, torch.arange(positions)[None])
+            self._cos_PD, self._sin_PD = cos_1PD[0].numpy(), sin_1PD[0].numpy()
+        tokens = (self._cos_PD, self._sin_PD, position_N.numpy(), table_NW.numpy())
         for layer, stored in zip(self._layers, cache.stored, strict=True):
             keys, values = stored[0].numpy(), stored[1].numpy()
             normed_NH, shape = layer.before(states_NH), (count, -1, keys.shape[3])
@@ -116,13 +121,6 @@ class DenseModel:
             normed_NH = layer.after(states_NH)
             states_NH = layer.down(layer.up(normed_NH, "mul", layer.gate(normed_NH, "swish")), "add", states_NH)
         return self._norm(states_NH)
-
-    def _rotation(self, positions: int, like: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Cosines and sines of at least so many positions, computed once."""
-        if len(self._cos_PD) < positions:
-            cos_1PD, sin_1PD = self._base.rotary_emb(like, torch.arange(positions)[None])
-            self._cos_PD, self._sin_PD = cos_1PD[0].numpy(), sin_1PD[0].numpy()
-        return self._cos_PD, self._sin_PD
 
 
 def _parts(module: nn.Module) -> set[str]:

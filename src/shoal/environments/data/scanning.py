@@ -147,13 +147,7 @@ def scan(table: Table, layout: Format, rates: str, band: tuple[float, float] | N
         arrays, beside = known
         problems = Problems.from_json(**beside["problems"])
         return Scan(**arrays, kinds=tuple(beside["kinds"]), graders=tuple(beside["graders"]), problems=problems)
-    found = _scan(table, layout, rates, band or (0.0, 1.0))
-    beside = {"problems": found.problems.as_json(), "kinds": found.kinds, "graders": found.graders}
-    store_arrays(name, {key: getattr(found, key) for key in ("digests", "usable", "kept", "kind_of")}, beside)
-    return found
-
-
-def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -> Scan:
+    band = band or (0.0, 1.0)
     problems, graders, kinds = Problems(), set[str](), dict[str, int]()
     digests, kept, kind_of = bytearray(), list[float](), list[int]()
     columns = dict.fromkeys([*layout.asks, *filter(None, [rates])])
@@ -178,12 +172,15 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
             with suppress(UnusableTask):  # of unusable rows, too: the environment's digest names all graders
                 graders.add(layout.grader or layout.judge(kind))
         for kind in (value[:100] if isinstance(value, str) else "" for value in kind_values):
-            known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""
-            kind_of.append(kinds.setdefault(known, len(kinds)))
+            counted = kind if kind in kinds or len(kinds) < MOST_KINDS else ""
+            kind_of.append(kinds.setdefault(counted, len(kinds)))
     matrix = np.frombuffer(bytes(digests), np.uint8).reshape(-1, DIGEST_BYTES)
     within = (np.array(kept) >= band[0] - SLACK) & (np.array(kept) <= band[1] + SLACK)
     usable, numbers = np.asarray(matrix.any(axis=1)), np.array(kind_of, np.int32)
-    return Scan(matrix, usable, within, numbers, tuple(kinds), tuple(sorted(graders)), problems)
+    found = Scan(matrix, usable, within, numbers, tuple(kinds), tuple(sorted(graders)), problems)
+    beside = {"problems": problems.as_json(), "kinds": found.kinds, "graders": found.graders}
+    store_arrays(name, {key: getattr(found, key) for key in ("digests", "usable", "kept", "kind_of")}, beside)
+    return found
 
 
 def _rate(row: dict[str, Any] | Broken, column: str) -> float:

@@ -83,7 +83,32 @@ def read_tests(answer: str) -> Tests:
         info = {"test_cases": info} if isinstance(info, list) else info
         if not isinstance(info, dict):
             raise BadTests("the verification info is no JSON object")
-        return _tests(_unwrapped(info))
+        info = _unwrapped(info)
+        language = str(info.get("language") or "").lower()
+        if language not in LANGUAGES:
+            raise BadTests(f"the language is {language[:40]!r}; only Python is run")
+        if "inputs" in info and "test_cases" not in info:
+            inputs, outputs, called = _list(info, "inputs"), _list(info, "outputs"), info.get("fn_name")
+            if len(inputs) != len(outputs):
+                raise BadTests(f"there are not as many outputs ({len(outputs)}) as inputs ({len(inputs)})")
+            pairs = zip(inputs, outputs, strict=True)
+            cases = [_returned(called, *pair, or_alone=True) if called else _printed(*pair) for pair in pairs]
+        else:  # the function's name is in the case, in its metadata, or in those of all cases
+            function = info.get("fn_name") or _metadata(info).get("func_name")
+            chosen = ["test_cases"] if "test_cases" in info else ["public_test_cases", "private_test_cases"]
+            cases = [_case(case, function, field) for field in chosen for case in _list(info, field)]
+        if not cases:
+            raise BadTests("there are no tests: neither test_cases, nor inputs and outputs, nor public_test_cases")
+        if len(cases) > MAX_TESTS:
+            raise BadTests(f"there are {len(cases)} tests, more than {MAX_TESTS}")
+        try:
+            limits = Limits.model_validate(info.get("limits") or {})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise BadTests(f"limits: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        if "cpu_s" not in limits.model_fields_set:
+            limits = limits.model_copy(update={"cpu_s": max(limits.cpu_s, math.ceil(CPU_S_A_TEST * len(cases)))})
+        return Tests(tuple(cases), limits)
     except BadTests:
         raise
     except (ValueError, RecursionError) as error:
@@ -99,34 +124,6 @@ def _unwrapped(info: dict[str, Any]) -> dict[str, Any]:
         if isinstance(inner, list):
             return {**info, "test_cases": inner}
     return info
-
-
-def _tests(info: dict[str, Any]) -> Tests:
-    language = str(info.get("language") or "").lower()
-    if language not in LANGUAGES:
-        raise BadTests(f"the language is {language[:40]!r}; only Python is run")
-    if "inputs" in info and "test_cases" not in info:
-        inputs, outputs, called = _list(info, "inputs"), _list(info, "outputs"), info.get("fn_name")
-        if len(inputs) != len(outputs):
-            raise BadTests(f"there are not as many outputs ({len(outputs)}) as inputs ({len(inputs)})")
-        pairs = zip(inputs, outputs, strict=True)
-        cases = [_returned(called, *pair, or_alone=True) if called else _printed(*pair) for pair in pairs]
-    else:  # the function's name is in the case, in its metadata, or in those of all cases
-        function = info.get("fn_name") or _metadata(info).get("func_name")
-        chosen = ["test_cases"] if "test_cases" in info else ["public_test_cases", "private_test_cases"]
-        cases = [_case(case, function, field) for field in chosen for case in _list(info, field)]
-    if not cases:
-        raise BadTests("there are no tests: neither test_cases, nor inputs and outputs, nor public_test_cases")
-    if len(cases) > MAX_TESTS:
-        raise BadTests(f"there are {len(cases)} tests, more than {MAX_TESTS}")
-    try:
-        limits = Limits.model_validate(info.get("limits") or {})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise BadTests(f"limits: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if "cpu_s" not in limits.model_fields_set:
-        limits = limits.model_copy(update={"cpu_s": max(limits.cpu_s, math.ceil(CPU_S_A_TEST * len(cases)))})
-    return Tests(tuple(cases), limits)
 
 
 def _case(case: Any, function: Any, field: str) -> Test:
@@ -177,7 +174,6 @@ def _metadata(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(given: Any, what: str) -> Any:
-    """A value, or the JSON of one."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:

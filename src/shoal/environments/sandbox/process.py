@@ -150,7 +150,18 @@ class Sandbox:
         finally:
             theirs.close()
         try:
-            self._greet(code)
+            self._control.settimeout(START_S)
+            try:
+                self._control.sendall(len(code).to_bytes(8, "little") + code)
+                answer = self._control.recv(1)
+            except OSError:
+                answer = b""
+            if answer != b"R":  # report the last line that bubblewrap or the interpreter printed
+                self._process.kill()
+                assert self._process.stderr is not None
+                lines = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
+                complaint = lines[-1] if lines else f"no answer within {START_S:.0f} s"
+                raise ScoringFailure(f"the sandbox does not start: {complaint}")
         except BaseException:
             self.close()
             raise
@@ -171,7 +182,17 @@ class Sandbox:
         alone_s, left_s = WALL_FACTOR * limits.test_cpu_s + WALL_GRACE_S, limits.wall_s(self._tests) - self._clock_s
         exchange = Exchange(self._control, given, limits.output_bytes, min(alone_s, left_s))
         with contextlib.ExitStack() as opened:
-            ours, theirs = self._pipes(opened, 4 if called else 3)
+            ours, theirs = list[FileIO](), list[FileIO]()
+            try:
+                for number in range(4 if called else 3):
+                    reading, writing = map(opened.enter_context, map(FileIO, os.pipe(), ("rb", "wb")))
+                    ours.append(reading if number else writing)
+                    theirs.append(writing if number else reading)
+                    os.set_blocking(ours[-1].fileno(), False)
+                    if self._uid:  # the user that the program runs as may then open /dev/stdin
+                        os.fchown(theirs[-1].fileno(), self._uid, self._uid)
+            except OSError as error:
+                raise ScoringFailure(f"no pipe for a program: {error}") from error
             try:
                 message = (b"C" if called else b"S") + bytes([seconds])
                 socket.send_fds(self._control, [message], [file.fileno() for file in theirs])
@@ -217,35 +238,6 @@ class Sandbox:
             )  # fmt: skip
         except (OSError, EnvironmentSetupError) as error:
             raise ScoringFailure(f"the sandbox does not start: {error}") from error
-
-    def _greet(self, code: bytes) -> None:
-        self._control.settimeout(START_S)
-        try:
-            self._control.sendall(len(code).to_bytes(8, "little") + code)
-            answer = self._control.recv(1)
-        except OSError:
-            answer = b""
-        if answer != b"R":  # report the last line that bubblewrap or the interpreter printed
-            self._process.kill()
-            assert self._process.stderr is not None
-            lines = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
-            complaint = lines[-1] if lines else f"no answer within {START_S:.0f} s"
-            raise ScoringFailure(f"the sandbox does not start: {complaint}")
-
-    def _pipes(self, opened: contextlib.ExitStack, count: int) -> tuple[list[FileIO], list[FileIO]]:
-        """Our non-blocking ends of a test's pipes, and the program's ends; it reads the first and writes the others."""
-        ours, theirs = list[FileIO](), list[FileIO]()
-        try:
-            for number in range(count):
-                reading, writing = map(opened.enter_context, map(FileIO, os.pipe(), ("rb", "wb")))
-                ours.append(reading if number else writing)
-                theirs.append(writing if number else reading)
-                os.set_blocking(ours[-1].fileno(), False)
-                if self._uid:  # the user that the program runs as may then open /dev/stdin
-                    os.fchown(theirs[-1].fileno(), self._uid, self._uid)
-        except OSError as error:
-            raise ScoringFailure(f"no pipe for a program: {error}") from error
-        return ours, theirs
 
     def _waited_s(self) -> float:
         """How long the running program has waited for a processor; 0 if it has just ended."""

@@ -162,7 +162,16 @@ def participants_of(folder: RunFolder, cheat: Cheat) -> Participants:
 
 def check(folder: RunFolder, participants: Participants, stop: StopToken) -> Iterator[Claim]:
     scores = list(scores_of(MetricsLog(folder.path / METRICS)).values())
-    entries, accounts, shut_out_at_ms = standing_of(folder.path)
+    with closing(FolderLedger(folder.path)) as place:
+        entries = list(place.entries())
+        accounts, shut_out_at_ms = fold(entries).by_node, {}
+        for row in place.reader.nodes():
+            account = accounts.setdefault(row.node, Account())
+            account.rejected, account.banned, account.reason = row.rejected, row.state is NodeState.BANNED, row.reason
+            account.suspended_until_ms = row.until_ms if row.state is NodeState.SUSPENDED else None
+            if account.banned or account.suspended_until_ms:
+                refused = place.reader.submissions_of(row.node, refused=True, limit=1)
+                shut_out_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
     yield learned(scores)
     yield cheater_caught(entries, accounts, shut_out_at_ms.get(participants.cheater, 0), participants)
     yield honest_unpunished(accounts, participants)
@@ -189,21 +198,6 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
     chain = f"{len(entries):,} ledger entries, every hash fits, through the head that was signed with the model"
     trained = f"{rows:,} rollouts trained on, in {steps} Parquet files, are those of the ledger"
     return Claim("the records", True, f"{chain}, each credit with its receipt and verdict; {trained}")
-
-
-def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]]:
-    """The ledger, the account of every node, and when banned or suspended nodes were."""
-    with closing(FolderLedger(path)) as place:
-        entries = list(place.entries())
-        accounts, shut_out_at_ms = fold(entries).by_node, {}
-        for row in place.reader.nodes():
-            account = accounts.setdefault(row.node, Account())
-            account.rejected, account.banned, account.reason = row.rejected, row.state is NodeState.BANNED, row.reason
-            account.suspended_until_ms = row.until_ms if row.state is NodeState.SUSPENDED else None
-            if account.banned or account.suspended_until_ms:
-                refused = place.reader.submissions_of(row.node, refused=True, limit=1)
-                shut_out_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
-    return entries, accounts, shut_out_at_ms
 
 
 def signed_manifest(folder: RunFolder) -> PolicyManifest:

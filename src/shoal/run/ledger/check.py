@@ -51,7 +51,17 @@ def check_source(
         when = datetime.fromtimestamp(known.seen_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
         others.insert(0, Pin(known.head, f"the head kept here since {when}", known.signed))
     if others and not source.complete:
-        others = _within(source, checked, others, seen)
+        # A file may be older than heads seen since. A witness that was asked for must have signed a row of it.
+        last = max((entry.index for entry in source.entries()), default=-1)
+        for each in seen:
+            if all(pin.head.index > last for pin in each):
+                why = f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}"
+                remedy = "Export the ledger again, or verify without --witness"
+                raise LedgerError(f"{why}: it cannot be compared and may be a fork. {remedy}")
+        for pin in (pin for pin in others if pin.head.index > last):
+            beyond = f"the file ends at row {last}, before row {pin.head.index} ({pin.source})"
+            checked.notes.append(f"{beyond}: it cannot be compared with that head, so it may be another ledger")
+        others = [pin for pin in others if pin.head.index <= last]
     # The place's own pins last: its rows are read as of then, so a growing run is not behind another head.
     pins = checked.of_this_run([*source.pins(checked.run, checked.root_key), *given])
     proofs = Proofs(Keys(checked.run, checked.root_key), Chain([*pins, *others]), needs_documents)
@@ -72,21 +82,6 @@ def check_source(
         signed = source.signed_head()
         sources.keep(checked.root_key, trusted, None if signed is None else signed.head)
     return checked
-
-
-def _within(source: LedgerSource, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
-    """The pins within a file, which may be older than heads seen since. A witness that was asked for must have signed a
-    row of this file."""
-    last = max((entry.index for entry in source.entries()), default=-1)
-    for each in seen:
-        if all(pin.head.index > last for pin in each):
-            why = f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}"
-            remedy = "Export the ledger again, or verify without --witness"
-            raise LedgerError(f"{why}: it cannot be compared and may be a fork. {remedy}")
-    for pin in (pin for pin in pins if pin.head.index > last):
-        beyond = f"the file ends at row {last}, before row {pin.head.index} ({pin.source})"
-        checked.notes.append(f"{beyond}: it cannot be compared with that head, so it may be another ledger")
-    return [pin for pin in pins if pin.head.index <= last]
 
 
 def verified(source: LedgerSource, names: dict[str, str]) -> Iterator[LedgerEntry]:

@@ -62,17 +62,6 @@ class Witness:
         if seen is not None and (seen.run, seen.root_key) != (keys.run, keys.root_key):
             raise LedgerError(f"this folder watches run {seen.run}; {keys.run} needs another --folder")
         signed = self.client.signed_ledger_head()
-        last = self._grown(keys, seen, signed)
-        now = Seen(run=keys.run, root_key=keys.root_key, last=last, head=signed)
-        write_atomically(self._path, now.model_dump_json(indent=2).encode() + b"\n")
-        witnessed = protocol.WitnessedHead(run=keys.run, index=last.index, hash=last.hash, at_ms=SystemClock().now_ms())
-        document = protocol.sign_document(witnessed, self.key).model_dump_json().encode() + b"\n"
-        for folder in self.out:
-            Tree(folder).write(witness_key(self.key.public_key), document)
-        return witnessed
-
-    def _grown(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument) -> protocol.LedgerEntry:
-        """The last row, if all rows since last time follow from the last one seen."""
         head, before = protocol.LedgerHead.model_validate(signed.document), None if seen is None else seen.last
         try:
             if before is not None and head.index < before.index:
@@ -85,7 +74,14 @@ class Witness:
             raise LedgerError(f"{error}{self._proof(keys, seen, signed, head)}") from error
         if chain.last is None:
             raise LedgerError("the ledger is empty: it has not even the row of the run")
-        return chain.last
+        last = chain.last  # all rows since last time follow from the last one seen
+        now = Seen(run=keys.run, root_key=keys.root_key, last=last, head=signed)
+        write_atomically(self._path, now.model_dump_json(indent=2).encode() + b"\n")
+        witnessed = protocol.WitnessedHead(run=keys.run, index=last.index, hash=last.hash, at_ms=SystemClock().now_ms())
+        document = protocol.sign_document(witnessed, self.key).model_dump_json().encode() + b"\n"
+        for folder in self.out:
+            Tree(folder).write(witness_key(self.key.public_key), document)
+        return witnessed
 
     def _proof(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument, head: protocol.LedgerHead) -> str:
         if seen is None or head.index < seen.last.index:

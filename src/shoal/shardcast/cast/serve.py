@@ -61,7 +61,26 @@ class PublishRequest:
 def run_publish(request: PublishRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
     """Publish, report, and serve it until stopped, from `begin` on."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: an unfinished publication has no effect
-    content = _content(request)
+    path, directory = request.path.absolute(), request.directory.absolute()
+    if not path.exists():
+        raise UserError(f"there is no file or folder {request.path} to publish")
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(f"{request.path} is neither a file nor a folder")
+
+    def is_within(inner: Path, folder: Path) -> bool:
+        return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(folder))
+
+    if is_within(request.key_path, directory):
+        raise UserError(f"the key {request.key_path} would lie in {request.directory}, which is served to everybody")
+    for what, where in (("the key", request.key_path), ("the published tree", directory)):
+        if is_within(where, path):
+            raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --folder")
+    try:
+        content = Content.at(path)
+    except BroadcastError as error:
+        raise UserError(f"{error}; rename it and publish again") from error
+    if content.size_bytes == 0:
+        raise UserError(f"{request.path} is empty: there is nothing to publish")
     ensure_folder(request.directory.absolute().parent)
     key = load_or_create_key(request.key_path)
     head = _head(request.directory, key)
@@ -86,30 +105,6 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     run_origin(request.directory, request.host, request.port, begin(), say)
 
 
-def _content(request: PublishRequest) -> Content:
-    path, directory = request.path.absolute(), request.directory.absolute()
-    if not path.exists():
-        raise UserError(f"there is no file or folder {request.path} to publish")
-    if not (path.is_file() or path.is_dir()):
-        raise UserError(f"{request.path} is neither a file nor a folder")
-
-    def is_within(inner: Path, folder: Path) -> bool:
-        return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(folder))
-
-    if is_within(request.key_path, directory):
-        raise UserError(f"the key {request.key_path} would lie in {request.directory}, which is served to everybody")
-    for what, where in (("the key", request.key_path), ("the published tree", directory)):
-        if is_within(where, path):
-            raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --folder")
-    try:
-        content = Content.at(path)
-    except BroadcastError as error:
-        raise UserError(f"{error}; rename it and publish again") from error
-    if content.size_bytes == 0:
-        raise UserError(f"{request.path} is empty: there is nothing to publish")
-    return content
-
-
 def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
     """The folder's current head; `UserError` if another key has signed it."""
     try:
@@ -127,7 +122,16 @@ def _publish(
     request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None, terminal: Terminal
 ) -> None:
     """Publish as the next version, unless the newest has the same content (the server is only started again)."""
-    name, started_s = _name(request, head), time.monotonic()
+    name = request.name or request.own_name
+    problem = name_problem(name) or ("it has a slash" if "/" in name else "")
+    if problem:
+        raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
+    if head is not None and name != head.run:
+        raise UserError(
+            f"{request.directory} is the broadcast {head.run!r}: give another --folder for {name!r}, or, if it is the "
+            f"next version of that, --name {shlex.quote(head.run)}"
+        )
+    started_s = time.monotonic()
     origin = Origin(request.directory, name, key, settings=OriginSettings(keep_versions=request.keep))
     version = FIRST_VERSION
     if head is not None:  # and the next one if what was published has been damaged
@@ -147,19 +151,6 @@ def _publish(
     for delta in manifest.deltas[:1]:
         line += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
     terminal.say(line)
-
-
-def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
-    name = request.name or request.own_name
-    problem = name_problem(name) or ("it has a slash" if "/" in name else "")
-    if problem:
-        raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
-    if head is not None and name != head.run:
-        raise UserError(
-            f"{request.directory} is the broadcast {head.run!r}: give another --folder for {name!r}, or, if it is the "
-            f"next version of that, --name {shlex.quote(head.run)}"
-        )
-    return name
 
 
 @dataclass(frozen=True)

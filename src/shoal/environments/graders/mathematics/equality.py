@@ -101,44 +101,37 @@ class Comparison:
         if kinds == {"matrix", "value"}:  # a sum or a product of matrices
             return self.symbolic(gold.text, given.text)
         if "value" in kinds:
-            return self._group_and_value(gold, given)
+            group, value = (gold, given) if given.kind == "value" else (given, gold)
+            if group.kind == ":" and len(group.items) == 2:
+                ratio, number = _ratio(group), _number(value)
+                return ratio is not None and ratio[1] != 0 and number is not None and close(number * ratio[1], 1)
+            items = _distinct(group.items) if group.kind == "{}" else list(group.items)
+            if group.kind in ("", "{}") and len(items) == 1:
+                return self.same(items[0], given) if group is gold else self.same(gold, items[0])
+            return False
         if kinds in _UNORDERED:
-            return self._matched(gold, given)
+            # in any order, but "x = 1, y = 2" and "1, 2" are compared in order
+            golds, givens = list(gold.items), list(given.items)
+            if "{}" in (gold.kind, given.kind) or (len(golds) > 1 and len(_distinct(golds)) == len(golds)):
+                golds, givens = _distinct(golds), _distinct(givens)
+            if len(golds) != len(givens):
+                return False
+            named = [{label(item.items[0]) for item in items if item.kind == "="} for items in (golds, givens)]
+            if (len(named[0]) > 1 and not named[1]) or (len(named[1]) > 1 and not named[0]):
+                return self._in_order(golds, givens)
+            for wanted in golds:
+                found = next((item for item in givens if self.same(wanted, item)), None)
+                if found is None:
+                    return False
+                givens.remove(found)
+            return True
         clocks = CLOCK.fullmatch(gold.text) and CLOCK.fullmatch(given.text)  # 3:30 may be a time or a ratio
         if kinds == {":"} and not clocks and (first := _ratio(gold)) and (second := _ratio(given)):
             return len(first) == len(second) and all(map(close, first, second))
         return (len(kinds) == 1 or kinds == {"", "()"}) and self._in_order(gold.items, given.items)
 
-    def _group_and_value(self, gold: Form, given: Form) -> bool:
-        r"""A set or list of one item equals the item. A ratio may be written as a fraction."""
-        group, value = (gold, given) if given.kind == "value" else (given, gold)
-        if group.kind == ":" and len(group.items) == 2:
-            ratio, number = _ratio(group), _number(value)
-            return ratio is not None and ratio[1] != 0 and number is not None and close(number * ratio[1], 1)
-        items = _distinct(group.items) if group.kind == "{}" else list(group.items)
-        if group.kind in ("", "{}") and len(items) == 1:
-            return self.same(items[0], given) if group is gold else self.same(gold, items[0])
-        return False
-
     def _in_order(self, gold: Sequence[Form], given: Sequence[Form]) -> bool:
         return len(gold) == len(given) and all(map(self.same, gold, given))
-
-    def _matched(self, gold: Form, given: Form) -> bool:
-        """In any order, but "x = 1, y = 2" and "1, 2" are compared in order."""
-        golds, givens = list(gold.items), list(given.items)
-        if "{}" in (gold.kind, given.kind) or (len(golds) > 1 and len(_distinct(golds)) == len(golds)):
-            golds, givens = _distinct(golds), _distinct(givens)
-        if len(golds) != len(givens):
-            return False
-        named = [{label(item.items[0]) for item in items if item.kind == "="} for items in (golds, givens)]
-        if (len(named[0]) > 1 and not named[1]) or (len(named[1]) > 1 and not named[0]):
-            return self._in_order(golds, givens)
-        for wanted in golds:
-            found = next((item for item in givens if self.same(wanted, item)), None)
-            if found is None:
-                return False
-            givens.remove(found)
-        return True
 
     def _related(self, gold: Form, given: Form) -> bool:
         both = gold.kind in RELATIONS and given.kind in RELATIONS
@@ -146,7 +139,19 @@ class Comparison:
             return both and gold.kind == given.kind and self._in_order(gold.items, given.items)
         ranges = as_range(gold), as_range(given)
         if both:
-            return self._two_relations(gold, given, ranges)
+            names = [label(form.items[0]) or label(form.items[1]) for form in (gold, given)]
+            equal = gold.kind == "=" == given.kind
+            stems = [name.partition("_")[0] for name in names]  # x_1 and x_2 are solutions for x
+            alike = names[0] == names[1] or (stems[0] == stems[1] and ("_" in names[0]) != ("_" in names[1]))
+            if equal and names[0] and alike:
+                firsts = [form.items[1] if label(form.items[0]) else form.items[0] for form in (gold, given)]
+                if self.same(firsts[0], firsts[1]):
+                    return True
+            elif not equal and names[0] == names[1] and all(form.kind not in RELATIONS for form in ranges):
+                return self._grouped(*ranges)
+            elif equal and all(map(self._answers, (gold, given))) and not names[0] and not names[1]:
+                return self._in_order(gold.items[:2], given.items[:2])
+            return self._proportional(gold, given)
         if ranges != (gold, given):
             return self.same(*ranges)
         if gold.kind == "=" and self._answers(gold):
@@ -174,21 +179,6 @@ class Comparison:
             return self.same(left, right)
         sides = variables(_tree(right) or _NOTHING)
         return not (zero or sides or _has_numbers(found) or any("'" in name for name in names))
-
-    def _two_relations(self, gold: Form, given: Form, ranges: tuple[Form, Form]) -> bool:
-        names = [label(form.items[0]) or label(form.items[1]) for form in (gold, given)]
-        equal = gold.kind == "=" == given.kind
-        stems = [name.partition("_")[0] for name in names]  # x_1 and x_2 are solutions for x
-        alike = names[0] == names[1] or (stems[0] == stems[1] and ("_" in names[0]) != ("_" in names[1]))
-        if equal and names[0] and alike:
-            firsts = [form.items[1] if label(form.items[0]) else form.items[0] for form in (gold, given)]
-            if self.same(firsts[0], firsts[1]):
-                return True
-        elif not equal and names[0] == names[1] and all(form.kind not in RELATIONS for form in ranges):
-            return self._grouped(*ranges)
-        elif equal and all(map(self._answers, (gold, given))) and not names[0] and not names[1]:
-            return self._in_order(gold.items[:2], given.items[:2])
-        return self._proportional(gold, given)
 
     def _proportional(self, gold: Form, given: Form) -> bool:
         """`2x - y = -1` is `y = 2x + 1`: the differences of the sides are a constant multiple of each other."""

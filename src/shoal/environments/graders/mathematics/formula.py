@@ -65,22 +65,18 @@ class Undefined(Exception):
 def tree(text: str) -> Tree | None:
     """The tree of a formula; None if the text is no formula. Cached: a group repeats its answers."""
     try:
-        parser = _Parser(_tokens(text))
+        # kind and text of each: "num", "cmd" (a command), "let" (a letter) or "sym"
+        found: list[tuple[str, str]] = []
+        for match in _TOKEN.finditer(text.rstrip()):
+            kind = match.lastgroup or "sym"
+            found.extend(_letters(match[kind]) if kind == "word" else ((kind, match[kind]),))
+            if len(found) > _TOKENS:
+                raise Unreadable("too long")
+        parser = _Parser(found)
         result = parser.sum(0)
         return result if parser.here == len(parser.tokens) else None
     except (Unreadable, RecursionError):
         return None
-
-
-def _tokens(text: str) -> list[tuple[str, str]]:
-    """Kind and text of each: "num", "cmd" (a command), "let" (a letter) or "sym"."""
-    found: list[tuple[str, str]] = []
-    for match in _TOKEN.finditer(text.rstrip()):
-        kind = match.lastgroup or "sym"
-        found.extend(_letters(match[kind]) if kind == "word" else ((kind, match[kind]),))
-        if len(found) > _TOKENS:
-            raise Unreadable("too long")
-    return found
 
 
 @lru_cache(maxsize=1024)
@@ -288,7 +284,6 @@ def number(found: Tree | None) -> Any:
 
 
 def points(names: frozenset[str]) -> list[Point]:
-    """The variables' values at each point."""
     size, order = len(_POINTS), [*enumerate(sorted(names))]
     values = [[Fraction(*_POINTS[(at + shift) % size]) + at // size for at, _ in order] for shift in range(size)]
     return [dict(zip((name for _, name in order), each, strict=True)) for each in values]

@@ -363,18 +363,7 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
         spelled = (per or len(word) > 1) and word not in ("amp", "bit") and _singular(word) in _UNITS
         if len(word) < 4 and not spelled:
             return text, unit
-    return _multiplied(trailing["body"].strip(), words, unit)
-
-
-def _singular(word: str) -> str:
-    """In lower case, without the plural's s. Single letters keep their case: k is a thousand, K is not."""
-    lower = word.lower()
-    return word if len(word) < 3 and lower not in _UNITS else lower if lower in _UNITS else lower.removesuffix("s")
-
-
-def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
-    """The number times the leading number words, and the unit of the other words: `cm^2`, "sq cm" and "square
-    centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in the table is a unit, too."""
+    body = trailing["body"].strip()
     pieces = list(_PIECE.finditer(words))
     factors = [_FACTORS.get(_singular(piece[0])) for piece in pieces]
     count = next((index for index, factor in enumerate(factors) if factor is None), len(factors))
@@ -397,6 +386,12 @@ def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
     at = found.index("per") if "per" in found else len(found)
     whole = (*sorted(found[:at]), *found[at : at + 1], *sorted(found[at + 1 :]))
     return body, unit or _COMPOUND.get(whole, whole)
+
+
+def _singular(word: str) -> str:
+    """In lower case, without the plural's s. Single letters keep their case: k is a thousand, K is not."""
+    lower = word.lower()
+    return word if len(word) < 3 and lower not in _UNITS else lower if lower in _UNITS else lower.removesuffix("s")
 
 
 def units_agree(gold: Unit, given: Unit) -> bool:
