@@ -409,7 +409,7 @@ RATCHETS = {
     "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 19,
-    "test lines": 53_000,
+    "test lines": 52_000,
 }
 
 
