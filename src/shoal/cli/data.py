@@ -34,7 +34,6 @@ RUN_SEED = "With --order: the run's seed. (default: the recipe's, or 0)"
 FORM = "How to write the answer, for example <answer>{answer}</answer>."
 SPEC = "The tasks: an environment's name, a recipe, or a data file."
 Settings = Annotated[list[str] | None, options.value("--set", "OPTION=VALUE", SET)]
-BAD_ROWS = ("", "skip", "refuse")
 SHOWN = 20  # reasons, and rows by their number
 
 
@@ -141,7 +140,7 @@ def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironme
 
     for part in settings.mix or (settings,):
         if part.name == "dataset" and part.file is None:
-            if (bad_rows := str(part.options.get("bad_rows", ""))) not in BAD_ROWS:
+            if (bad_rows := str(part.options.get("bad_rows", ""))) not in ("", "skip", "refuse"):
                 raise ConfigError(f"environment.options.bad_rows is {bad_rows!r}: it is '', 'skip' or 'refuse'")
             skipping = part.model_copy(update={"options": {**part.options, "bad_rows": "skip"}})
             environment = build_ingredient(skipping)

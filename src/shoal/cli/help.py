@@ -8,7 +8,6 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-HELP = ("-h, --help", "Show this help.")
 
 
 class Command(TyperCommand):
@@ -36,7 +35,7 @@ def write_help(command: Any, ctx: Any, formatter: Any, words: str, sections: dic
     with formatter.indentation():
         formatter.write_text(" ".join((command.help or "").split()))
     options = [each for each in command.params if each.param_type_name == "option"]
-    sections["Options"] = [*((option_name(each), meaning(each)) for each in options), HELP]
+    sections["Options"] = [*((option_name(each), meaning(each)) for each in options), ("-h, --help", "Show this help.")]
     for title, rows in sections.items():
         if rows:
             with formatter.section(title):

@@ -54,7 +54,6 @@ LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long
 REFRESH_S = 10.0  # limits how often unknown signatures cause a request for /run
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
-SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,7 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
         text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off
         after_s = min(float(text), MAX_RETRY_AFTER_S) if busy and text.isascii() and text.isdigit() else None
         raise _Retry(sentence, after_s, elsewhere=not busy, is_page=is_page)
-    refusal = ShutOut if problem.code in SHUT_OUT_CODES else HubRefused
+    refusal = ShutOut if problem.code in ("node.banned", "node.suspended") else HubRefused
     raise refusal(status, problem.code, problem.message)
 
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 LIMIT_PART = "limit"
 MOST_PROCESSES = 8  # unless the settings ask for more: each process builds the environment, which takes memory
-STARTS = 3  # attempts to start a process for the same jobs
+STARTS, SLOW_STARTS = 3, 2  # attempts to start a process for the same jobs: any, and those that are not ready in time
 MOST_AT_ONCE, MOST_BYTES, SHORT_S = 32, 2**23, 0.02
 """Jobs in a message: the number doubles while a message takes less than `SHORT_S`, so slow graders get one job."""
 RESTART_PAUSE_S, REAP_S, SEND_S = 0.2, 5.0, 30.0
@@ -150,7 +150,11 @@ class Ended(Exception):
 
 
 class StartFailed(ScoringFailure):
-    """The process ended before it was ready; another attempt may succeed."""
+    """The process ended, or there was no time left, before it was ready; another attempt may succeed."""
+
+    def __init__(self, what: str, attempts: int = STARTS) -> None:
+        super().__init__(what)
+        self.attempts = attempts
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class ScoringProcess:
                 break
             except ScoringFailure as failure:
                 self.end()
-                if not isinstance(failure, StartFailed) or starts == STARTS:
+                if not isinstance(failure, StartFailed) or starts >= failure.attempts:
                     raise
                 log.info("%s; another one is started", failure)
                 self._ground.stop.wait(RESTART_PAUSE_S)
@@ -251,7 +255,7 @@ class ScoringProcess:
             message = self._channel.receive(within_s)
         except TimeoutError:
             why = "the environment or one of its first tasks hangs, or this machine is very busy"
-            raise ScoringFailure(f"a scoring process was not ready within {within_s:g} s: {why}") from None
+            raise StartFailed(f"a scoring process was not ready within {within_s:g} s: {why}", SLOW_STARTS) from None
         except ChannelClosed:
             raise StartFailed(f"a scoring process did not start: it {self._how_it_ended().what}") from None
         if not isinstance(message, frames.Ready) or message.problem:

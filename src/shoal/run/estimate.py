@@ -277,10 +277,6 @@ class Planning:
         return (self.speeds.workers_per_relay + 1) * self.delta / self.speeds.link_bytes_s
 
     @property
-    def _apply_s(self) -> float:
-        return self.payload / 1e9 / self.speeds.apply_gb_s if self._beside else 0.0
-
-    @property
     def _saving_s(self) -> float:
         return self.checkpoint / 1e9 / self.speeds.disk_gb_s / self.chosen.checkpoint_every
 
@@ -306,7 +302,8 @@ class Planning:
         whole = f"a whole version: {whole_s:,.0f} s"
         yield "transfer", self._transfer_s, f"out of a relay with {speeds.workers_per_relay:g} workers; {whole}"
         disk = f"on a worker's disk at {speeds.apply_gb_s:g} GB/s"
-        yield "apply", self._apply_s, f"{disk}; a whole version is checked as it comes"
+        apply_s = self.payload / 1e9 / speeds.apply_gb_s if self._beside else 0.0
+        yield "apply", apply_s, f"{disk}; a whole version is checked as it comes"
 
     def cost(self, gpu_hour: float) -> float:
         """Of the whole run: every trainer process, worker and validator has one GPU."""

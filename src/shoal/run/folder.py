@@ -25,7 +25,6 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import own_address
 
-EVERYWHERE = ("0.0.0.0", "::", "")
 ADMIN = "admin"
 BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
 LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
@@ -195,7 +194,7 @@ class RunFolder:
         for index in range(2 + self.recipe.relay.count):
             wanted = [hub.port] if index == 0 and hub.port else [*earlier[index : index + 1], 0, 0, 0]
             ports.append(_free_port(hub.host, wanted, ports))
-        own = hub.host in EVERYWHERE  # then others reach this machine by its own address
+        own = hub.host in ("0.0.0.0", "::", "")  # then others reach this machine by its own address
         host = own_address() if own else f"[{hub.host}]" if ":" in hub.host else hub.host
         urls = [f"http://{host}:{port}" for port in ports]
         endpoints = Endpoints(

@@ -33,7 +33,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 QUIET_S = 30.0  # six heartbeats
 LOADING_S = 90.0  # torch from a cold disk, on a busy machine
 SILENT_S = 10.0
-REPORTING = ("trainer", "validator", "worker")
 POLL_S, TIMEOUT_S, LAST_TIMEOUT_S = 1.0, 5.0, 2.0
 SUSPENDED_S = 5.0  # ticks come ten times a second
 MAX_STATUS_BYTES = 16 * 2**20
@@ -250,7 +249,7 @@ def _exited(process: ProcessView) -> str:
 
 def _quiet(process: ProcessView, who: str, status: RunStatus) -> str:
     role, loading = process.name.partition("-")[0], process.since_s < LOADING_S
-    if role not in REPORTING or process.state != "running" or status.finished or loading:
+    if role not in ("trainer", "validator", "worker") or process.state != "running" or status.finished or loading:
         return ""
     seen_ms = [node.last_seen_ms for node in status.nodes if node.role == role and node.name == process.name]
     if not seen_ms:

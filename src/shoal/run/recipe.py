@@ -22,7 +22,6 @@ from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
-CHANGEABLE_KEYS = ("run.steps",)
 BUDGET = "bytes of chunks kept on disk at most; the oldest versions go first"
 
 
@@ -123,7 +122,7 @@ def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
     for key in dict.fromkeys((*now, *before)):
         section, _, name = key.partition(".")
         changeable = section in CHANGEABLE_SECTIONS or (section == "trainer" and is_changeable(name))
-        if before.get(key) != now.get(key) and key not in CHANGEABLE_KEYS and not changeable:
+        if before.get(key) != now.get(key) and key != "run.steps" and not changeable:
             was, is_ = (str(each) if isinstance(each, Path) else each for each in (before.get(key), now.get(key)))
             changed.append(f"{key} was {was!r}, is {is_!r}")
     if not changed:

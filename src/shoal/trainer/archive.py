@@ -45,36 +45,32 @@ class RolloutArchive:
             left.unlink(missing_ok=True)
 
     def write(self, batch: Batch, rollouts: TrainingBatch) -> Path:
-        """Write the file of one step atomically; the same batch gives the same bytes."""
+        """Write the file of one step atomically; the same batch gives the same bytes: one row per rollout, in order of
+        unit and sample."""
         sink = pa.BufferOutputStream()
-        pq.write_table(as_table(batch, rollouts, self._decode), sink, compression="zstd")
+        trained: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
+        columns: dict[str, Any] = {name: [] for name in SCHEMA.names}
+        for written, group in zip(batch.groups, rollouts.groups, strict=True):
+            same = {
+                "step": batch.step, "unit": group.unit, "task": group.task, "node": written.node,
+                "version": group.version, "staleness": batch.step - group.version,
+                "prompt": self._decode(group.prompt_ids.tolist()), "prompt_ids": group.prompt_ids,
+            }  # fmt: skip
+            for name, value in same.items():
+                columns[name] += [value] * len(group.rollouts)
+            columns["sample"] += range(len(group.rollouts))
+        columns |= {
+            "completion": [self._decode(each.token_ids.tolist()) for each in trained],
+            "finish": [each.finish for each in trained], "reward": [each.reward for each in trained],
+            "prompt_ids": _lists(columns["prompt_ids"], pa.int32()),
+            "token_ids": _lists([each.token_ids for each in trained], pa.int32()),
+            "logprobs": _lists([each.logprob_values for each in trained], pa.float32()),
+            "given": _lists([unpack_tokens(each.given) for each in trained], pa.int32()),
+        }  # fmt: skip
+        pq.write_table(pa.table(columns, schema=SCHEMA), sink, compression="zstd")
         path = self.folder / f"step-{batch.step:05d}.parquet"
         write_atomically(path, sink.getvalue().to_pybytes())
         return path
-
-
-def as_table(batch: Batch, rollouts: TrainingBatch, decode: Decode) -> Any:
-    """One row per rollout, in order of unit and sample. Only the batch names the node of a group."""
-    trained: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
-    columns: dict[str, Any] = {name: [] for name in SCHEMA.names}
-    for written, group in zip(batch.groups, rollouts.groups, strict=True):
-        same = {
-            "step": batch.step, "unit": group.unit, "task": group.task, "node": written.node, "version": group.version,
-            "staleness": batch.step - group.version, "prompt": decode(group.prompt_ids.tolist()),
-            "prompt_ids": group.prompt_ids,
-        }  # fmt: skip
-        for name, value in same.items():
-            columns[name] += [value] * len(group.rollouts)
-        columns["sample"] += range(len(group.rollouts))
-    columns |= {
-        "completion": [decode(each.token_ids.tolist()) for each in trained],
-        "finish": [each.finish for each in trained], "reward": [each.reward for each in trained],
-        "prompt_ids": _lists(columns["prompt_ids"], pa.int32()),
-        "token_ids": _lists([each.token_ids for each in trained], pa.int32()),
-        "logprobs": _lists([each.logprob_values for each in trained], pa.float32()),
-        "given": _lists([unpack_tokens(each.given) for each in trained], pa.int32()),
-    }  # fmt: skip
-    return pa.table(columns, schema=SCHEMA)
 
 
 def _lists(arrays: Sequence[npt.NDArray[Any]], kind: Any) -> Any:

@@ -35,7 +35,6 @@ from shoal.trainer.record import Row, RunRecord
 
 log = logging.getLogger(__name__)
 
-DIGEST_CONFLICT = "policy.digest"
 MAX_NEW_INCARNATIONS = 8
 
 
@@ -134,7 +133,7 @@ class Publisher:
                 point("trainer.publish.after_announce")
                 return manifest
             except (PolicyMismatch, HubRefused) as conflict:
-                refused = isinstance(conflict, HubRefused) and conflict.code != DIGEST_CONFLICT
+                refused = isinstance(conflict, HubRefused) and conflict.code != "policy.digest"
                 if refused or version > self.republished_until:
                     raise
                 self.incarnation += 1

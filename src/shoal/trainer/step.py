@@ -272,7 +272,23 @@ def train_step(
     vocabulary = learner.model.get_output_embeddings().weight.shape[0]
     check_groups(work.groups, work.step, work.max_staleness, vocabulary)
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
-    return {**_batch_metrics(work, prepared), **train_samples(learner, prepared, work, interrupted, veto)}
+    values = [rollout.reward for group in work.groups for rollout in group.rollouts]
+    rewards = np.array([value for value in values if math.isfinite(value)])
+    with np.errstate(over="ignore"):  # rewards of 1e200 have no variance
+        measured = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if len(rewards) else {}
+    ages = np.array([work.step - group.version for group in work.groups], np.int64)
+    counts = np.bincount(np.minimum(ages, OLDEST_SHOWN))  # the last one holds all older ones
+    metrics = {
+        **measured,
+        **{f"staleness_{age}": count / len(ages) for age, count in enumerate(counts.tolist())},
+        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness_max": float(ages.max(initial=0)),
+        "groups": float(len(prepared.groups)),
+        "dropped_groups": float(prepared.without_signal),
+        "unscored": float(prepared.unscored),
+        "truncated_fraction": prepared.truncated / max(1, prepared.rollouts),
+    }
+    return {**metrics, **train_samples(learner, prepared, work, interrupted, veto)}
 
 
 def check_policy(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
@@ -328,22 +344,3 @@ def _share(learner: Learner, samples: Sequence[Sample], weight: Callable[[int], 
     costs = [sum(learner.cost.of(lengths[index]) for index in rows) for rows in bins]
     own = ([samples[index] for index in rows] for rows in shares(bins, costs, world)[learner.ranks.rank])
     return [MicroBatch(batch, [weight(sample.trained) for sample in batch]) for batch in own]
-
-
-def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
-    values = [rollout.reward for group in work.groups for rollout in group.rollouts]
-    rewards = np.array([value for value in values if math.isfinite(value)])
-    with np.errstate(over="ignore"):  # rewards of 1e200 have no variance
-        measured = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if len(rewards) else {}
-    ages = np.array([work.step - group.version for group in work.groups], np.int64)
-    counts = np.bincount(np.minimum(ages, OLDEST_SHOWN))  # the last one holds all older ones
-    return {
-        **measured,
-        **{f"staleness_{age}": count / len(ages) for age, count in enumerate(counts.tolist())},
-        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-        "staleness_max": float(ages.max(initial=0)),
-        "groups": float(len(prepared.groups)),
-        "dropped_groups": float(prepared.without_signal),
-        "unscored": float(prepared.unscored),
-        "truncated_fraction": prepared.truncated / max(1, prepared.rollouts),
-    }

@@ -51,7 +51,6 @@ class Original:
 
 
 # Makes a twin of the original that is surely bad; None if this cheat would not surely show with it.
-CanaryCheat = Callable[[Original], AuditJob | None]
 
 
 def original_of(job: AuditJob, judge: Judge, engine: Engine) -> Original:
@@ -161,7 +160,7 @@ def constant_proofs(original: Original) -> AuditJob:
     return original.twin([msgspec.structs.replace(rollout, proofs=part) for rollout, part in pairs])
 
 
-CANARY_CHEATS: dict[str, CanaryCheat] = {
+CANARY_CHEATS: dict[str, Callable[[Original], AuditJob | None]] = {
     "edited tokens": edited_tokens,
     "other seeds": other_seeds,
     "log-probabilities of another temperature": other_temperature,

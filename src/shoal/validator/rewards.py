@@ -168,7 +168,6 @@ def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[Rol
 
 
 MOST_BYTES = 16 * 1024 * 1024
-NOTES_NAME = "notes.jsonl"
 
 
 class RewardNotes:
@@ -176,7 +175,7 @@ class RewardNotes:
     verdicts. About the newest `most_bytes` are kept, in two files."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
-        self._file, self._most_bytes, self._failed = folder / NOTES_NAME, most_bytes, False
+        self._file, self._most_bytes, self._failed = folder / "notes.jsonl", most_bytes, False
 
     def write(self, unit: int, task: str, notes: Sequence[tuple[int, str]]) -> None:
         """Add the notes of a group. A write error is logged once and does not stop judging."""

@@ -297,8 +297,12 @@ class Worker:
 
     def _lease(self) -> None:
         profile = self._conduct.profile(self._kind, self._client.run_info().profiles)
+        # In hand or answered in the outbox. Others were lost with an earlier start: the hub ends them.
+        answered = (parcel.lease for parcel in self._outbox.waiting(self._run))
+        known = tuple(dict.fromkeys((*self._hand, *answered)))
+        held = known if len(known) <= MAX_HELD else None
         request = LeaseRequest(
-            request=uuid.uuid4().hex, max_units=self._units, wait_s=self._pace.poll_s, held=self._known_leases(),
+            request=uuid.uuid4().hex, max_units=self._units, wait_s=self._pace.poll_s, held=held,
             profile=profile, policy=self._loaded, behind=self._behind,
         )  # fmt: skip
         try:
@@ -327,12 +331,6 @@ class Worker:
             # validators may have measured since the start that work of this kind cannot be judged
             if self._may_choose and profile not in self._client.refreshed_run().info.profiles:
                 raise NotTaken(profile)
-
-    def _known_leases(self) -> tuple[str, ...] | None:
-        """In hand or answered in the outbox. Others were lost with an earlier start: the hub ends them."""
-        answered = (parcel.lease for parcel in self._outbox.waiting(self._run))
-        known = tuple(dict.fromkeys((*self._hand, *answered)))
-        return known if len(known) <= MAX_HELD else None
 
     def _work(self) -> None:
         """Do what is in hand, the oldest policy first: its groups grow stale soonest."""

@@ -349,7 +349,8 @@ def score(prompt, completion, answer):
 @pytest.mark.parametrize(("what", "at", "patience"), [
     ("os._exit(9)", "", ScoringPatience(start_s=60)),
     ("time.sleep(0.5); os.kill(os.getpid(), 9)", "go", ScoringPatience(start_s=60, all_s=0.3)),
-], ids=["it dies before it is ready", "somebody killed it, however late it is"])  # fmt: skip
+    ("time.sleep(1000)", "", ScoringPatience(start_s=8)),
+], ids=["it dies before it is ready", "somebody killed it, however late it is", "it stands still"])  # fmt: skip
 def test_a_process_that_dies_is_followed_by_another(tmp_path, what, at, patience):
     first_life(tmp_path, what, at)
     with naughty(tmp_path, patience=patience) as pool:

@@ -33,7 +33,6 @@ from shoal.models.prompts import PromptEncoder
 
 Message = tuple[str, str]
 LAYOUTS = {"messages": ("messages",), "completion": ("prompt", "completion"), "text": ("text",)}
-TASK_COLUMNS = ("task", "task_id", "problem_id")
 LOST = ("tool_calls", "function_call", "reasoning_content")
 THINKING, TAIL = "<think>", 8  # tokens at the end of a prompt, which may begin the answer
 
@@ -112,7 +111,7 @@ class Demonstrations:
                 if lacking := [name for name in needed if name not in columns]:
                     has = f"which {self._table.paths[0]} has; it has {', '.join(columns)}: rename columns"
                     raise ConfigError(f"the files differ: {path} has no column {lacking[0]}, {has}")
-            self._task = next((name for name in TASK_COLUMNS if name in first), None)
+            self._task = next((name for name in ("task", "task_id", "problem_id") if name in first), None)
             self._columns = [*needed, *([self._task] if self._task else [])]
             for kind in set(map(kind_of, files)):  # JSON lines declare no types, so files are compared by kind
                 Table([file for file in files if kind_of(file) == kind]).agree(self._columns)
