@@ -252,7 +252,7 @@ def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings) -
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    program = Path(__file__).with_name("rank_program.py")
+    program, shared["PYTHONPATH"] = Path(__file__).with_name("rank_program.py"), str(Path(__file__).parents[2])
     command = [sys.executable, str(program), str(folder), str(steps), settings.model_dump_json()]
     each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
