@@ -249,7 +249,7 @@ class RowBatch:
             if held.ended:
                 gone.append(slot)
                 del self._held[slot]
-                # free the pages of a row that has ended, but for what is needed by rows that wait or go on
+                # free the pages of a row that has ended, but for those that rows which wait or continue need
                 prefix, pages = held.prefix, held.pages
                 prefix.users -= 1
                 if prefix.waiting and pages[0] == prefix.rest:
