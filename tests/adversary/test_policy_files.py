@@ -151,7 +151,7 @@ def test_model_hub_cannot_be_reached():
 @pytest.mark.parametrize("role", ["worker", "validator-0"])
 def test_role_does_not_read_what_is_typed(role):
     code = (
-        f"from shoal.run.roles import begin; begin({role!r}, None, False)\n"
+        f"from shoal.run.roles import start_role; start_role({role!r}, None, False)\n"
         "try: print('typed', input('run the code? [y/N] '))\n"
         "except EOFError: print('nothing is read')\n"
     )

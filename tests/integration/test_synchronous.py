@@ -53,7 +53,7 @@ def synchronous_digests(folder: RunFolder) -> list[str]:
     recipe = folder.recipe
     loaded = load_model(recipe.model.path)
     learner = new_learner(loaded.model, recipe.trainer)
-    engine = TorchEngine.wrap(loaded.model)
+    engine = TorchEngine.wrap(loaded.model, pages=True)  # as the worker decodes
     environment = build(recipe.environment)
     digests = [digest(loaded)]
     unit = 0

@@ -100,7 +100,7 @@ def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, caps
     assert "honest groups fail" in shown.out
     assert "bits a token" in shown.out
     assert "int4 weights" in shown.out
-    assert "main, 0 of 192 sequences" in shown.err
+    assert re.search(r"main, 0 of \d+ sequences", shown.err), "as many as its time allows"
     profile = read_profile(out)
     assert profile.key == "torch/cpu/float32"
     assert "mine.toml exists already" in told(capsys, 2, *arguments).err
