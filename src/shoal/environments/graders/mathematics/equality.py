@@ -8,6 +8,7 @@ equal to 0.5 and to 50; a number without the sign counts as a percentage only ab
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Comparison:
             return self.symbolic(gold.text, given.text)
         if "value" in kinds:
             group, value = (gold, given) if given.kind == "value" else (given, gold)
-            if group.kind == ":" and len(group.items) == 2:
+            if group.kind == ":" and len(group.items) == 2 and not _is_time(group):
                 ratio, number = _ratio(group), _number(value)
                 return ratio is not None and ratio[1] != 0 and number is not None and close(number * ratio[1], 1)
             items = _distinct(group.items) if group.kind == "{}" else list(group.items)
@@ -126,7 +127,7 @@ class Comparison:
                 givens.remove(found)
             return True
         clocks = CLOCK.fullmatch(gold.text) and CLOCK.fullmatch(given.text)  # 3:30 may be a time or a ratio
-        if kinds == {":"} and not clocks and (first := _ratio(gold)) and (second := _ratio(given)):
+        if kinds == {":"} and not (clocks or _is_time(gold)) and (first := _ratio(gold)) and (second := _ratio(given)):
             return len(first) == len(second) and all(map(close, first, second))
         return (len(kinds) == 1 or kinds == {"", "()"}) and self._in_order(gold.items, given.items)
 
@@ -276,6 +277,12 @@ def _distinct(items: Sequence[Form]) -> list[Form]:
         value = _number(item)
         kept.setdefault(item if value is None else (formula.MP.nstr(value, 40), item.unit), item)
     return list(kept.values())
+
+
+def _is_time(form: Form) -> bool:
+    """Whether "3:30" is a time: by what follows it, or because a ratio would be in lowest terms."""
+    clock = CLOCK.fullmatch(form.text)
+    return clock is not None and (bool(clock[3] or form.unit) or math.gcd(int(clock[1]), int(clock[2])) > 1)
 
 
 def _ratio(form: Form) -> list[Any] | None:

@@ -38,6 +38,7 @@ _SCIENTIFIC = r"(?:\d+\.\d*|\.\d+|\d+(?!e[+-]\d(?!\d)))[eE][+-]?\d{1,4}(?![\d.])
 _NUMBER = rf"(?P<num>{_SCIENTIFIC}|\d+(?:\.\d*)?|\.\d+)"
 _TOKEN = re.compile(rf"\s*(?:{_NUMBER}|(?P<cmd>\\(?:[a-zA-Z]+|.))|(?P<word>[a-zA-Z]+)|(?P<sym>.))", re.DOTALL)
 CALLS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp ln lg log".split())  # noqa: SIM905
+_ONE_SIGN = frozenset("h H P Q phi varphi psi zeta theta".split())  # noqa: SIM905  functions, with one sign in brackets
 _GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi omega ell "  # noqa: SIM905
     "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
@@ -224,7 +225,7 @@ class _Parser:
             name += "_" + self.take()
             while name.count("{") > name.count("}"):
                 name += self.take()
-        called = name[0] in "fgFG" or "'" in name or (name[0] in "hHPQ" and self.peek(2) == ")")
+        called = name[0] in "fgFG" or "'" in name or (name in _ONE_SIGN and self.peek(2) == ")")
         if called and self.peek() == "(":
             return ("var", f"{name}{self.bracketed(depth)}")
         return ("const", name) if name in ("e", "i") else ("var", name)

@@ -37,7 +37,7 @@ class MathematicsGrader:
     (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of several is right."""
 
     name: ClassVar[str] = "mathematics"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     symbolic: Symbolic = algebra.same
 
     def problem(self, answer: str) -> str:

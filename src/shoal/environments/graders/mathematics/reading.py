@@ -49,7 +49,7 @@ _DECIMAL_COMMA = re.compile(r"-?0,\d+|-?\d+,(?:\d\d|\d{4,})")
 _MIXED = re.compile(r"(-?)(\d+)(?: +| *\\text\{and\} *)(\d+) ?/ ?(\d+)")
 _BASE = re.compile(r"([0-9]+) ?_ ?\{? ?(?:\\text\{)?(\d+|[a-z]+)\}? ?\}?")
 _BASES = dict(zip("two three four five six seven eight nine ten".split(), map(str, range(2, 11)), strict=True))  # noqa: SIM905
-CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?(?:\D.*)?")
+CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::[0-5]\d)?(\D.*)?")
 _RATIO = re.compile(r":|\\text\{to\}")
 _TERM = re.compile(r"[-\w.\\{}^()/ ]+")
 _SEPARATOR = re.compile(r",? ?\\text ?\{ ?,? ?(?:and|or) ?,? ?\} ?|,? (?:and|or) |(?<=\))(?:and|or)(?=\()|\\text\{, \}")
