@@ -169,7 +169,8 @@ def rows(count: int) -> list[dict[str, object]]:
 def test_filter_without_measurable_tasks_is_refused(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
     data.write_text("".join(json.dumps({"question": f"Ж{number}", "answer": "1"}) + "\n" for number in range(5)))
-    assert main(["filter", "tiny", str(data), "--out", str(out), *SAMPLING]) == 2
+    assert main(["filter", "tiny", str(data), "--out", str(out), "--all", *SAMPLING]) == 2
+    assert not out.exists()
     said = capsys.readouterr()
     assert "5 tasks left out: the prompt has characters that" in said.out
     assert said.err.strip().endswith("no task could be measured: nothing was written; fix what the lines above name")

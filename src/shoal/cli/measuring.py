@@ -210,6 +210,8 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
     summary = summary_of(plan, journal.records())
     echo("\n".join([*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)]))
+    if not rates:
+        raise ConfigError("no task could be measured: nothing was written; fix what the lines above name")
     kept = None if everything else band
     if table is None:
         rows = filtering.task_rows(environment, plan.split, rates, kept, name)
@@ -217,8 +219,6 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
         rows = filtering.original_rows(table, rates, kept, name)
     count, inside = filtering.write_rows(out, rows, about), sum(band.holds(rate.value) for rate in rates.values())
     echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
-    if not rates:
-        raise ConfigError("no task could be measured: nothing was written; fix what the lines above name")
     if count == 0:
         again = "the same command with another band needs no new samples"
         raise ConfigError(f"no task is within --pass-rate {band}: nothing was written; {again}")

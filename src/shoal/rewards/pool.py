@@ -9,7 +9,7 @@ A job that ended two processes is the completion's fault if the cause was proces
 process can score the *empty* completion of the same task. Then it is worth 0, with the part `limit`. In all other cases
 (killed from outside, too long by the clock, an environment that does not build, a function that raises) it is unscored.
 Jobs for which no time was left are `NotStarted` and may be asked again. If a process never becomes ready, it is
-replaced, or the other processes take its jobs.
+replaced once, or the other processes take its jobs.
 """
 
 from __future__ import annotations

@@ -245,6 +245,7 @@ def test_text_that_is_not_utf_8_is_a_bad_row(column: str, check_first: bool, tmp
 def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     written = data.lines(data.described(12)).splitlines(keepends=True)
     bad = {2: b"{broken\n", 4: b"\n", 6: b'{"prompt": "\xff\xfe", "task_type": "verifiable_math"}\n', 8: b"[1, 2]\n"}
+    written[10] = written[10].replace(b"{", b'{"rate": NaN, "most": -Infinity, ', 1)  # as Python writes them
     content = b"".join(bad.get(number, line) for number, line in enumerate(written))
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + content.rstrip(b"\n") + b"\r\n\n\n")
     environment = data.open_data(tmp_path / "a.jsonl")

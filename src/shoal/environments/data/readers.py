@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -196,6 +197,9 @@ class JsonlSource:
         try:
             return decoder.decode(line) if line.strip() else Broken("the line is empty")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            with suppress(ValueError, RecursionError, OverflowError):  # Python writes NaN, which is no JSON: nothing
+                if b"NaN" in line or b"Infinity" in line:
+                    return decoder.decode(msgspec.json.encode(json.loads(line, parse_constant=lambda _: None)))
             reason = " ".join(str(error).split())[:120]
             is_text = line.decode(errors="ignore").encode() == line
             return Broken(f"the line is no JSON object: {reason}" if is_text else "the line is not UTF-8")
