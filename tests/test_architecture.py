@@ -405,7 +405,7 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 # These only go down. A commit that raises one says why.
 RATCHETS = {
     "lines": 55_900,
-    "statements": 39_300,  # help in sentences; a decoder for processors
+    "statements": 39_100,  # help in sentences; a decoder for processors
     "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 0,
