@@ -133,19 +133,6 @@ def test_validators_stay_until_the_last_version_is_measured(tmp_path: Path) -> N
     bench.close()
 
 
-def test_older_version_that_cannot_be_measured_makes_room_for_the_newer_one(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, {"steps": 1}, changes={"environment": WithHeldOut(), "evaluation": PLAN})
-    ok(bench.announce(0))
-    bench.accept_groups(2)
-    assert bench.batch(0) is not None
-    begun = slice_of(ask(bench))
-    ok(bench.announce(1))
-    ok(send(bench, report(begun, [], problem="the policy could not be fetched")))
-    assert slice_of(ask(bench)).policy.version == 1
-    assert [found.policy.version for found in page(bench).evaluations] == [1]
-    bench.close()
-
-
 @pytest.mark.parametrize("digest", ["f0" * 32, ""])
 def test_a_verdict_of_another_environment_or_of_none_is_refused(bench: Bench, digest: str) -> None:
     (lease,) = bench.alice.lease(fresh_request(), 1)

@@ -153,9 +153,7 @@ class Evaluating:
         with context.decision() as (transaction, moment):
             require_trusted(transaction, node.public_key)
             row = transaction.evaluation(said.policy.incarnation, said.policy.version, said.first)
-            under_way = () if said.scores else transaction.evaluations_under_way()
-            document = signed.model_dump_json()
-            transaction.apply(evaluations.report(row, said, node.node, document, moment.now_ms, under_way))
+            transaction.apply(evaluations.report(row, said, node.node, signed.model_dump_json(), moment.now_ms))
 
     def page(self, since: int) -> EvaluationPage:
         with self._context.storage.read() as reader:

@@ -5,8 +5,7 @@
                                                                         └─ claim ran out, or could not be done ─► void
                                                                                                 (after `MOST_TRIES`)
 Training waits for none of it. When the next version is due, one that nobody has begun to measure is given up; one that
-is begun is finished first: so never more than two are under way. If a slice of it cannot be done, the older version is
-given up as a whole: its weights may be gone, and the newer version would wait for four tries of each slice.
+is begun is finished first: so never more than two are under way.
 """
 
 from __future__ import annotations
@@ -71,22 +70,15 @@ def _failed(row: EvaluationRow) -> Save[EvaluationRow]:
 
 
 def report(
-    row: EvaluationRow | None, said: EvaluationReport, validator: str, document: str, now_ms: int,
-    under_way: Sequence[EvaluationRow] = (),
-) -> list[Command]:  # fmt: skip
+    row: EvaluationRow | None, said: EvaluationReport, validator: str, document: str, now_ms: int
+) -> list[Command]:
     """The first report on a slice stands; later ones, also about what was given up, change nothing."""
     if row is None or row.policy != said.policy:
         raise Refusal(404, "evaluation.unknown", f"policy {said.policy.label} has no slice at {said.first} to measure")
     if row.state not in OPEN:
         return []
     if not said.scores:
-        if row.state is not EvaluationState.CLAIMED or row.validator != validator:
-            return []
-        if not any(other.policy.version > row.version for other in under_way):
-            return [_failed(row)]
-        same = [each for each in under_way if each.policy == row.policy and each.state in OPEN]
-        gone = {"validator": None, "claimed_until_ms": None}
-        return [Save(each.to(EvaluationState.VOID, **gone), each.state) for each in same]
+        return [_failed(row)] if row.state is EvaluationState.CLAIMED and row.validator == validator else []
     if (count := len(said.scores)) > row.tasks:
         raise Refusal(422, "evaluation.scores", f"{count} scores for a slice of {row.tasks} tasks at {said.first}")
     found = {"scores": said.scores, "document": document, "decided_at_ms": now_ms}
