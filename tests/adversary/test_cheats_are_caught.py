@@ -27,12 +27,10 @@ HONEST_LEAST = 20
 pytestmark = pytest.mark.timeout(900)  # setting up the run counts as part of the first test, on a busy machine too
 
 # How many of its own groups a cheater may submit until the first is rejected. A group in which the policy is sure of
-# every token comes out the same with any seed, and such a group is honest work: hence more than 1.
-WITHIN = dict.fromkeys(HERE, 4) | {
-    "int8": 8,
+# every token comes out the same with any seed, and such a group is honest work: hence more than 1. The groups of a
+# policy that has trained for a while are sure of most tokens; how many groups each cheat takes is in test_trials.
+WITHIN = dict.fromkeys(HERE, 8) | {
     "int4-decodes": 16,  # most of its groups are, token by token, what the right weights give
-    "copy": 6,
-    "greedy": 6,
     "swapped-proofs": 10,  # a group needs a rollout of two chunks
     "sleeper": HONEST_UNITS + 6,
     "stale": 60,
