@@ -69,7 +69,7 @@ def serve_bare() -> None:
 
     config = uvicorn.Config(app, port=0, log_level="warning", access_log=False)
     server = uvicorn.Server(config)
-    listener = bind("127.0.0.1", 0, "bare", StopToken())  # as the hub's: with Nagle's algorithm off
+    listener = bind("127.0.0.1", 0, "bare.", StopToken())  # as the hub's: with Nagle's algorithm off
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     stop = _stop_with_input()
     threading.Thread(target=lambda: (stop.wait(10**6), setattr(server, "should_exit", True)), daemon=True).start()

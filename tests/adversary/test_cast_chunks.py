@@ -199,12 +199,12 @@ def idle_connections(url: str, words: bytes) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("words", [b"", b"GET /chunks/", b"GET /head.json?wait_s=60 HTTP/1.1\r\n\r\n", b"never reads"])
+@pytest.mark.parametrize("words", [b"", b"GET /chunks/", b"GET /head.json?wait_s=60 HTTP/1.0\r\n\r\n", b"never reads"])
 def test_idle_connections_block_nobody(lab: cast.Lab, words: bytes) -> None:
     manifest, origin = lab.publish(1), lab.honest()
     relay = lab.relay("relay", origin.url)
     if words == b"never reads":
-        words = b"GET /%s HTTP/1.1\r\n\r\n" % chunk_key(manifest.chunks[0].hash).encode() * 50
+        words = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % chunk_key(manifest.chunks[0].hash).encode() * 50
     with idle_connections(origin.url, words), idle_connections(relay.url, words):
         lab.fetch(manifest, origin.url)
         lab.fetch(manifest, relay.url, name="other")

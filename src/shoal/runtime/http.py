@@ -8,12 +8,15 @@
 A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and number of bytes.
 A body has to come above a floor once it is asked for. Of a body that nobody asked for, and of what follows a request,
 no more than one piece is read before there is an answer. `OpenConnections` looks at all of their times now and then.
+A file is sent by the kernel (`sendfile`), within a time that follows from its size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import logging
 import math
 import socket
 import struct
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
+from io import FileIO
 from secrets import token_hex
 from typing import cast
 from urllib.parse import unquote
@@ -38,19 +42,25 @@ HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75.0
 BODY_DEADLINE_S = 300.0  # enough for 16 MiB at 60 kB/s
 BODY_PAUSE_S, BODY_FLOOR_BYTES_S = 10.0, 4 * 1024  # a sender may be behind the floor by so much
 READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
+FILE_S, FILE_FLOOR_BYTES_S = 30.0, 32 * 1024  # a reader of a file may be behind the floor by so much
 LOOK_S = 0.25
 BACKLOG, TAKEN_S, TRY_AGAIN_S = 512, 2.0, 0.2
 UNREAD_BYTES = 64 * 1024  # of a body that is not asked for yet
+log = logging.getLogger(__name__)
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 
 
 @dataclass
 class Reply:
+    """Its body is `body`, or the first `file_bytes` of `file`, which is closed afterwards."""
+
     status: int
     body: bytes = b""
     media: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    file: FileIO | None = None
+    file_bytes: int = 0
 
 
 class HttpRequest:
@@ -87,6 +97,11 @@ class HttpRequest:
     def _tell(self) -> None:
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
+
+    async def wait_for(self, happening: asyncio.Future[None]) -> None:
+        """Until it happens, or something of this request comes, such as its end (`is_gone`)."""
+        self._came = asyncio.get_running_loop().create_future()
+        await asyncio.wait([happening, self._came], return_when=asyncio.FIRST_COMPLETED)
 
     async def read(self) -> bytes:
         """What came since the last call; nothing at the end. Raises `ConnectionError` if the rest will not come."""
@@ -135,6 +150,7 @@ class OpenConnections:
     open: set[HttpConnection] = field(default_factory=set)
     by_client: Counter[str] = field(default_factory=Counter)
     stopping: bool = False
+    sent_bytes: int = 0  # of bodies
 
     async def watch(self) -> None:
         while True:
@@ -160,7 +176,7 @@ class HttpConnection(asyncio.Protocol):
         self._client: str | None = None  # whom it is counted under; None: not admitted
         self._request: HttpRequest | None = None
         self._task: asyncio.Task[None] | None = None
-        self._waits, self._since_s = "head", time.monotonic()  # for what: head, answer, rest (of a body), idle
+        self._waits, self._since_s = "head", time.monotonic()  # for what: head, answer, file, rest (of a body), idle
         self._unread: tuple[int, float] | None = None  # bytes of answers not taken yet, and when that was looked at
         self._is_full = False
 
@@ -257,19 +273,36 @@ class HttpConnection(asyncio.Protocol):
     async def _serve(self, request: HttpRequest) -> None:
         reply = await self._all.answer(request)
         self._request = None
-        if self._transport.is_closing():
-            return
+        with reply.file or contextlib.nullcontext():
+            if not self._transport.is_closing():
+                await self._send(reply, request.method != "HEAD")
+
+    async def _send(self, reply: Reply, has_body: bool) -> None:
+        size = len(reply.body) if reply.file is None else reply.file_bytes
         lines = [f"HTTP/1.1 {reply.status} {_PHRASES.get(reply.status, '')}", f"date: {_date(int(time.time()))}"]
         lines += [f"{name}: {value}" for name, value in reply.headers.items()]
         if reply.status != HTTPStatus.NO_CONTENT:
-            lines += [f"content-type: {reply.media}", f"content-length: {len(reply.body)}"]
+            lines += [f"content-type: {reply.media}", f"content-length: {size}"]
         if self._all.stopping or self._parser.their_state is h11.MUST_CLOSE:
             self._is_last = True
             lines.append("connection: close")
-        body = b"" if request.method == "HEAD" else reply.body
-        self._transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        self._transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + (reply.body if has_body else b""))
+        if reply.file is not None and has_body and size:
+            try:
+                await self._send_file(reply.file, size)
+            except OSError as error:  # of the client, of the disk, or a `TimeoutError`
+                log.debug("a file was not sent whole: %r", error)
+                self._cut()
+                return
+        self._all.sent_bytes += size if has_body else 0
         self._now_waits("rest")
         self._next()
+
+    async def _send_file(self, file: FileIO, size: int) -> None:
+        self._now_waits("file")
+        async with asyncio.timeout(FILE_S + size / FILE_FLOOR_BYTES_S):
+            if await asyncio.get_running_loop().sendfile(self._transport, file, 0, size) < size:
+                raise ConnectionAbortedError("the file became shorter meanwhile")
 
     def _next(self) -> None:
         """Begin the next request once the last is answered, its body is here, and its answer on its way."""
@@ -310,7 +343,7 @@ class HttpConnection(asyncio.Protocol):
     def stop(self, now: bool) -> None:
         if now:
             self._cut()
-        elif self._waits != "answer":
+        elif self._waits not in ("answer", "file"):
             self._transport.close()
 
     def _refuse(self, status: int, code: str, sentence: str) -> None:
@@ -323,6 +356,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _cut(self) -> None:
         """End it now. Without lingering: the system would keep what nobody reads for minutes, megabytes of it."""
+        if self._waits == "file" and self._task is not None:
+            self._task.cancel()
         connected = self._transport.get_extra_info("socket")
         if connected is not None:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
@@ -335,9 +370,9 @@ def _date(now_s: int) -> str:
 
 
 def bind(host: str, port: int, section: str, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:
-    """A listening socket, or `ResourceError`, which names the settings of that section. A taken port is tried again for
-    a moment: while a server restarts, a client that connects to it may hold the port for an instant, as the other end
-    of its own connection."""
+    """A listening socket, or `ResourceError`, which names the setting or option `{section}port` or `{section}host`. A
+    taken port is tried again for a moment: while a server restarts, a client that connects to it may hold the port for
+    an instant, as the other end of its own connection."""
     end_s, where = clock.monotonic_s() + TAKEN_S, f"port {port} on {host}"
     while True:
         # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
@@ -353,11 +388,10 @@ def bind(host: str, port: int, section: str, stop: StopToken, clock: Clock = Sys
             if error.errno == errno.EADDRINUSE:
                 if clock.monotonic_s() < end_s and not stop.wait(TRY_AGAIN_S):
                     continue
-                said = (
-                    f"{where} is taken: stop the program that uses it, or choose another ({section}.port; 0 takes any)"
-                )
+                other = f"choose another ({section}port; 0 takes any)"
+                said = f"{where} is taken: stop the program that uses it, or {other}"
             elif error.errno == errno.EACCES:
-                said = f"{where} needs more rights: choose a port above 1023 ({section}.port)"
+                said = f"{where} needs more rights: choose a port above 1023 ({section}port)"
             else:
-                said = f"cannot listen on {where}: {error.strerror or error}; check {section}.host"
+                said = f"cannot listen on {where}: {error.strerror or error}; check {section}host"
             raise ResourceError(said) from error

@@ -17,18 +17,6 @@ FEW_ATTEMPTS, ATTEMPT_BYTES_S = 3, 128 * 1024
 
 
 @dataclass(frozen=True)
-class ServerLimits:
-    """Limits of a server; None is no limit. `watch_head_s`: between two looks for a head of another process."""
-
-    max_connections: int = 512
-    connections_per_client: int | None = None
-    idle_s: float = 30.0
-    hold_s: float = 8.0  # less than a client waits for the first byte, so that it gets a 503, not silence
-    min_rate_bytes_s: float = 32 * 1024
-    watch_head_s: float = 0.05
-
-
-@dataclass(frozen=True)
 class PoolSettings:
     """`min_rate_bytes_s`: a source that is slower is left in the middle of a chunk."""
 

@@ -16,7 +16,6 @@ process has checked its hash; only offered chunks are fetched; no chunk of a mir
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import threading
@@ -33,12 +32,12 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
-from shoal.shardcast.limits import PoolSettings, RelayConfig, ServerLimits
+from shoal.shardcast.limits import PoolSettings, RelayConfig
 from shoal.shardcast.lookup import MANIFEST_S, get_document, get_head
 from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, read_head
 from shoal.shardcast.pool import ChunkPool
 from shoal.shardcast.scheduler import SourceScores
-from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, serve
+from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, run_server
 from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, chunk_key, have_key, manifest_key, parse_label
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
         Address.parse(peer)
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):
         mirror, closing = Mirror(config), StopToken()
-        server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
+        server = TreeServer(mirror, config.settings.connections_per_client)
         mirror.load()
         sources = dict.fromkeys((*config.upstreams, *config.peers))
         pollers = [HeadPoller(source, config, mirror, server.instance, closing) for source in sources]
@@ -72,7 +71,8 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
             on_ready(url)
 
         try:
-            asyncio.run(serve(server, config.host, config.port, lambda: stop.is_set() or error() is not None, ready))
+            ended = lambda: stop.is_set() or error() is not None  # noqa: E731
+            run_server(server, config.host, config.port, stop, ended, ready)
         finally:
             closing.set(stop.reason or "closed")
             mirror.pool.close()

@@ -69,7 +69,7 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
         if is_alone and not is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         listener = stack.enter_context(
-            contextlib.closing(bind(config.settings.host, config.settings.port, "hub", stop))
+            contextlib.closing(bind(config.settings.host, config.settings.port, "hub.", stop))
         )
         if is_alone and is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
