@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.protocol import load_or_create_key
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, Origin, RelayConfig, RelaySettings, run_origin, run_relay
+from shoal.shardcast import Downloader, Origin, RelayConfig, run_origin, run_relay
 
 RUN = "benchmark"
 POLL_S = 0.1
@@ -54,7 +54,7 @@ def relay(options: Options, stop: StopToken) -> None:
         trusted_key=options["trusted_key"],
         host=options["host"],
         port=options["port"],
-        settings=RelaySettings(**options.get("settings", {})),
+        **options.get("settings", {}),
         peers=tuple(options.get("peers", ())),
     )
     serving = _serve(lambda: run_relay(config, stop, _ready))

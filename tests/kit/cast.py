@@ -23,8 +23,7 @@ import pytest
 from shoal import shardcast
 from shoal.protocol import PolicyManifest, PolicyRef, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.connection import Connection, Deadline, Timeouts
-from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.connection import Connection, Deadline, PoolSettings, Timeouts
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
 
 KEY = SigningKey.from_seed(b"\x01" * 32)
@@ -178,9 +177,8 @@ class Lab:
         return self.run(partial(shardcast.run_origin, self.www, "127.0.0.1", 0))
 
     def relay(self, name: str, *upstreams: str, peers: Sequence[str] = (), port: int = 0, **settings: Any) -> Running:
-        chosen = shardcast.RelaySettings.model_validate(settings)
-        where, peers = (self.folder / name, upstreams, RUN, KEY.public_key, "127.0.0.1", port), tuple(peers)
-        return self.run(partial(shardcast.run_relay, shardcast.RelayConfig(*where, chosen, peers=peers, poll_s=0.05)))
+        where = (self.folder / name, upstreams, RUN, KEY.public_key, "127.0.0.1", port, tuple(peers))
+        return self.run(partial(shardcast.run_relay, shardcast.RelayConfig(*where, poll_s=0.05, **settings)))
 
     def run(self, run: Run) -> Running:
         self._running.append(Running(run))

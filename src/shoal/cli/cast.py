@@ -57,8 +57,8 @@ def relay(
     from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.serve import RelayRequest, run_cast_relay
 
-    settings = {"keep_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}
-    request = RelayRequest(tuple(upstreams), tuple(peers or ()), folder, host, port, settings)
+    disk_gb = options.gigabytes(max_disk)
+    request = RelayRequest(tuple(upstreams), tuple(peers or ()), folder, host, port, keep, disk_gb)
     run_cast_relay(request, lambda: _begin("relay"), CastTerminal())
 
 

@@ -219,8 +219,8 @@ def relay(
         raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
     from shoal.run.join import run_standalone_relay
 
-    settings, sources = {"keep_versions": keep, "disk_budget_gb": options.gigabytes(max_disk)}, tuple(upstreams or ())
-    return run_standalone_relay(where, sources, tuple(peers or ()), folder, (host, port), wait_s, settings)
+    sources, disk_gb = (tuple(upstreams or ()), tuple(peers or ())), options.gigabytes(max_disk)
+    return run_standalone_relay(where, *sources, folder, (host, port), wait_s, keep, disk_gb)
 
 
 def join(

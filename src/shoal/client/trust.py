@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 from shoal.errors import ConfigError, ProtocolError, SignatureError
 from shoal.protocol import Role, RoleCertificate, RunInfo, SignedDocument, check_public_key, fingerprint, open_document
 from shoal.protocol.node import check_spoken
-from shoal.runtime.files import home, make_home, write_atomically
+from shoal.runtime.files import ensure_folder, home, write_atomically
 from shoal.runtime.targets import DEFAULT_PORTS, PUBLIC_ONLY, Reach, is_address
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def remember_root(url: str, root_fingerprint: str) -> None:
     known, address = _load(), _address(url)
     if (before := known.get(address, root_fingerprint)) != root_fingerprint:
         log.warning("%s had the root key %s until now; by your join URL it is %s", url, before, root_fingerprint)
-    make_home()
+    ensure_folder(home(), private=True)
     write_atomically(_path(), json.dumps({**known, address: root_fingerprint}, indent=2).encode() + b"\n", mode=0o600)
 
 

@@ -16,7 +16,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, DownloadSettings, Payload
-from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.connection import PoolSettings
 
 log = logging.getLogger(__name__)
 

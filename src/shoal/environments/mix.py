@@ -25,8 +25,9 @@ from shoal.environments.composed import inner_of
 from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
 from shoal.environments.settings import EnvironmentSettings, TaskSource
 from shoal.errors import EnvironmentSetupError, UnusableTask
+from shoal.protocol.permutation import permute
 
-FEISTEL_ROUNDS, LONGEST_CYCLE = 4, 10_000
+ROUNDS, LONGEST_CYCLE = 4, 10_000
 LONGEST = 10**12  # positions at most, however rare a part is
 PASSED_OVER = 256  # tasks of a generating part that are tried to find one that no part holds out
 
@@ -57,20 +58,6 @@ class MixSchedule:
         return [rounds * len(places) + bisect_left(places, place) for places in self._places]
 
 
-def permute(position: int, size: int, key: str) -> int:
-    """The image of `position` under a permutation of `range(size)` that `key` determines (a Feistel cipher)."""
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1
-    while True:  # the cipher permutes a larger range: apply it until the result is inside `range(size)`
-        left, right = position >> half_bits, position & mask
-        for turn in range(FEISTEL_ROUNDS):
-            digest = hashlib.sha256(f"shoal/mix/v1\n{key}\n{turn}\n{right}".encode()).digest()
-            left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
-        position = (left << half_bits) | right
-        if position < size:
-            return position
-
-
 @dataclass(frozen=True)
 class Part:
     label: str
@@ -86,7 +73,7 @@ class Part:
 
     def shuffled(self, split: Split, size: int, nth: int) -> int:
         once, position = divmod(nth, size)
-        return permute(position, size, f"{self.label}/{split}/{once}")
+        return permute(position, size, f"shoal/mix/v1\n{self.label}/{split}/{once}", ROUNDS)
 
 
 class MixedEnvironment:

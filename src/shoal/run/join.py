@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from shoal.errors import ResourceError, UserError
 from shoal.run import fleet
 from shoal.run.folder import hub_address
 from shoal.run.roles import start_role
-from shoal.runtime.files import make_home
+from shoal.runtime.files import ensure_folder, home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
@@ -101,22 +101,22 @@ def run_joined_worker(request: JoinRequest) -> int:
 
 def run_standalone_relay(
     hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
-    wait_s: float, settings: Mapping[str, float | None],
+    wait_s: float, keep_versions: int, disk_budget_gb: float | None,
 ) -> None:  # fmt: skip
-    """Without `upstreams`: from the sources that the hub names. `settings`: those of `RelaySettings` that were
-    given."""
+    """Without `upstreams`: from the sources that the hub names."""
     stop = start_role("relay", None, is_verbose())
     with closing(HubClient.of_a_person(*hub_address(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()
         remember_root(client.url, trusted.root_fingerprint)
-    from shoal.shardcast import RelayConfig, RelaySettings, run_relay
+    from shoal.shardcast import RelayConfig, run_relay
 
-    folder, bounds = folder or run_home(trusted.run) / "relay", RelaySettings.model_validate(settings)
-    if bounds.disk_budget_gb is None:  # else a run could fill the disk
-        bounds = bounds.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
+    folder = folder or run_home(trusted.run) / "relay"
+    if disk_budget_gb is None:  # else a run could fill the disk
+        disk_budget_gb = MachineLimits().disk(folder) / 1e9
     config = RelayConfig(
         folder=folder, upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort), run=trusted.run,
-        trusted_key=trusted.trainer_key, host=listen[0], port=listen[1], settings=bounds, peers=peers,
+        trusted_key=trusted.trainer_key, host=listen[0], port=listen[1], peers=peers,
+        keep_versions=keep_versions, disk_budget_gb=disk_budget_gb,
         reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*upstreams, *peers)))),
     )  # fmt: skip
     run_relay(config, stop, lambda _url: None)
@@ -144,4 +144,4 @@ def meet_hub(
 
 
 def run_home(run: str) -> Path:
-    return make_home() / Path(run).name
+    return ensure_folder(home(), private=True) / Path(run).name

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shoal.client import HubClient
 from shoal.errors import ConfigError, ShoalError
-from shoal.protocol import RunStatus
+from shoal.protocol import RunStatus, fingerprint
 from shoal.run.folder import RunFolder
 from shoal.run.progress import Display, History, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
@@ -65,7 +66,8 @@ def launch(
         endpoints = folder.assign_endpoints()
         display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
         display.say(f"to contribute: {shoal_command()} join {endpoints.join}")
-        with StatusPoller(endpoints.hub) as source:
+        client = HubClient.of_a_person(endpoints.hub, 0.0, fingerprint(endpoints.root_key))
+        with StatusPoller(client) as source:
             reporter = Reporter(source, display, Watchdog(patience_s), notes or {})
             specs = [*(process_spec(folder.path, name) for name in role_names(folder)), *extra]
             supervisor = Supervisor(specs, stop, folder.path / "processes.json")

@@ -9,20 +9,17 @@ supervisor, nodes without a heartbeat, a silent hub, orders of the owner, and le
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-import httpx2
-from pydantic import ValidationError
-
-from shoal.client.http import open_http
-from shoal.errors import CodecError
+from shoal.client import HubClient
+from shoal.errors import HubError, ProtocolError
 from shoal.protocol import NodeView, RecentVerdict, RunStatus
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.supervise import Ending, ProcessView
 from shoal.runtime.text import duration, printable
 
@@ -33,9 +30,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 QUIET_S = 30.0  # six heartbeats
 LOADING_S = 90.0  # torch from a cold disk, on a busy machine
 SILENT_S = 10.0
-POLL_S, TIMEOUT_S, LAST_TIMEOUT_S = 1.0, 5.0, 2.0
+POLL_S, END_S = 1.0, 6.0
 SUSPENDED_S = 5.0  # ticks come ten times a second
-MAX_STATUS_BYTES = 16 * 2**20
 
 
 @dataclass
@@ -258,19 +254,11 @@ def _quiet(process: ProcessView, who: str, status: RunStatus) -> str:
     return f"{who} has said nothing for {duration(quiet_s)}: is it stuck?" if quiet_s >= QUIET_S else ""
 
 
-def fetch_status(url: str, http: httpx2.Client, timeout_s: float = TIMEOUT_S) -> RunStatus | None:
-    try:
-        with limited(timeout_s), http.stream("GET", f"{url}/status", timeout=timeout_s) as answer:
-            if answer.status_code != httpx2.codes.OK:
-                return None
-            return RunStatus.model_validate_json(read_body(answer, MAX_STATUS_BYTES))
-    except (httpx2.HTTPError, CodecError, ValidationError):
-        return None
-
-
 class StatusPoller:
-    def __init__(self, url: str, http: httpx2.Client | None = None, every_s: float = POLL_S) -> None:
-        self._url, self._http, self._every_s = url, http or open_http(), every_s
+    """`client` has no patience: the next question is asked soon."""
+
+    def __init__(self, client: HubClient, every_s: float = POLL_S) -> None:
+        self._client, self._every_s = client, every_s
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._newest: RunStatus | None = None
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
@@ -281,7 +269,9 @@ class StatusPoller:
         return newest
 
     def ask(self) -> RunStatus | None:
-        return fetch_status(self._url, self._http, LAST_TIMEOUT_S)
+        with contextlib.suppress(HubError, ProtocolError):
+            return self._client.status()
+        return None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -290,12 +280,12 @@ class StatusPoller:
     def __exit__(self, *_: object) -> None:
         """The hub has ended by now, so an open request fails at once."""
         self._ended.set()
-        self._thread.join(TIMEOUT_S + 1.0)
-        self._http.close()
+        self._thread.join(END_S)
+        self._client.close()
 
     def _poll(self) -> None:
         while not self._ended.wait(self._every_s):
-            status = fetch_status(self._url, self._http)
+            status = self.ask()
             with self._lock:
                 self._newest = status or self._newest
 

@@ -98,7 +98,7 @@ def _origin(folder: RunFolder, _index: int, stop: StopToken) -> None:
 
 
 def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
-    from shoal.shardcast import RelayConfig, RelaySettings, run_relay
+    from shoal.shardcast import RelayConfig, run_relay
 
     endpoints = folder.endpoints
     if index >= len(endpoints.relays):
@@ -106,7 +106,7 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
     config = RelayConfig(
         folder=folder.path / f"relay-{index}", upstreams=(endpoints.origin,), run=folder.run_id,
         trusted_key=folder.key("trainer").public_key, host=endpoints.bind, port=port_of(endpoints.relays[index]),
-        settings=RelaySettings(keep_versions=folder.recipe.relay.keep_versions), peers=endpoints.relays,
+        keep_versions=folder.recipe.relay.keep_versions, peers=endpoints.relays,
     )  # fmt: skip
     run_relay(config, stop, _ready("the relay"))
 

@@ -107,23 +107,10 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         raise resource_error("write", path, error) from error
 
 
-VARIABLE = "SHOAL_HOME"
-
-
 def home() -> Path:
     """The folder of identities, known hubs and kept ledger heads: `~/.shoal`, or SHOAL_HOME."""
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get("SHOAL_HOME")
     try:
         return Path(given).absolute() if given else Path.home() / ".shoal"
     except RuntimeError as error:
-        raise ResourceError(f"this user has no home folder ({error}): name a folder in {VARIABLE}") from error
-
-
-def make_home() -> Path:
-    """Readable by this user only."""
-    path = home()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise resource_error("make the folder", path, error) from error
-    return path
+        raise ResourceError(f"this user has no home folder ({error}): name a folder in SHOAL_HOME") from error

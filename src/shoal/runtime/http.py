@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import math
 import socket
@@ -367,6 +368,21 @@ class HttpConnection(asyncio.Protocol):
 @lru_cache(maxsize=1)
 def _date(now_s: int) -> str:
     return formatdate(now_s, usegmt=True)
+
+
+def client_of(address: str) -> str:
+    """The client of an address for limits; of IPv6 the /64 network, since a client has all addresses in it.
+
+    >>> client_of("::ffff:192.0.2.7"), client_of("2001:db8::1:2:3:4%eth0")
+    ('192.0.2.7', '2001:db8::/64')
+    """
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
 
 
 def bind(host: str, port: int, section: str, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:

@@ -2,7 +2,7 @@
 
     Origin, OriginSettings, Content      publish a version into a folder, atomically: tensors, a file, a folder
     run_origin                           serve that folder
-    run_relay, RelayConfig, RelaySettings  mirror an origin or another relay, verifying, and serve it on
+    run_relay, RelayConfig               mirror an origin or another relay, verifying, and serve it on
     Downloader, DownloadSettings, Payload, Progress   fetch a version from several sources
     Prefetch                             fetch every new version in the background
     SourceScores                         which source to ask next
@@ -33,14 +33,13 @@ for `/have/…`, which it does not know: clients ask, and do without):
 from shoal.protocol.codec import TensorView
 from shoal.shardcast.content import Content, digest_of
 from shoal.shardcast.download import Downloader, DownloadSettings, Prefetch, Progress
-from shoal.shardcast.limits import RelayConfig, RelaySettings
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.shardcast.payload import ChangedValues, Payload
-from shoal.shardcast.relay import run_relay
+from shoal.shardcast.relay import RelayConfig, run_relay
 from shoal.shardcast.scheduler import SourceScores
 from shoal.shardcast.server import run_origin
 
 __all__ = [
     "ChangedValues", "Content", "DownloadSettings", "Downloader", "Origin", "OriginSettings", "Payload", "Prefetch",
-    "Progress", "RelayConfig", "RelaySettings", "SourceScores", "TensorView", "digest_of", "run_origin", "run_relay",
+    "Progress", "RelayConfig", "SourceScores", "TensorView", "digest_of", "run_origin", "run_relay",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,6 +28,9 @@ MAX_ANSWER_HEAD_BYTES = 16 * 1024
 MAX_DRAINED_BYTES = 64 * 1024
 RECEIVE_BYTES = 1024 * 1024
 HASHED_BYTES = 256 * 1024
+# Eight chunks at a time over a slow link all arrive late; so a source begins with few, and gets as many as its link
+# bears at this rate each.
+FEW_ATTEMPTS, ATTEMPT_BYTES_S = 3, 128 * 1024
 
 Check = Callable[[int], str | None]
 
@@ -75,6 +78,24 @@ class Timeouts:
     stall_s: float = 15.0
     throttle: Throttle | None = None
     reach: Reach | None = None
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """`min_rate_bytes_s`: a source that is slower is left in the middle of a chunk."""
+
+    connections: int = 8
+    min_rate_bytes_s: float = 32 * 1024
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    @classmethod
+    def throttled(cls, rate_bytes_s: float | None, reach: Reach | None = None) -> PoolSettings:
+        """Settings for a limited rate: fewer connections, and no source is left because this side is slow."""
+        if rate_bytes_s is None:
+            return cls(timeouts=Timeouts(reach=reach))
+        connections = max(1, min(cls.connections, int(rate_bytes_s / ATTEMPT_BYTES_S)))
+        least = min(cls.min_rate_bytes_s, rate_bytes_s / connections / 4)
+        return cls(connections, least, Timeouts(throttle=Throttle(rate_bytes_s), reach=reach))
 
 
 class Answer(NamedTuple):

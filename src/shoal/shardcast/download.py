@@ -27,8 +27,7 @@ from shoal.runtime.files import write_atomically
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PartFiles, PayloadCache
-from shoal.shardcast.connection import Deadline
-from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.connection import Deadline, PoolSettings
 from shoal.shardcast.lookup import Lookup, Route, find_route
 from shoal.shardcast.manifest import read_head
 from shoal.shardcast.payload import Payload

@@ -26,8 +26,7 @@ from blake3 import blake3
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import Chunk, PolicyManifest
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
-from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.connection import Connection, Connections, Deadline, PoolSettings, Timeouts
 from shoal.shardcast.lookup import ABSENT, get_document
 from shoal.shardcast.scheduler import PAUSE, UNKNOWN_S, Attempt, Kind, MapRequest, Scheduler, SourceScores
 from shoal.shardcast.tree import chunk_key

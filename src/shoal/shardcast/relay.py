@@ -21,6 +21,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -30,9 +32,9 @@ from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
 from shoal.runtime.clock import Backoff
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Reach
 from shoal.shardcast import manifest as manifests
-from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
-from shoal.shardcast.limits import PoolSettings, RelayConfig
+from shoal.shardcast.connection import Address, Connection, Deadline, PoolSettings, Timeouts
 from shoal.shardcast.lookup import MANIFEST_S, get_document, get_head
 from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, read_head
 from shoal.shardcast.pool import ChunkPool
@@ -48,6 +50,29 @@ RETRY = Backoff(first_s=0.1, most_s=5.0)
 MAX_HEALTH_BYTES = 1024 * 1024
 
 
+@dataclass(frozen=True)
+class RelayConfig:
+    """`peers` are relays of the same level; the relay's own address among them is left out. The newest `keep_versions`
+    are kept, with `disk_budget_gb` fewer. `connections` fetch chunks at the same time; `connections_per_client` are
+    served to one address. `reach`: allowed addresses of upstreams, if a hub has named them. Long polls last
+    `long_poll_s`; an upstream without them is asked every `poll_s`."""
+
+    folder: Path
+    upstreams: tuple[str, ...]
+    run: str
+    trusted_key: str
+    host: str = "127.0.0.1"
+    port: int = 8472
+    peers: tuple[str, ...] = ()
+    keep_versions: int = 3
+    disk_budget_gb: float | None = None
+    connections: int = 4
+    connections_per_client: int | None = 256
+    reach: Reach | None = None
+    long_poll_s: float = 20.0
+    poll_s: float = 1.0
+
+
 def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
     """`on_ready` gets the URL as soon as the relay listens."""
     if not config.upstreams:
@@ -56,7 +81,7 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
         Address.parse(peer)
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):
         mirror, closing = Mirror(config), StopToken()
-        server = TreeServer(mirror, config.settings.connections_per_client)
+        server = TreeServer(mirror, config.connections_per_client)
         mirror.load()
         sources = dict.fromkeys((*config.upstreams, *config.peers))
         pollers = [HeadPoller(source, config, mirror, server.instance, closing) for source in sources]
@@ -188,7 +213,7 @@ class Mirror(Catalogue):
         super().__init__(config.folder)
         self._tree.prepare()
         self.scores = SourceScores(config.upstreams)
-        self._run, self._trusted_key, self._settings = config.run, config.trusted_key, config.settings
+        self._run, self._trusted_key, self._config = config.run, config.trusted_key, config
         self._upstreams, self._peers = config.upstreams, set[str]()  # peers whose identity is known
         self._lock = threading.RLock()
         # Replaced as a whole, so that the event loop can read them without the lock:
@@ -198,7 +223,7 @@ class Mirror(Catalogue):
         # Changed in place, read one element at a time:
         self._complete: set[str] = set()  # chunks that this process has verified
         self.head: BroadcastHead | None = None
-        pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
+        pool = PoolSettings(config.connections, timeouts=Timeouts(reach=config.reach))
         self.pool = ChunkPool(self.scores, self, pool)
 
     # For the server: without the lock, which is held while files are written, so that the event loop never waits for a
@@ -348,10 +373,10 @@ class Mirror(Catalogue):
         places = {place for place in map(parse_label, labels) if place is not None}
         whole = {place for place, inventory in self.inventories.items() if inventory.complete}
         candidates = places | whole if self.head is not None else self._manifests
-        before, settings = self._selection, self._settings
-        budget = None if settings.disk_budget_gb is None else int(settings.disk_budget_gb * 1e9)
+        before, config = self._selection, self._config
+        budget = None if config.disk_budget_gb is None else int(config.disk_budget_gb * 1e9)
         known = {place: self._manifests.get(place) for place in candidates}
-        self._selection = manifests.select_versions(known, settings.keep_versions, budget)
+        self._selection = manifests.select_versions(known, config.keep_versions, budget)
         if (problem := self._budget_problem(self._selection)) != self._budget_problem(before):
             log.warning("%s", problem or "the newest version fits into the disk budget again")
         gone = self._manifests.keys() - self._selection.wanted
@@ -383,5 +408,5 @@ class Mirror(Catalogue):
             return ""
         return (
             f"the newest version does not fit: it needs {selection.route_bytes / 1e9:.6g} GB of disk, and "
-            f"disk_budget_gb is {self._settings.disk_budget_gb:g}; raise it, or this relay can offer only a part"
+            f"disk_budget_gb is {self._config.disk_budget_gb:g}; raise it, or this relay can offer only a part"
         )

@@ -32,8 +32,7 @@ from typing import NamedTuple
 
 from shoal.protocol import Chunk, PolicyManifest
 from shoal.runtime.clock import Backoff
-from shoal.shardcast.connection import Address
-from shoal.shardcast.limits import ATTEMPT_BYTES_S, FEW_ATTEMPTS
+from shoal.shardcast.connection import ATTEMPT_BYTES_S, FEW_ATTEMPTS, Address
 from shoal.shardcast.manifest import Place, offered
 
 SMOOTHING = 0.3

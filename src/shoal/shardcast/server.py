@@ -35,9 +35,8 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from shoal.protocol import Chunk
-from shoal.runtime.http import BACKLOG, HttpConnection, HttpRequest, OpenConnections, Reply, bind
+from shoal.runtime.http import BACKLOG, HttpConnection, HttpRequest, OpenConnections, Reply, bind, client_of
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.limits import client_of
 from shoal.shardcast.manifest import MAX_WITNESS_BYTES, Place
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_label
 

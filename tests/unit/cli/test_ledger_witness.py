@@ -193,7 +193,7 @@ def test_file_that_ends_before_the_witness_row_fails(folder, forked, own_home, m
     record_another(folder, forked.parent / "before")
     fork, key = forked.parent / "fork.jsonl", key_of(forked)
     last = export_ledger(str(folder.path), fork) - 1
-    monkeypatch.setattr(witnessing, "download", lambda _url, _most: (forked / witness_key(key)).read_bytes())
+    monkeypatch.setattr(witnessing, "download", lambda *_: (forked / witness_key(key)).read_bytes())
     words = rf"signed row {last + 1}, the file ends at row {last}: it cannot be compared"
     with pytest.raises(LedgerError, match=words):
         check_ledger(str(fork), witnesses=[f"{key}@http://witness"])
@@ -278,7 +278,7 @@ def test_hub_that_grows_while_verified_not_rolled_back(folder: RunFolder, tmp_pa
         grow(folder, 0)
         assert main(["ledger", "witness", url, "--folder", str(where), "--once"]) == 0
         key = key_of(where)
-        monkeypatch.setattr(witnessing, "download", lambda _url, _most: (where / witness_key(key)).read_bytes())
+        monkeypatch.setattr(witnessing, "download", lambda *_: (where / witness_key(key)).read_bytes())
         checked = check_source(place, witnesses=[f"{key}@http://witness"])
     assert checked.last.kind == "batch"
 

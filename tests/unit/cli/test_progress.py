@@ -13,10 +13,12 @@ import pytest
 
 from kit import eventually
 from kit.cli import NODE, RecordingDisplay, at_step, process, report, status, verdict, wait, worker
-from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus
+from shoal.client import ClientOptions, HubClient
+from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus, SigningKey
 from shoal.run import progress as progress
 from shoal.run.launch import steps_in, summary
 from shoal.runtime.clock import ManualClock
+from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import Ending
 
 
@@ -155,8 +157,9 @@ def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
             raise given
         return given
 
-    http = httpx2.Client(transport=httpx2.MockTransport(answer_when_told))
-    with progress.StatusPoller("http://hub", http, every_s=0.001) as poller:
+    http, impatient = httpx2.Client(transport=httpx2.MockTransport(answer_when_told)), ClientOptions.of_a_person(0.0)
+    client = HubClient("http://hub", SigningKey.generate(), StopToken(), http=http, options=impatient)
+    with progress.StatusPoller(client, every_s=0.001) as poller:
         answers.put(answer(at_step(1)))
         assert taken(poller).step == 1
         assert poller.take() is None
@@ -175,7 +178,9 @@ def polling() -> bool:
 def test_a_hub_that_never_answers_holds_up_nobody() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as deaf,  # takes connections and never answers, like a halted hub
-        progress.StatusPoller(f"http://127.0.0.1:{deaf.getsockname()[1]}", every_s=0.001) as poller,
+        progress.StatusPoller(
+            HubClient.of_a_person(f"http://127.0.0.1:{deaf.getsockname()[1]}", 0.0, None), 0.001
+        ) as poller,
     ):
         reporter = progress.Reporter(poller, RecordingDisplay(), progress.Watchdog(600.0))
         began_s = time.monotonic()

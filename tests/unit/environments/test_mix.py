@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, dialogue_of, identity_of
 from shoal.environments.composed import budget_of
 from shoal.environments.generated import GeneratedEnvironment
-from shoal.environments.mix import MixedEnvironment, MixSchedule, Part, part_of, permute
+from shoal.environments.mix import MixedEnvironment, MixSchedule, Part, part_of
 from shoal.environments.protocol import DialogueRule, prompt_digest, require_scoring
 from shoal.environments.settings import LengthSettings
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.evaluation.plan import Leaks, find_leaks
+from shoal.protocol.permutation import permute
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=9)
 
@@ -42,9 +43,9 @@ def test_every_prefix_is_in_proportion(shares: list[float], positions: int) -> N
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 300), st.text(max_size=5))
-def test_a_permutation_meets_everything_once(size: int, key: str) -> None:
-    assert sorted(permute(position, size, key) for position in range(size)) == list(range(size))
+@given(st.integers(1, 300), st.text(max_size=5), st.integers(4, 6))
+def test_a_permutation_meets_everything_once(size: int, key: str, rounds: int) -> None:
+    assert sorted(permute(position, size, key, rounds) for position in range(size)) == list(range(size))
 
 
 class Fixed:

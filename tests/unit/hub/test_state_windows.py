@@ -5,11 +5,11 @@ from itertools import product
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kit.state import NOW_MS, lease, moment, node, nodes_in, policy, rules, unit
 from shoal.hub.state import nodes, pacing
-from shoal.hub.state.draws import permute, task_index, unit_seeds
+from shoal.hub.state.draws import task_index, unit_seeds
 from shoal.hub.state.pacing import Tempo
 from shoal.hub.state.rows import IllegalMove, NodeRow, RunProgress, UnitRow, UnitState
 from shoal.protocol import NodeState
@@ -132,11 +132,6 @@ class TestDraws:
         ]  # fmt: skip
         assert len({*seeds, *(other[0] for other in others)}) == 6
         assert unit_seeds(b"secret", "run", 1, 23)[2] != unit_seeds(b"secret", "run", 12, 3)[2]
-
-    @settings(max_examples=30, deadline=None)
-    @given(size=st.integers(1, 300), key=st.text(max_size=8))
-    def test_a_permutation_hits_everything_once(self, size: int, key: str) -> None:
-        assert sorted(permute(position, size, key) for position in range(size)) == list(range(size))
 
     def test_epochs_and_seeds_have_other_orders(self) -> None:
         orders = {

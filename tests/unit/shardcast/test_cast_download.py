@@ -22,7 +22,7 @@ from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, Prefetch, digest_of
 from shoal.shardcast.cache import PartFiles
-from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.connection import PoolSettings
 from shoal.shardcast.tree import chunk_key
 
 REF = PolicyRef(incarnation=0, version=1, digest="a" * 64)

@@ -13,8 +13,7 @@ from castsim import bits, manifest_of
 from kit import eventually
 from kit.cast import WITHIN_S, Handler, Lab, instead, reply, says
 from shoal.protocol import Chunk
-from shoal.shardcast.connection import Timeouts
-from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.connection import PoolSettings, Timeouts
 from shoal.shardcast.pool import ChunkPool
 from shoal.shardcast.scheduler import SourceScores
 

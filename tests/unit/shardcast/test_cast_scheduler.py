@@ -15,10 +15,9 @@ from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection
-from shoal.shardcast.limits import FEW_ATTEMPTS
 from shoal.shardcast.manifest import offered
 from shoal.shardcast.pool import fetch_map
-from shoal.shardcast.scheduler import MapRequest, Scheduler, SourceScores
+from shoal.shardcast.scheduler import FEW_ATTEMPTS, MapRequest, Scheduler, SourceScores
 
 A, B, ORIGIN = "http://a:1", "http://b:1", "http://origin:1"
 CHUNKS = chunks_of(40)

@@ -18,10 +18,10 @@ from kit.cast import Lab, Running, ask, asking, chunk_paths, dial, health
 from shoal.errors import ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime import http
+from shoal.runtime.http import client_of
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import run_origin
 from shoal.shardcast.connection import Throttle
-from shoal.shardcast.limits import client_of
 from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, held_s, run_server
 from shoal.shardcast.tree import chunk_key, have_key
 

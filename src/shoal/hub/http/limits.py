@@ -21,8 +21,7 @@ from shoal.hub.buckets import Buckets
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.hub.state.commands import Refusal
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.http import HttpRequest
-from shoal.shardcast.limits import client_of
+from shoal.runtime.http import HttpRequest, client_of
 
 T = TypeVar("T")
 

@@ -2,8 +2,7 @@
 
 Seeds are HMAC-SHA256 under the run's secret: nobody knows those of a unit before its lease, and a unit that is issued
 again has the same ones. Tasks follow a keyed permutation of the train split, another one in each epoch, so that every
-task occurs once per epoch. It is computed for one position at a time (a Feistel network over the next power of four,
-walked until it lands inside): no list of a million tasks is shuffled.
+task occurs once per epoch (`protocol.permutation`): no list of a million tasks is shuffled.
 
 Rows of tasks change only in the transaction that writes a batch: with `max_staleness` 0 the tasks of all units follow
 from the verdicts alone, in any order. Seed, data and rows are public: anyone can draw the tasks again.
@@ -19,8 +18,9 @@ from dataclasses import dataclass, replace
 from shoal.errors import EnvironmentSetupError
 from shoal.hub.state.commands import Command, alarm
 from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
+from shoal.protocol.permutation import permute
 
-FEISTEL_ROUNDS = 6
+ROUNDS = 6
 MOST_DRAWN = 64  # tasks that are drawn for a unit before it takes what there is
 RECENT = 0.5  # the weight of the newest group in the recent pass rate
 NO_TASK, EXHAUSTED = "tasks.unusable", "pools.exhausted"
@@ -45,7 +45,7 @@ def task_index(task_count: int, seed: int, unit: int) -> int:
     if task_count < 1:
         raise EnvironmentSetupError("the environment has no tasks in its train split: nothing can be generated")
     epoch, position = divmod(unit, task_count)
-    return permute(position, task_count, f"{seed}/{epoch}")
+    return permute(position, task_count, f"shoal/tasks/v1\n{seed}/{epoch}", ROUNDS)
 
 
 def candidates(task_count: int, seed: int, unit: int) -> Iterator[int]:
@@ -53,25 +53,12 @@ def candidates(task_count: int, seed: int, unit: int) -> Iterator[int]:
     yield task_index(task_count, seed, unit)
     epoch, position = divmod(unit, task_count)
     for attempt in range(1, MOST_DRAWN):
-        yield permute(position, task_count, f"{seed}/{epoch}/again/{attempt}")
+        yield permute(position, task_count, f"shoal/tasks/v1\n{seed}/{epoch}/again/{attempt}", ROUNDS)
 
 
 def share(seed: int, unit: int, attempt: int) -> float:
     """A public number in [0, 1) that decides whether a candidate is in the share of its pool that is taken."""
     return _fraction(hashlib.sha256(f"shoal/share/v1\n{seed}\n{unit}\n{attempt}".encode()).digest())
-
-
-def permute(position: int, size: int, key: str) -> int:
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask, value = (1 << half_bits) - 1, position
-    while True:  # leaves the range at most 3 times out of 4 on average: ends, because it is one cycle
-        left, right = value >> half_bits, value & mask
-        for turn in range(FEISTEL_ROUNDS):
-            digest = hashlib.sha256(f"shoal/tasks/v1\n{key}\n{turn}\n{right}".encode()).digest()
-            left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
-        value = (left << half_bits) | right
-        if value < size:
-            return value
 
 
 @dataclass(frozen=True)

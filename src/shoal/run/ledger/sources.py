@@ -18,12 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-import httpx2
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal import protocol
 from shoal.client import HubClient
-from shoal.client.http import REACH, open_http
 from shoal.errors import BroadcastError, ConfigError, LedgerError, LedgerForked, ProtocolError, ShoalError, UserError
 from shoal.hub.service.context import orders_of
 from shoal.hub.service.stories import evidence_of
@@ -32,9 +30,11 @@ from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
 from shoal.ledger.evidence import LedgerReader
 from shoal.run.folder import RunFolder, hub_address
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.exchange import limited, read_body
-from shoal.runtime.files import ensure_folder, home, make_home, write_atomically
-from shoal.runtime.targets import TargetRefused, check_url
+from shoal.runtime.files import ensure_folder, home, write_atomically
+from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Reach
+from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.lookup import get_document
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, MAX_WITNESS_BYTES, read_head, read_manifest
 from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label, witness_key
 
@@ -152,12 +152,9 @@ class HubLedger(LedgerSource):
     def _download(self, source: str, name: str, max_bytes: int) -> bytes | None:
         """None if a source does not have it, or does not answer (which is noted)."""
         try:
-            check_url(source)
-            return download(f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
-        except (httpx2.HTTPError, ProtocolError, TargetRefused) as error:
-            absent = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code == httpx2.codes.NOT_FOUND
-            if not absent or name == HEAD:
-                self.notes.append(f"{source}: {error}")
+            return download(source, name, max_bytes, self._run.reach)
+        except (BroadcastError, ConfigError) as error:
+            self.notes.append(str(error))
             return None
 
     def close(self) -> None:
@@ -176,13 +173,10 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.L
             after = entry.index
 
 
-def download(url: str, max_bytes: int, extensions: dict[str, object] | None = None) -> bytes:
-    with (
-        closing(open_http()) as http, limited(ASK_S),
-        http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer,
-    ):  # fmt: skip
-        answer.raise_for_status()
-        return read_body(answer, max_bytes)
+def download(source: str, name: str, max_bytes: int, reach: Reach | None = None) -> bytes | None:
+    """None if the source does not have it."""
+    with closing(Connection(source, StopToken(), Timeouts(ASK_S, ASK_S, reach=reach))) as connection:
+        return get_document(connection, name, max_bytes, Deadline(ASK_S))
 
 
 def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
@@ -396,7 +390,7 @@ def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocume
     statement = signed if signed is not None and signed.document.get("index") == head.index else None
     now_ms, place = SystemClock().now_ms(), kept_path(head.run)
     kept = KeptHead(run=head.run, root_key=root_key, index=head.index, hash=head.hash, seen_ms=now_ms, signed=statement)
-    make_home()
+    ensure_folder(home(), private=True)
     ensure_folder(place.parent)
     write_atomically(place, kept.model_dump_json(indent=2).encode() + b"\n")
 

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import httpx2
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal import protocol
 from shoal.client import HubClient
-from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
+from shoal.errors import BroadcastError, ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.run.folder import hub_address
 from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, download, save_proof, served_rows
@@ -133,9 +132,10 @@ def witness_pins(source: LedgerSource, witness: str, run: str, given: Sequence[P
     found += [statement.model_dump_json().encode() for statement in said if statement.signed_by == key]
     if url:
         try:
-            found.append(download(f"{url.rstrip('/')}/{witness_key(key)}", MAX_WITNESS_BYTES))
-        except (httpx2.HTTPError, ProtocolError) as error:
-            source.notes.append(f"{url}: {error}")
+            published = download(url, witness_key(key), MAX_WITNESS_BYTES)
+            found += [] if published is None else [published]
+        except (BroadcastError, ConfigError) as error:
+            source.notes.append(str(error))
     pins = []
     for data in found:
         try:

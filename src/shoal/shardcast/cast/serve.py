@@ -14,7 +14,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from shoal.protocol import BroadcastHead, SigningKey, load_or_create_key
 from shoal.protocol.policy import name_problem
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, RelaySettings, run_origin, run_relay
+from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, run_origin, run_relay
 from shoal.shardcast.cast import Sources, Terminal, megabytes, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
 from shoal.shardcast.lookup import Lookup
@@ -160,7 +160,8 @@ class RelayRequest:
     directory: Path
     host: str
     port: int
-    settings: Mapping[str, float | None]
+    keep_versions: int
+    disk_budget_gb: float | None
 
 
 def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
@@ -168,7 +169,7 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
     sources, peers = Sources.parse(request.upstreams), tuple(peer.partition("#")[0] for peer in request.peers)
     for peer in peers:
         Address.parse(peer)
-    settings, folder = RelaySettings.model_validate(request.settings), ensure_folder(request.directory)
+    folder = ensure_folder(request.directory)
     stop, run = begin(), None
     if (data := Tree(folder).read(HEAD)) is not None:
         try:
@@ -184,5 +185,6 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
                 run = lookup.newest(None, Deadline(ATTEMPT_S))[0].run
             except VersionNotFound as error:
                 log.warning("%s; still trying", error)
-    config = RelayConfig(folder, sources.urls, run, sources.key, request.host, request.port, settings, peers)
+    served = request.host, request.port, peers, request.keep_versions, request.disk_budget_gb
+    config = RelayConfig(folder, sources.urls, run, sources.key, *served)
     run_relay(config, stop, lambda url: say_commands(terminal, url, request.host, sources.key, run))
