@@ -25,9 +25,8 @@ from shoal.cli.main import main
 from shoal.client.http import open_http
 from shoal.errors import ResourceError
 from shoal.run import sandbox
-from shoal.runtime import forwarder as forwarding
+from shoal.run.sandbox import Forwarder
 from shoal.runtime import targets
-from shoal.runtime.forwarder import Forwarder
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach, TargetRefused, connect, nearness, socket_name, way_out
 
@@ -319,7 +318,7 @@ def test_named_hub_moved_to_loopback_has_no_way_out(forwarder: Forwarder, hub: H
 
 def test_long_and_many_names_do_not_exhaust_the_forwarder(forwarder: Forwarder, monkeypatch: Patch) -> None:
     resolving(monkeypatch, lambda _: "8.8.8.8")
-    monkeypatch.setattr(forwarding, "MAX_ENDPOINTS", 3)
+    monkeypatch.setattr(sandbox, "MAX_ENDPOINTS", 3)
     long = f"{'a' * 60}.{'b' * 60}.{'c' * 60}.example"
     impossible = [f"http://{'a' * 64}.example", "http://a..example"]
     forwarder.allow([], [*impossible, f"http://{long}", *(f"http://h{n}.example" for n in range(9))], PUBLIC_ONLY)

@@ -45,7 +45,7 @@ class HubClient:
         self.key = key
         self.on_receipt: Callable[[SignedDocument], None] | None = None  # gets every verified receipt as it was signed
         self._owns_http = http is None
-        hubs, http = Hubs([url] if isinstance(url, str) else url, clock), http or open_http()
+        hubs, http = Hubs([url] if isinstance(url, str) else url), http or open_http()
         self._transport = Transport(http, hubs, key, stop, clock, options, SharedState(root_fingerprint))
 
     @classmethod

@@ -52,8 +52,6 @@ HOUR_MS = 3_600_000
 MAX_CORRECTION_MS = 15 * HOUR_MS  # covers a clock that shows local time as UTC
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long
 REFRESH_S = 10.0  # limits how often unknown signatures cause a request for /run
-FIRST_REST_S = 5.0
-LONGEST_REST_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -103,21 +101,15 @@ class HubAddress:
     url: str
     named: bool = False  # by another hub, not by the user
     verified: bool = False  # it was seen to belong to the run
-    failures: int = 0
-    rests_until_s: float = 0.0
-
-    def answered(self) -> None:
-        self.failures, self.rests_until_s = 0, 0.0
 
 
 class Hubs:
-    """The addresses of the run's hubs. One that does not answer rests, twice as long after every failure in a row. The
-    next one that does not rest is asked, or the one whose rest ends first. Thread-safe."""
+    """The addresses of the run's hubs. The present one is asked until it fails, then the next. Thread-safe."""
 
-    def __init__(self, urls: Sequence[str], clock: Clock) -> None:
+    def __init__(self, urls: Sequence[str]) -> None:
         if not urls:
             raise errors.ConfigError("no hub was given: give the run's join URL")
-        self._clock, self._lock = clock, threading.Lock()
+        self._lock = threading.RLock()
         self._known = [HubAddress(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self.present = self._known[0]
 
@@ -137,33 +129,20 @@ class Hubs:
                     hub = known.get(url) or HubAddress(url, named=True)
                     self._known += [] if hub in self._known else [hub]
 
-    def failed(self, hub: HubAddress) -> bool:
-        """Note a failure. True if another hub can be asked at once; it is then the present one."""
+    def failed(self, hub: HubAddress) -> None:
+        """Ask the next one from now on, unless another thread has moved on already."""
         with self._lock:
-            hub.failures += 1
-            rest_s = min(FIRST_REST_S * 2 ** min(hub.failures - 1, 10), LONGEST_REST_S)
-            hub.rests_until_s = self._clock.monotonic_s() + rest_s
-            return self.present is not hub or self._move_on()
+            if self.present is hub:
+                self.present = self._known[(self._known.index(hub) + 1) % len(self._known)]
 
     def drop(self, hub: HubAddress) -> bool:
         """Never ask this hub again: it belongs to another run. False if it is the only one."""
         with self._lock:
             if self._known == [hub]:
                 return False
-            if self.present is hub:
-                self._move_on()
+            self.failed(hub)
             self._known = [each for each in self._known if each is not hub]
-            if self.present is hub:
-                self.present = self._known[0]
             return True
-
-    def _move_on(self) -> bool:
-        """Make the next hub that does not rest the present one; False if all rest."""
-        now_s, index = self._clock.monotonic_s(), self._known.index(self.present)
-        order = [*self._known[index + 1 :], *self._known[: index + 1]]
-        rested = [hub for hub in order if hub.rests_until_s <= now_s]
-        self.present = rested[0] if rested else min(order, key=lambda hub: hub.rests_until_s)
-        return bool(rested)
 
 
 class _Retry(Exception):
@@ -201,7 +180,7 @@ class Transport:
 
     def send(self, call: HubCall) -> bytes:
         """The body of a hub's answer; or `HubRefused`, `HubUnreachable`, `DeadlineExceeded` (told to stop)."""
-        began, attempt, warned = self.clock.monotonic_s(), 0, False
+        began, attempt, failures, warned = self.clock.monotonic_s(), 0, 0, False
         must_meet = call.run is not None or self.known.pinned is not None
         while True:
             hub = self.hubs.present
@@ -209,7 +188,6 @@ class Transport:
                 if call is not RUN and must_meet and not hub.verified:
                     self._meet(hub)
                 content = self._meet(hub) if call is RUN else self._exchange(call, hub)[0]
-                hub.answered()
                 if warned:
                     log.info("the hub at %s answers again, after %.0f s", hub.url, self.clock.monotonic_s() - began)
                 return content
@@ -220,10 +198,13 @@ class Transport:
                     raise HubUnreachable(f"{hub.url} {failure}; {advice}") from failure
                 tried_s = self.clock.monotonic_s() - began
                 pause = self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
-                if failure.elsewhere and self.hubs.failed(hub):
-                    other = self.hubs.present.url
-                    log.warning("the hub at %s does not answer (%s): asking %s", hub.url, failure, other)
-                    pause = 0.0
+                if failure.elsewhere:
+                    self.hubs.failed(hub)
+                    failures += 1
+                    if failures % len(urls):  # not all of them have failed
+                        other = self.hubs.present.url
+                        log.warning("the hub at %s does not answer (%s): asking %s", hub.url, failure, other)
+                        pause = 0.0
                 if tried_s + pause > self.options.patience_s:
                     who = f"the hub{'s' if len(urls) > 1 else ''} at {', '.join(urls)} ({call.method} {call.path})"
                     advice = "check the address, that the hub is running, and this machine's network"

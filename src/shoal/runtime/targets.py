@@ -303,7 +303,7 @@ def first_answer(found: list[str], port: int, timeout_s: float) -> socket.socket
 
 
 def way_out(host: str, port: int) -> Path | None:
-    """In a sandbox: the socket that leads to an address (`runtime.forwarder`), or a refusal. None outside."""
+    """In a sandbox: the socket that leads to an address (`run.sandbox`), or a refusal. None outside."""
     if not (folder := os.environ.get(SANDBOX)):
         return None
     path = Path(folder) / socket_name(host, port)

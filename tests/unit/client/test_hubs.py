@@ -10,62 +10,30 @@ import pytest
 from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, Network, ScriptedHub, answer, lease, refusal, run_info, signed
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.client.transport import FIRST_REST_S, LEAST_ATTEMPT_S, LONGEST_REST_S, Hubs
+from shoal.client.transport import LEAST_ATTEMPT_S, Hubs
 from shoal.client.trust import parse_join_urls, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, LeaseReply, LeaseRequest, Receipt, fingerprint, submission_digest
-from shoal.runtime.clock import Backoff, ManualClock
+from shoal.runtime.clock import Backoff
 from shoal.runtime.targets import Nearness, Reach
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
-def hubs_of(*urls: str) -> tuple[Hubs, ManualClock]:
-    clock = ManualClock()
-    return Hubs(urls, clock), clock
-
-
-def test_one_that_works_is_not_changed_and_a_failed_one_rests() -> None:
-    hubs, clock = hubs_of(A, B + "/", A)
+def test_the_present_hub_is_left_only_when_it_fails_and_by_one_thread() -> None:
+    hubs = Hubs([A, B + "/", A])
     assert hubs.urls == [A, B]
     first = hubs.present
-    assert first.url == A
-    assert hubs.failed(first)
-    second = hubs.present
-    clock.advance(10 * FIRST_REST_S)
-    assert hubs.present.url == B, "the present one is left only when it fails"
-    assert hubs.failed(second)
-    assert hubs.present is first, "it has rested long enough"
-    assert not hubs.failed(first), "both rest: somebody has to wait"
-    assert hubs.present is second, "the one that has rested longest is tried next"
-
-
-def test_a_rest_doubles_up_to_a_bound_and_is_forgotten_after_an_answer() -> None:
-    hubs, clock = hubs_of(A, B)
-    first, second = hubs._known
-    for _ in range(20):
-        hubs.failed(first)
-    hubs.failed(second)
-    clock.advance(LONGEST_REST_S - 1)
-    assert not hubs.failed(hubs.present)
-    clock.advance(2)
-    first.answered()
     hubs.failed(first)
-    clock.advance(FIRST_REST_S + 1)
-    hubs.failed(second)
+    assert hubs.present.url == B
+    hubs.failed(first)
+    assert hubs.present.url == B, "this thread's call was to the one that was left meanwhile"
+    hubs.failed(hubs.present)
     assert hubs.present is first
 
 
-def test_another_thread_that_has_moved_on_is_followed() -> None:
-    hubs, _ = hubs_of(A, B)
-    first = hubs.present
-    assert hubs.failed(first)
-    assert hubs.failed(first), "this thread's call was to the one that was left meanwhile"
-    assert hubs.present.url == B
-
-
 def test_named_addresses_come_behind_those_given_and_replace_those_named_before_but_for_the_present_one() -> None:
-    hubs, _ = hubs_of(A)
+    hubs = Hubs([A])
     hubs.named([B + "/", A, "ftp://x", "", B])
     assert hubs.urls == [A, B]
     for number in range(100):
@@ -79,12 +47,12 @@ def test_named_addresses_come_behind_those_given_and_replace_those_named_before_
 
 
 def test_the_last_address_is_not_dropped_and_no_address_at_all_is_said_to_be_so() -> None:
-    hubs, _ = hubs_of(A, B)
+    hubs = Hubs([A, B])
     assert hubs.drop(hubs.present)
     assert not hubs.drop(hubs.present)
     assert hubs.urls == [B]
     with pytest.raises(ConfigError, match="join URL"):
-        Hubs([], ManualClock())
+        Hubs([])
 
 
 def test_join_urls_of_one_run_are_put_together_and_of_two_refused() -> None:
