@@ -44,7 +44,7 @@ BODY_DEADLINE_S = 300.0  # enough for 16 MiB at 60 kB/s
 BODY_PAUSE_S, BODY_FLOOR_BYTES_S = 10.0, 4 * 1024  # a sender may be behind the floor by so much
 READ_CHECK_S, READ_FLOOR_BYTES_S = 20.0, 4 * 1024
 FILE_S, FILE_FLOOR_BYTES_S = 30.0, 32 * 1024  # a reader of a file may be behind the floor by so much
-LOOK_S = 0.25
+LOOK_S, STOP_CHECK_S = 0.25, 0.1
 BACKLOG, TAKEN_S, TRY_AGAIN_S = 512, 2.0, 0.2
 UNREAD_BYTES = 64 * 1024  # of a body that is not asked for yet
 log = logging.getLogger(__name__)
@@ -152,6 +152,26 @@ class OpenConnections:
     by_client: Counter[str] = field(default_factory=Counter)
     stopping: bool = False
     sent_bytes: int = 0  # of bodies
+
+    async def serve(
+        self, listener: socket.socket, ended: Callable[[], bool], on_ready: Callable[[], None],
+        on_end: Callable[[], None] = lambda: None, drain_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Until `ended()`; then answer what is in flight, for `drain_s` at most. `on_end` lets held requests go."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: HttpConnection(self), sock=listener, backlog=BACKLOG)
+        watching = asyncio.create_task(self.watch())
+        try:
+            on_ready()
+            while not (ended() or watching.done()):
+                await asyncio.sleep(STOP_CHECK_S)
+            if watching.done():
+                watching.result()
+        finally:
+            on_end()
+            server.close()
+            watching.cancel()
+            await self.drain(drain_s)
 
     async def watch(self) -> None:
         while True:

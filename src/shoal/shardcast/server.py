@@ -25,7 +25,6 @@ import math
 import os
 import secrets
 import socket
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -35,7 +34,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from shoal.protocol import Chunk
-from shoal.runtime.http import BACKLOG, HttpConnection, HttpRequest, OpenConnections, Reply, bind, client_of
+from shoal.runtime.http import HttpRequest, OpenConnections, Reply, bind, client_of
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.manifest import MAX_WITNESS_BYTES, Place
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_label
@@ -49,7 +48,6 @@ MAX_HAVE_WAIT_S = 20.0
 HAVE_PAUSE_S = 0.05  # chunks that arrive within this time are reported together
 HOLD_S = 8.0  # less than a client waits for the first byte, so that it gets a 503, not silence
 WATCH_HEAD_S = 0.05  # between two looks for a head of another process
-STOP_POLL_S = 0.1
 JSON, BYTES, TEXT = "application/json", "application/octet-stream", "text/plain; charset=utf-8"
 IMMUTABLE = {"cache-control": "public, max-age=31536000, immutable"}
 REPLACED, NO_STORE = {"cache-control": "no-cache"}, {"cache-control": "no-store"}
@@ -97,18 +95,13 @@ class Arrivals:
     before it notifies, so no arrival is missed."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the waiters
         self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
-        self._lock = threading.Lock()
-
-    def attach(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        with self._lock:
-            self._loop = loop
 
     def notify(self, *keys: str) -> None:
-        """From any thread. Before `attach` no request waits."""
+        """From any thread."""
         for key in filter(self._waiting.__contains__, keys):
-            with self._lock:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
                 if self._loop is not None:
                     self._loop.call_soon_threadsafe(self._wake, key)
 
@@ -118,7 +111,8 @@ class Arrivals:
     @contextlib.contextmanager
     def waiter(self, key: str) -> Iterator[asyncio.Future[None]]:
         """A future that `notify(key)` fulfils; make it before looking whether the name is there."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = self._loop.create_future()
         self._waiting[key].add(future)
         try:
             yield future
@@ -176,20 +170,11 @@ class TreeServer:
         self.instance = secrets.token_hex(8)
 
     async def serve(self, listener: socket.socket, ended: Callable[[], bool], on_ready: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: HttpConnection(self._connections), sock=listener, backlog=BACKLOG)
-        self._arrivals.attach(loop)
-        watching = [asyncio.create_task(each) for each in (self._connections.watch(), self._watch_head())]
+        looking = asyncio.create_task(self._watch_head())
         try:
-            on_ready()
-            while not ended():
-                await asyncio.sleep(STOP_POLL_S)
+            await self._connections.serve(listener, ended, on_ready)
         finally:
-            self._arrivals.attach(None)
-            server.close()
-            for task in watching:
-                task.cancel()
-            await self._connections.drain(0.0)
+            looking.cancel()
 
     async def _watch_head(self) -> None:
         """Notice a head that another process has replaced, while somebody waits for one."""

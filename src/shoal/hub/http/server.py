@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 
 from shoal.hub.http.app import App
 from shoal.hub.settings import HubConfig, HubSettings
-from shoal.runtime.http import BACKLOG, HttpConnection, OpenConnections, bind
+from shoal.runtime.http import OpenConnections, bind
 from shoal.runtime.limits import allow_files
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import local_url
 
-GRACE_S, STOP_CHECK_S = 4.0, 0.2
+GRACE_S = 4.0
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 LEAST_CONNECTIONS, CONNECTIONS = 40, 2.5  # of one address: at least so many, and for each request a second
 FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
@@ -39,25 +39,17 @@ async def _serve(
     app: App, settings: HubSettings, listener: socket.socket, stop: StopToken, on_ready: Callable[[str], None]
 ) -> None:
     """A client's address is the socket's; a header counts only where a trusted proxy has set it."""
-    loop, addresses = asyncio.get_running_loop(), app.edge.addresses
-    rate = settings.requests_per_address_s
+    addresses, rate = app.edge.addresses, settings.requests_per_address_s
     most = max(LEAST_CONNECTIONS, CONNECTIONS * rate) if rate else math.inf, allow_files() - FILES_KEPT
     client_of = lambda peer: "" if addresses.is_proxy(peer) else addresses.client(peer)  # noqa: E731
     connections = OpenConnections(app.answer, app.metrics.refused, client_of, *most)
     async with app.lifespan():
-        server = await loop.create_server(lambda: HttpConnection(connections), sock=listener, backlog=BACKLOG)
-        watching = asyncio.create_task(connections.watch())
-        try:
-            on_ready(local_url(settings.host, listener.getsockname()[1]))
-            while app.hub.context.failure is None and not stop.is_set() and not watching.done():
-                await asyncio.sleep(STOP_CHECK_S)
-            if watching.done():
-                watching.result()
-        finally:
-            app.hub.context.changes.close()
-            server.close()
-            watching.cancel()
-            await connections.drain(GRACE_S)
+        hub = app.hub.context
+        await connections.serve(
+            listener, ended=lambda: hub.failure is not None or stop.is_set(),
+            on_ready=lambda: on_ready(local_url(settings.host, listener.getsockname()[1])),
+            on_end=hub.changes.close, drain_s=GRACE_S,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
