@@ -2,7 +2,7 @@
 
     needs    installed_device, load: which build is installed here, and what to install instead
     engine   VllmEngine: `Engine` on vLLM's own scheduler, attention and key-value cache
-    rows     DrawnRow, GivenRow: a completion that is being drawn, or recomputed, and what there is of it
+    rows     VllmRow, GivenRow: a completion that is being drawn, or recomputed, and what there is of it
     hook     Hook: stands between vLLM's model and its sampler: seeds, states, forced tokens
     weights  places, plain_linear: where each weight of a policy lies in vLLM's packed parameters
     probe    check_model: one short generation against another engine's prefill, before any work is taken

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engines.vllm.rows import DrawnRow, GivenRow
+from shoal.engines.vllm.rows import GivenRow, VllmRow
 from shoal.sampling.sampler import sample
 from shoal.sampling.stream import uniforms_at
 
@@ -28,9 +28,9 @@ class Hook:
     each step begins with an empty list. States are kept where `keeps_states`."""
 
     def __init__(self, runner: Any) -> None:
-        self.drawn: dict[str, DrawnRow] = {}
+        self.drawn: dict[str, VllmRow] = {}
         self.given: dict[str, GivenRow] = {}
-        self.seen: list[DrawnRow] = []
+        self.seen: list[VllmRow] = []
         self.keeps_states = False
         self._runner = runner
         self._sample_tokens, self._vllm_sample = runner.sample_tokens, runner._sample
@@ -73,7 +73,7 @@ class Hook:
             tokens[place] = row.chosen
         return SamplerOutput(torch.tensor(tokens, dtype=torch.int32, device=logits_NV.device)[:, None], None)
 
-    def _choose(self, rows: list[DrawnRow], logits_NV: Tensor, states_NH: Tensor) -> None:
+    def _choose(self, rows: list[VllmRow], logits_NV: Tensor, states_NH: Tensor) -> None:
         if rows[0].greedy:
             tokens_N, logprobs_N = logits_NV.argmax(dim=1), torch.zeros(len(rows))
         else:

@@ -8,60 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Chunks, Completion, GenerationRequest, PrefillRequest
+from shoal.engines.protocol import PrefillRequest
+from shoal.engines.rows import DrawnRow
 from shoal.protocol import ProofParameters
 from shoal.toploc import commit, top_points
 
 
 @dataclass(eq=False)
-class DrawnRow:
-    """One completion. `states` are those of its open chunk, each a view of what the step of its token computed."""
+class VllmRow(DrawnRow):
+    """`states` are those of its open chunk, each a view of what the step of its token computed."""
 
-    request: GenerationRequest
-    seed: int
-    vocabulary: int
-    greedy: bool = False
-    line: Line = field(init=False)
-    logprobs: list[float] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
-    proofs: list[bytes] = field(default_factory=list)
-    chosen: int = 0
-    ended: bool = False
     name: str = ""  # vLLM's
-
-    def __post_init__(self) -> None:
-        self.line = Line.of(self.request, self.vocabulary)
 
     @property
     def position(self) -> int:
         """Of the next token, in the stream of its seed."""
-        return self.request.begun + len(self.line.tokens)
-
-    def choose(self, drawn: int, logprob: float) -> None:
-        """The next token, unless the environment says another one."""
-        forced = self.line.forced
-        self.chosen = drawn if forced is None else forced
-        self.logprobs.append(logprob if forced is None else 0.0)
-
-    def take(self) -> None:
-        """When the step is over: what was chosen is part of the completion, which may end it."""
-        self.ended = not self.line.take(self.chosen)
-
-    def chunks(self, rows: int) -> Chunks:
-        """Those that are finished."""
-        return Chunks(np.array(self.line.tokens[: rows * len(self.proofs)], dtype=np.int32), tuple(self.proofs))
-
-    def completion(self) -> Completion:
-        tokens, logprobs = np.array(self.line.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
-        return Completion(tokens, logprobs, self.line.finish, b"".join(self.proofs), tuple(self.line.given))
+        return self.request.begun + len(self.tokens)
 
 
-def prove(rows: Sequence[DrawnRow], proof: ProofParameters) -> list[DrawnRow]:
+def prove(rows: Sequence[VllmRow], proof: ProofParameters) -> list[VllmRow]:
     """The proofs of all chunks that are full, or the last of their completion; the rows that have new ones."""
     full = [row for row in rows if len(row.states) == proof.rows or (row.ended and row.states)]
     if full:
