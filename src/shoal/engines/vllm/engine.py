@@ -34,10 +34,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shoal.engines import memory
 from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest, checks_of
 from shoal.engines.rows import report
-from shoal.engines.vllm.hook import Hook
+from shoal.engines.vllm.hook import GivenRow, Hook, VllmRow, prove
 from shoal.engines.vllm.needs import load
 from shoal.engines.vllm.probe import check_model
-from shoal.engines.vllm.rows import GivenRow, VllmRow, prove
 from shoal.engines.vllm.weights import places, plain_linear
 from shoal.errors import ModelError, PolicyMismatch
 from shoal.models.load import read_model_config
