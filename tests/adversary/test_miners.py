@@ -19,8 +19,8 @@ from shoal import protocol
 from shoal.adversary import Cheat, CheatContext
 from shoal.adversary.base import EngineWrapper, rewriting, with_honest_proofs
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.engines.cache import GrowingLayer
 from shoal.engines.protocol import Groups
-from shoal.engines.rows import GrowingLayer
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.models.load import load_model

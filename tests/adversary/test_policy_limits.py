@@ -14,8 +14,8 @@ import torch
 from kit.cast import KEY, Lab
 from kit.forged import manifest_of, write_tree
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy
+from shoal.engines.cache import Rows
 from shoal.engines.memory import cached_token_bytes
-from shoal.engines.rows import Rows
 from shoal.engines.shelf import EngineShelf
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ManifestRefused, ModelError, ResourceError, ShoalError

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.engines import GenerationRequest, PrefillRequest, build, memory
+from shoal.engines.decoder import POOL_SHARE
 from shoal.engines.memory import free_bytes, is_out_of_memory, keep_to_share, release_memory
-from shoal.engines.paged import POOL_SHARE
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ResourceError
 from shoal.models.load import load_model

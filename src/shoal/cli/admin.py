@@ -66,6 +66,8 @@ def admin(
     }
     for line in special.get(order, lambda: [given.send()])():
         echo(visible(line))
+    if order == "pardon":
+        echo("a worker that ended because of it must be started again: shoal join, or stop and start shoal run")
 
 
 key = Typer(

@@ -1,8 +1,9 @@
 """Engines: generate and prefill behind one protocol. Importing this package does not import torch.
 
     protocol, registry    what an engine is; an engine by name from a model's files
-    torch                 any Hugging Face causal language model; rows, decoding: batches with a key-value cache;
-                          batching, paged, pages: continuous batching over pages, for GPUs
+    torch                 any Hugging Face causal language model; plain, cache: batches with a key-value cache;
+                          batching, decoder, page_cache: continuous batching over pages; cpu: the same on a processor
+    rows                  a completion that is being drawn, in every engine
     vllm                  vLLM in this process, for workers; a package, which imports vLLM only when asked for
     scripted              a toy model without torch, for tests of everything around an engine
     memory, shelf         how much is computed at once; engines by policy, a few kept loaded

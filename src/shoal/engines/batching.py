@@ -1,4 +1,4 @@
-"""Rows come and go while the others are decoded (continuous batching), for `paged`.
+"""Rows come and go while the others are decoded (continuous batching), by `decoder`.
 
     waiting rows ──free slots and pages──► admitted: the keys and values of a prompt are computed once for its group
     a window of steps ──► tokens to their rows, finished chunks to points; who has ended makes room for the next
@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.engines.decoding import Row
+from shoal.engines.decoder import WINDOW, PagedDecoder, PagePool, size_for
 from shoal.engines.guesses import Guessed, SeenTokens
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
-from shoal.engines.paged import WINDOW, PagedDecoder, PagePool, size_for
-from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest, checks_of
+from shoal.engines.protocol import GenerationRequest, checks_of
+from shoal.engines.rows import DrawnRow, report
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS
 from shoal.protocol import ProofParameters, SamplingParameters
@@ -57,13 +57,10 @@ class Prefix:
 class HeldRow:
     """A row in a slot, its own pages, and points of finished chunks that are not proofs yet."""
 
-    row: Row
-    request: GenerationRequest
+    row: DrawnRow
     prefix: Prefix
     pages: list[int]
-    drawn: int
     points: list[PointBatch] = field(default_factory=list)
-    ended: bool = False
     guessed: Guessed | None = None
 
 
@@ -72,18 +69,19 @@ class RowBatch:
     most so many tokens are computed at once."""
 
     def __init__(
-        self, decoder: PagedDecoder, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Row]],
-        proof: ProofParameters | None, greedy: bool = False, most_tokens: int = sys.maxsize,
+        self, decoder: PagedDecoder, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[DrawnRow]],
+        proof: ProofParameters | None, most_tokens: int = sys.maxsize,
     ) -> None:  # fmt: skip
-        self._decoder, self._proof, self._greedy = decoder, proof, greedy
+        self._decoder, self._proof = decoder, proof
         self._requests, self._groups = requests, groups
         self._prefill_tokens = min(decoder.prefill_tokens, most_tokens)
-        self._waiting = deque(row for group in groups for row in group if row.completion is None)
-        self._prefixes: dict[tuple[int, bytes], Prefix] = {}
+        self._waiting = deque(row for group in groups for row in group if not row.ended)
+        self._greedy = bool(self._waiting) and self._waiting[0].greedy
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
         for row in self._waiting:
             key = self._prefix_key(row)
             if key not in self._prefixes:
-                self._prefixes[key] = Prefix((*requests[row.group].prompt_ids, *row.tokens.tolist()))
+                self._prefixes[key] = Prefix((*row.request.prompt_ids, *row.tokens))
             self._prefixes[key].waiting += 1
         self._seen_tokens: dict[int, SeenTokens] = {}
         self._held: dict[int, HeldRow] = {}
@@ -91,10 +89,10 @@ class RowBatch:
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
 
     @staticmethod
-    def _prefix_key(row: Row) -> tuple[int, bytes]:
-        return row.group, row.tokens.tobytes()
+    def _prefix_key(row: DrawnRow) -> tuple[int, ...]:
+        return row.group, *row.tokens
 
-    def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
+    def draw(self, memory_bytes: int, most_rows: int) -> list[DrawnRow]:
         """Draw all rows within `memory_bytes`. Returns those for which it did not suffice, each with its whole
         chunks."""
         rows = min(len(self._waiting), most_rows)
@@ -106,7 +104,8 @@ class RowBatch:
                 self._free, checks = list(range(pool.cache.pages - 1, 0, -1)), checks_of(self._requests)
                 self._admit(pool)
                 while self._held:
-                    longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
+                    rows_held = [held.row for held in self._held.values()]
+                    longest = max(row.request.sampling.max_new_tokens - len(row.tokens) for row in rows_held)
                     steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
                     ended = -(-len(self._held) // ENDED_SHARE) if self._waiting else len(self._held)
                     size, guesses = size_for(max(self._held) + 1), self._guesses()
@@ -123,13 +122,9 @@ class RowBatch:
                 self._decoder.release()
                 raise
         self._report()
-        for row in (held.row for held in self._held.values()):
-            kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
-            row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
-            self._waiting.append(row)
-        left = list(self._waiting)
+        held = [held.row for held in self._held.values() if held.row.cut(self._proof)]
         self._decoder.release()
-        return left
+        return [*self._waiting, *held]
 
     def _guesses(self) -> dict[int, Guessed] | None:
         """Rows by their slots, where it is worth guessing what they say next."""
@@ -137,10 +132,10 @@ class RowBatch:
             return None
         for group in {held.row.group for held in self._held.values()} - self._seen_tokens.keys():
             prompt = self._requests[group].prompt_ids
-            self._seen_tokens[group] = SeenTokens(*((*prompt, *row.tokens.tolist()) for row in self._groups[group]))
+            self._seen_tokens[group] = SeenTokens(*((*prompt, *row.tokens) for row in self._groups[group]))
         for held in self._held.values():
             if held.guessed is None:
-                text = [*held.request.prompt_ids, *held.row.tokens.tolist()]
+                text = [*held.row.request.prompt_ids, *held.row.tokens]
                 held.guessed = Guessed(text, self._seen_tokens[held.row.group])
         return {slot: held.guessed for slot, held in self._held.items() if held.guessed is not None}
 
@@ -150,7 +145,7 @@ class RowBatch:
         found = list[Prefix]()
         while self._waiting and empty:
             row = self._waiting[0]
-            request, prefix = self._requests[row.group], self._prefixes[self._prefix_key(row)]
+            request, prefix = row.request, self._prefixes[self._prefix_key(row)]
             whole = (len(prefix.tokens) - 1) // pool.cache.page
             own = self._decoder.pages_for(len(request.prompt_ids) - 1 + request.sampling.max_new_tokens) - whole
             is_new = not prefix.rest
@@ -169,7 +164,7 @@ class RowBatch:
             prefix.slots.append(slot)
             prefix.users += 1
             prefix.waiting -= 1
-            self._held[slot] = HeldRow(row, request, prefix, pages, len(row.tokens))
+            self._held[slot] = HeldRow(row, prefix, pages)
         if found:
             self._prefill(pool, [prefix for prefix in found if self._held[prefix.slots[0]].pages[0] == prefix.rest])
             # what does not fill a page, to the first own page of every row that has just been admitted
@@ -210,18 +205,19 @@ class RowBatch:
 
     def _place(self, pool: PagePool, places: Sequence[int]) -> None:
         held, device = [self._held[slot] for slot in places], self._decoder.device
+        asked = [(each.row, each.row.request, each.row.request.sampling) for each in held]
         index = torch.tensor(places, device=device)
         columns: dict[str, list[Any]] = {
             "token": [each.prefix.tokens[-1] for each in held],
             "context": [len(each.prefix.tokens) - 1 for each in held],
-            "drawn": [each.drawn for each in held],
-            "limit": [each.request.sampling.max_new_tokens for each in held],
-            "eos": [each.request.sampling.eos_token_id for each in held],
-            "key_low": [each.row.seed & 0xFFFFFFFF for each in held],
-            "key_high": [each.row.seed >> 32 for each in held],
-            "begun": [each.request.begun for each in held],
+            "drawn": [len(row.tokens) for row, *_ in asked],
+            "limit": [sampling.max_new_tokens for *_, sampling in asked],
+            "eos": [sampling.eos_token_id for *_, sampling in asked],
+            "key_low": [row.seed & 0xFFFFFFFF for row, *_ in asked],
+            "key_high": [row.seed >> 32 for row, *_ in asked],
+            "begun": [request.begun for _, request, _ in asked],
             "alive": [True] * len(held),
-            "temperature": [each.request.sampling.temperature for each in held],
+            "temperature": [sampling.temperature for *_, sampling in asked],
         }
         for name, values in columns.items():
             column = getattr(pool.slots, name)
@@ -238,15 +234,16 @@ class RowBatch:
         tokens, logprobs = pool.tokens_SW.cpu().numpy(), pool.logprobs_SW.cpu().numpy()
         seen, gone, cuts = list(self._held.values()), list[int](), list[tuple[HeldRow, int, int, int]]()
         for slot, held in list(self._held.items()):
-            before, held.drawn, held.ended = held.drawn, drawn[slot], not alive[slot]
-            new = held.drawn - before
-            held.row.tokens = np.concatenate([held.row.tokens, tokens[slot, :new]])
-            held.row.logprobs = np.concatenate([held.row.logprobs, logprobs[slot, :new]])
+            row, before, now = held.row, len(held.row.tokens), drawn[slot]
+            row.line.tokens += tokens[slot, : now - before].tolist()
+            row.logprobs += logprobs[slot, : now - before].tolist()
             if proof is not None:
-                cuts += [(held, slot, n % 2, proof.rows) for n in range(before // proof.rows, held.drawn // proof.rows)]
-                if held.ended and held.drawn % proof.rows:
-                    cuts.append((held, slot, held.drawn // proof.rows % 2, held.drawn % proof.rows))
-            if held.ended:
+                cuts += [(held, slot, n % 2, proof.rows) for n in range(before // proof.rows, now // proof.rows)]
+                if not alive[slot] and now % proof.rows:
+                    cuts.append((held, slot, now // proof.rows % 2, now % proof.rows))
+            if not alive[slot]:
+                row.ended = True
+                row.line.finish = "eos" if row.tokens[-1] == row.request.sampling.eos_token_id else "length"
                 gone.append(slot)
                 del self._held[slot]
                 # free the pages of a row that has ended, but for what is needed by rows that wait or continue
@@ -295,26 +292,8 @@ class RowBatch:
                 held.row.proofs.append(made)
                 held.points = []
         chunked = {held.row.group for held, _ in pairs}
-        for row, request in ((held.row, held.request) for held in seen if held.ended):
-            if row.completion is None:
-                row.tokens, row.logprobs = row.tokens.astype(np.int32), row.logprobs.astype(np.float32)
-                finish: Finish = "eos" if row.tokens[-1] == request.sampling.eos_token_id else "length"
-                row.completion = Completion(row.tokens, row.logprobs, finish, b"".join(row.proofs))
         for group in dict.fromkeys(held.row.group for held in seen):
-            request, rows = self._requests[group], self._groups[group]
-            if request.on_tokens is not None:
-                request.on_tokens(sum(len(row.tokens) for row in rows))
-            if request.on_chunks is not None and group in chunked:
-                request.on_chunks(lambda rows=rows: self._chunks(rows))  # type: ignore[misc]
-
-    def _chunks(self, rows: Sequence[Row]) -> dict[int, Chunks]:
-        assert self._proof is not None
-        size = self._proof.rows
-        return {
-            row.seed: Chunks(row.tokens[: len(row.proofs) * size].astype(np.int32), tuple(row.proofs))
-            for row in rows
-            if row.proofs
-        }
+            report(self._groups[group], self._proof, group in chunked)
 
 
 def paged_decoder(model: Any, memory_bytes: int, kind: type[PagedDecoder] = PagedDecoder) -> PagedDecoder | None:
@@ -323,14 +302,15 @@ def paged_decoder(model: Any, memory_bytes: int, kind: type[PagedDecoder] = Page
         decoder = kind(model)
         prompt = tuple(7 * n % decoder.vocabulary for n in range(1, PROBE_PROMPT))
         sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_id=-1)
-        request, rows = GenerationRequest(prompt, (0, 1), sampling), [Row(0, 0), Row(0, 1)]
+        request = GenerationRequest(prompt, (0, 1), sampling)
+        rows = [DrawnRow(request, seed, decoder.vocabulary, greedy=True) for seed in request.seeds]
         proof = ProofParameters(topk=8, rows=2 * WINDOW)
-        RowBatch(decoder, [request], [rows], proof, greedy=True).draw(memory_bytes, len(rows))
+        RowBatch(decoder, [request], [rows], proof).draw(memory_bytes, len(rows))
         pool = decoder._pool
-        if pool is None or rows[1].completion is None:
+        if pool is None or not rows[1].ended:
             return None  # there is too little memory: nothing is known of the model
         kept_TH = pool.slots.hidden_SCH[1, :PROBE_TOKENS].float()
-        ids = torch.tensor([[*prompt, *rows[1].completion.token_ids.tolist()]], device=model.device)
+        ids = torch.tensor([[*prompt, *rows[1].tokens]], device=model.device)
         alone_TH = hidden_states(model, ids)[0, len(prompt) - 1 : -1].float()
         bound = PROBE_BOUND.get(model.dtype, USUAL_BOUND) * float(alone_TH.abs().mean())
         if float((kept_TH - alone_TH).abs().mean()) <= bound:

@@ -1,219 +1,81 @@
-"""The rows of a batch that is being decoded: which are still in it, and how each gets its next hidden state.
-
-What recurrent layers keep (a state, the last inputs of a convolution) does not always bear to be repeated, dropped or
-padded, so such a model is tried first, and refused if it does not agree with itself (`check_cache`). Some such layers
-forget their state where several tokens come at once (`follows_with_cache`).
-
-B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size.
-"""
+"""A completion that is being drawn, and what its caller hears of it: the same in every engine."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+import numpy as np
 
-from shoal.engines.memory import is_out_of_memory, kept_bytes
-from shoal.errors import ModelError
-from shoal.models.logprobs import hidden_states
-from shoal.models.packed import PROBE_ERRORS, PROBE_TOLERANCE
-
-log = logging.getLogger(__name__)
-
-_known: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
-ROOM_TOKENS = 16
-AT_ONCE = 5  # more than the convolutions of recurrent layers look back
+from shoal.engines.dialogue import Line
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest
+from shoal.protocol import ProofParameters
 
 
-@dataclass
-class Rows:
-    """The rows still in the batch: indices, states that next tokens are drawn from, positions, masks and cache."""
+@dataclass(eq=False)
+class DrawnRow:
+    """One completion: its tokens and who answers its turns (`line`), log-probabilities, and proofs of finished chunks.
+    `group` is the place of its request in the call; `chosen` the token that comes next."""
 
-    rows: Tensor
-    hidden: Tensor
-    position: Tensor
-    mask: Tensor
-    cache: Any
+    request: GenerationRequest
+    seed: int
+    vocabulary: int
+    group: int = 0
+    greedy: bool = False
+    line: Line = field(init=False)
+    logprobs: list[float] = field(default_factory=list)
+    proofs: list[bytes] = field(default_factory=list)
+    chosen: int = 0
+    ended: bool = False
 
-    @classmethod
-    def after(
-        cls, model: Any, prompts: Sequence[tuple[int, ...]], source_R: Tensor, max_tokens: int | None = None
-    ) -> Rows:
-        """Each prompt computed once, padded on the left; row r begins after prompt `source_R[r]`. Prompts of more than
-        `max_tokens` together are computed in pieces; layers with a state take no padded pieces."""
-        longest, device = max(map(len, prompts)), model.device
-        ids_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask_BL = torch.zeros(len(prompts), longest, dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            ids_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask_BL[row, longest - len(prompt) :] = True
-        ids_BL, mask_BL, source_R = ids_BL.to(device), mask_BL.to(device), source_R.to(device)
-        positions_BL = (mask_BL.long().cumsum(dim=1) - 1).clamp(min=0)
-        cache = DynamicCache(config=model.config)
-        cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        piece = longest if max_tokens is None else min(longest, max_tokens // len(prompts))
-        if piece < 1 or (piece < longest and _is_recurrent(model)):
-            raise MemoryError(f"{len(prompts)} prompts of up to {longest} tokens do not fit into memory")
-        for start in range(0, longest, piece):
-            columns = slice(start, start + piece)
-            output = model.base_model(
-                input_ids=ids_BL[:, columns], attention_mask=mask_BL[:, : start + piece],
-                position_ids=positions_BL[:, columns], past_key_values=cache, use_cache=True,
-            )  # fmt: skip
-        cache.reorder_cache(source_R)
-        rows, hidden = torch.arange(len(source_R), device=device), output.last_hidden_state[:, -1][source_R]
-        return cls(rows, hidden, positions_BL[source_R, -1], mask_BL[source_R], cache)
+    def __post_init__(self) -> None:
+        self.line = Line.of(self.request, self.vocabulary)
 
-    def select(self, kept: Tensor) -> None:
-        self.rows, self.hidden = self.rows[kept], self.hidden[kept]
-        self.position, self.mask = self.position[kept], self.mask[kept]
-        self.cache.reorder_cache(kept)
+    @property
+    def tokens(self) -> list[int]:
+        return self.line.tokens
 
-    def advance(self, model: Any, tokens_R: Tensor) -> None:
-        """Feed each row its own token; afterwards `hidden` is what the next token is drawn from."""
-        self.hidden = self.follow(model, tokens_R[:, None])[:, -1]
+    @property
+    def longest(self) -> int:
+        """How many tokens it has at most, its prompt included."""
+        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
-    def follow(self, model: Any, ids_RT: Tensor) -> Tensor:
-        """The states of tokens that come next in each row [R, T, H]."""
-        steps_T = torch.arange(1, ids_RT.shape[1] + 1, device=ids_RT.device)
-        positions_RT = self.position[:, None] + steps_T[None, :]
-        self.mask = torch.cat([self.mask, self.mask.new_ones(ids_RT.shape)], dim=1)
-        states_RTH: Tensor = model.base_model(
-            input_ids=ids_RT, attention_mask=self.mask, position_ids=positions_RT, past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state  # fmt: skip
-        self.position = positions_RT[:, -1]
-        return states_RTH
+    def choose(self, drawn: int, logprob: float) -> None:
+        """The next token, unless the environment says another one."""
+        forced = self.line.forced
+        self.chosen = drawn if forced is None else forced
+        self.logprobs.append(logprob if forced is None else 0.0)
 
+    def take(self) -> None:
+        """What was chosen is part of the completion, which may end it."""
+        self.ended = not self.line.take(self.chosen)
 
-def bytes_kept(model: Any) -> tuple[int, int, int]:
-    """Measured: what a model's cache takes for each token of a row, what for the row itself, and by how much the tensor
-    that grows fastest grows with each token (some models expand the cache at every step)."""
-    state = Rows.after(model, [(0,)], torch.tensor([0]))
-    kept, made = [], []
-    for _ in range(2):
-        with _Sizes() as sizes:
-            state.advance(model, torch.zeros(1, dtype=torch.long, device=model.device))
-        made.append(sizes.found)
-        kept.append(kept_bytes([vars(layer) for layer in state.cache.layers]))
-    each = max(0, kept[1] - kept[0])
-    return each, kept[0] - 2 * each, max(0, *(after - before for before, after in zip(*made, strict=False)))
-
-
-class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """The sizes of the memory behind what each operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.found.append(result.untyped_storage().nbytes())
-        return result
-
-
-def check_cache(model: Any) -> None:
-    """Raise `ModelError` unless a model computes rows with a cache, token by token, as it computes each one alone."""
-    if not _tried(model, at_once=1):
-        raise ModelError(
-            f"{type(model).__name__} cannot be decoded in batches: what its recurrent layers keep does not agree with "
-            "the whole sequence; choose another model"
-        )
-
-
-def follows_with_cache(model: Any) -> bool:
-    """The same for several tokens at once after what is in the cache. Rounding to 16 bits is as large as what a short
-    probe sees of a forgotten state, so there nobody is trusted with it."""
-    return not _is_recurrent(model) or (model.dtype in PROBE_TOLERANCE and _tried(model, at_once=AT_ONCE))
-
-
-def _tried(model: Any, at_once: int) -> bool:
-    """Attention does both. Models with other layers are tried once, in inference mode, with the weights that they
-    have."""
-    known = _known.setdefault(model, {})
-    if at_once not in known:
-        try:
-            known[at_once] = not _is_recurrent(model) or _agrees(model, at_once)
-        except PROBE_ERRORS as error:
-            if is_out_of_memory(error):  # says nothing about the model
-                raise
-            log.debug("%s is not computed with a cache: %s", type(model).__name__, error)
-            known[at_once] = False
-    return known[at_once]
-
-
-def _is_recurrent(model: Any) -> bool:
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    plain = all(kind.endswith("attention") and not kind.startswith("linear") for kind in kinds)
-    return bool(getattr(model, "_is_stateful", False)) or not plain
-
-
-def _agrees(model: Any, at_once: int) -> bool:
-    """Two prompts of unlike length, one of them continued twice, one row dropped, against the sequences alone."""
-    size = model.config.get_text_config().vocab_size
-    prompts = [tuple(number % size for number in range(3, 9)), tuple(number % size for number in range(20, 23))]
-    rows = Rows.after(model, prompts, torch.tensor([0, 1, 1]))
-    said = torch.arange(11, 11 + 3 * (1 + AT_ONCE), device=model.device).view(3, -1) % size
-    rows.advance(model, said[:, 0])
-    rows.select(torch.tensor([0, 2], device=model.device))
-    followed = [rows.follow(model, tokens) for tokens in said[[0, 2], 1:].split(at_once, dim=1)]
-    for states_TH, prompt, row in zip(torch.cat(followed, dim=1), prompts, (0, 2), strict=True):
-        alone = torch.tensor([[*prompt, *said[row].tolist()]], device=model.device)
-        alone_TH = hidden_states(model, alone)[0, -AT_ONCE:]  # all of them: what was forgotten shows in the first
-        bound = PROBE_TOLERANCE.get(alone_TH.dtype, 0.1) * float(alone_TH.abs().max())
-        if not float((states_TH - alone_TH).abs().max()) <= bound:
+    def cut(self, proof: ProofParameters | None) -> bool:
+        """Where memory has run out: keep whole chunks (without proofs, all), so that what was shown of it stays true.
+        Whether something is left to be drawn."""
+        kept = len(self.tokens) if proof is None else min(len(self.tokens), proof.rows * len(self.proofs))
+        if self.ended and kept == len(self.tokens):
             return False
-    return True
+        tokens, self.line, self.ended = self.tokens[:kept], Line.of(self.request, self.vocabulary), False
+        for token in tokens:
+            self.line.take(token)
+        self.logprobs = self.logprobs[:kept]
+        return True
+
+    def chunks(self, rows: int) -> Chunks:
+        """Those that are finished."""
+        return Chunks(np.array(self.tokens[: rows * len(self.proofs)], dtype=np.int32), tuple(self.proofs))
+
+    def completion(self) -> Completion:
+        tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
+        return Completion(tokens, logprobs, self.line.finish, b"".join(self.proofs), tuple(self.line.given))
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # the library is untyped
-    """Keys and values [rows, heads, tokens, size], views of the filled part of two buffers that have room for more: the
-    library's own layer copies all that was decoded so far at every token."""
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self._buffers = (key_states[..., :0, :], value_states[..., :0, :])
-        self.keys, self.values = self._buffers
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_arguments: Any, **_options: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        used = self.keys.shape[-2]
-        end = used + key_states.shape[-2]
-        if end > self._buffers[0].shape[-2]:
-            self._move(self.keys, self.values, capacity=end + max(ROOM_TOKENS, used))
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[..., used:end, :] = states
-        self._show(end)
-        return self.keys, self.values
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Only these rows, in this order; a row may come several times."""
-        capacity = self._buffers[0].shape[-2]
-        self._move(self.keys[beam_idx], self.values[beam_idx], capacity)
-
-    def _move(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        """New buffers of that capacity, holding these keys and values."""
-        used = keys.shape[-2]
-        buffers = []
-        for filled in (keys, values):
-            buffer = filled.new_empty((*filled.shape[:-2], capacity, filled.shape[-1]))
-            buffer[..., :used, :] = filled
-            buffers.append(buffer)
-        self._buffers = (buffers[0], buffers[1])
-        self._show(used)
-
-    def _show(self, used: int) -> None:
-        self.keys, self.values = (buffer[..., :used, :] for buffer in self._buffers)
+def report(group: Sequence[DrawnRow], proof: ProofParameters | None, has_proved: bool, counts: bool = True) -> None:
+    """Tell the caller how far a group is, if this `counts`, and of its chunks, if some were finished."""
+    request = group[0].request
+    if counts and request.on_tokens is not None and (tokens := sum(len(row.tokens) for row in group)):
+        request.on_tokens(tokens)
+    if proof is not None and has_proved and request.on_chunks is not None:
+        size = proof.rows
+        request.on_chunks(lambda: {row.seed: row.chunks(size) for row in group if row.proofs})

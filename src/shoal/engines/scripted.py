@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from shoal.engines.dialogue import Line
 from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
+from shoal.engines.rows import DrawnRow
 from shoal.errors import PolicyMismatch
 from shoal.models.folder import read_config
 from shoal.protocol import PolicyRef, ProofParameters, TensorView
@@ -85,24 +85,24 @@ class ScriptedEngine:
     def _complete(
         self, request: GenerationRequest, seed: int, proof: ProofParameters | None, finished: dict[int, Chunks]
     ) -> Completion:
-        sampling = request.sampling
-        stream_T = uniforms(seed, request.begun, sampling.max_new_tokens)
-        line = Line.of(request, self.vocabulary_size)
-        logprobs, states, continues = list[float](), list[npt.NDArray[np.float32]](), True
-        while continues:
-            position, forced = len(line.tokens), line.forced
-            logits_V, hidden_H = self._step([*request.prompt_ids, *line.tokens])
-            tokens, logprob = sample(logits_V[None], stream_T[position : position + 1], sampling.temperature)
+        stream_T, states = (
+            uniforms(seed, request.begun, request.sampling.max_new_tokens),
+            list[npt.NDArray[np.float32]](),
+        )
+        row = DrawnRow(request, seed, self.vocabulary_size)
+        while not row.ended:
+            position = len(row.tokens)
+            logits_V, hidden_H = self._step([*request.prompt_ids, *row.tokens])
+            tokens, logprob = sample(logits_V[None], stream_T[position : position + 1], request.sampling.temperature)
             states.append(hidden_H)
-            logprobs.append(float(logprob[0]) if forced is None else 0.0)
-            continues = line.take(int(tokens[0]) if forced is None else forced)
-            if proof is not None and request.on_chunks is not None and (len(states) % proof.rows == 0 or not continues):
-                proofs = tuple(commit(_points(states, proof)))
-                finished[seed] = Chunks(np.array(line.tokens, dtype=np.int32), proofs)
-                request.on_chunks(partial(dict, finished))
-        tokens_T, logprobs_T = np.array(line.tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32)
-        made = b"".join(commit(_points(states, proof))) if proof is not None else b""
-        return Completion(tokens_T, logprobs_T, line.finish, made, tuple(line.given))
+            row.choose(int(tokens[0]), float(logprob[0]))
+            row.take()
+            if proof is not None and (row.ended or (request.on_chunks and len(states) % proof.rows == 0)):
+                row.proofs = commit(_points(states, proof))
+                finished[seed] = row.chunks(proof.rows)
+                if request.on_chunks is not None:
+                    request.on_chunks(partial(dict, finished))
+        return row.completion()
 
     def _prefill(self, request: PrefillRequest, proof: ProofParameters | None) -> Prefill:
         sequence = [*request.prompt_ids, *(int(token) for token in request.token_ids)]

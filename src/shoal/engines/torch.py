@@ -5,7 +5,7 @@
             cache and state repeated once per seed        (a group's prompt is computed once)
             loop: head in float32 → inverse CDF at u[t] → finished rows leave the batch → one forward per token
                   rows to which the environment speaks take its tokens instead of drawn ones (`dialogue`)
-                  the hidden states of every `rows` steps are folded into points (`decoding`)
+                  the hidden states of every `rows` steps are folded into proofs (`plain`)
 
 A batch for which memory does not suffice is halved: finished rows are kept, the others are continued from their last
 whole chunk. The limit is remembered; a group is split over batches where it must be, down to one row.
@@ -22,7 +22,6 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -32,13 +31,13 @@ from torch import Tensor
 
 from shoal.engines import memory
 from shoal.engines.batching import RowBatch, paged_decoder
+from shoal.engines.cache import Rows, bytes_kept, check_cache, follows_with_cache
 from shoal.engines.cpu.decoder import CpuDecoder
-from shoal.engines.decoding import Decoding, GenerationCall, Row, choose_tiled
-from shoal.engines.dialogue import Line
+from shoal.engines.decoder import POOL_SHARE, PagedDecoder
 from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory
-from shoal.engines.paged import POOL_SHARE, PagedDecoder
+from shoal.engines.plain import PlainBatch
 from shoal.engines.protocol import PLAIN, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
-from shoal.engines.rows import Rows, bytes_kept, check_cache, follows_with_cache
+from shoal.engines.rows import DrawnRow
 from shoal.errors import ModelError, PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
@@ -50,7 +49,6 @@ from shoal.toploc import PointBatch, top_points
 
 log = logging.getLogger(__name__)
 
-COMPACT_BELOW = 0.8
 TILE_ELEMENTS = 2**23
 TILE_ELEMENTS_GPU = 2**28  # a GPU wants few, large tiles: a gigabyte of float32 each
 SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which on they are computed only once
@@ -148,7 +146,7 @@ class TorchEngine:
         self._loaded, self.policy = True, ref
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        return self._drawn(GenerationCall.of(requests, proof))
+        return self._drawn(requests, proof)
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
@@ -170,7 +168,7 @@ class TorchEngine:
             temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
         )
         requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
-        return [group[0].token_ids for group in self._drawn(GenerationCall.of(requests, None, greedy=True))]
+        return [group[0].token_ids for group in self._drawn(requests, None, greedy=True)]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -237,49 +235,60 @@ class TorchEngine:
         computed = memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
         return max(1, self._usable // (computed + memory.scores_bytes(config) * longest))
 
-    def _drawn(self, drawing: GenerationCall) -> Groups:
+    def _drawn(
+        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False
+    ) -> Groups:
         self._measure_cache()
         self._measure_room()
+        groups = [
+            [DrawnRow(request, seed, self.vocabulary_size, group, greedy) for seed in request.seeds]
+            for group, request in enumerate(requests)
+        ]
         with self._inference():
-            left = [row for group in drawing.groups for row in group]
-            tokens = max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
-            at_once, prompts = self._computable(tokens), [request.prompt_ids for request in drawing.requests]
-            pages = None if any(request.respond for request in drawing.requests) else self._paged()
+            left = [row for group in groups for row in group]
+            tokens = max((row.longest for row in left), default=1)
+            at_once, prompts = self._computable(tokens), [request.prompt_ids for request in requests]
+            pages = None if any(request.respond for request in requests) else self._paged()
             if pages is not None and left:
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
                 if max(map(len, prompts)) > at_once:
                     pages = None  # the plain path computes a prompt in pieces
             most = min(self._max_rows, at_once)
             while pages is not None and left and (most := min(most, self._paged_tokens // tokens)):
-                batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy, at_once)
-                left = batch.draw(self._usable + pages.held_bytes, most)
+                left = RowBatch(pages, requests, groups, proof, at_once).draw(self._usable + pages.held_bytes, most)
                 if left:
                     most = min(most, len(left)) // 2
                     self._paged_tokens = most * tokens or self._paged_tokens  # what does not fit is remembered
                     log.warning("memory did not suffice for all rows at once: trying %d", most)
             for begun in sorted({len(row.tokens) for row in left}):
-                for rows in self._batches(drawing, begun):
-                    self._draw(drawing, rows)
-        return [[row.completion for row in group if row.completion is not None] for group in drawing.groups]
+                for rows in self._batches([row for row in left if len(row.tokens) == begun]):
+                    waiting = [rows]  # where memory runs out, half as many at once, from what was kept of them
+                    while waiting:
+                        rows = waiting.pop()
+                        size = self._fitting_rows(max(row.longest for row in rows))
+                        left_over = self._try_draw(rows[:size], groups, proof)
+                        waiting += [part for part in (rows[size:], left_over) if part]
+        return [[row.completion() for row in group] for group in groups]
 
-    def _batches(self, drawing: GenerationCall, begun: int) -> Iterator[list[Row]]:
-        """Rows of which there are `begun` tokens, and that can be decoded together: equal sampling, similar length, as
-        many as fit. Groups stay whole if they fit; each next batch goes by what the last one showed."""
-        requests = drawing.requests
-        order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].sampling), len(requests[i].prompt_ids)))
-        batch: list[Row] = []
-        for index in order:
-            request = requests[index]
-            rows = [row for row in drawing.groups[index] if row.completion is None and len(row.tokens) == begun]
-            fitting = self._fitting_rows(drawing.tokens_each(index))
-            if batch and (len(batch) + len(rows) > fitting or request.sampling != requests[batch[0].group].sampling):
+    def _batches(self, rows: Sequence[DrawnRow]) -> Iterator[list[DrawnRow]]:
+        """Rows that can be decoded together: equal sampling, similar length, as many as fit. Groups stay whole if they
+        fit; each next batch goes by what the last one showed."""
+        groups: dict[int, list[DrawnRow]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(row)
+        asked = {group: own[0].request for group, own in groups.items()}
+        batch: list[DrawnRow] = []
+        for index in sorted(groups, key=lambda i: (repr(asked[i].sampling), len(asked[i].prompt_ids))):
+            own = groups[index]
+            fitting = self._fitting_rows(own[0].longest)
+            if batch and (len(batch) + len(own) > fitting or asked[index].sampling != batch[0].request.sampling):
                 yield batch
                 batch = []
-            while len(rows) > (fitting := self._fitting_rows(drawing.tokens_each(index))):
-                size = -(-len(rows) // -(-len(rows) // fitting))
-                yield rows[:size]
-                rows = rows[size:]
-            batch = batch + rows
+            while len(own) > (fitting := self._fitting_rows(own[0].longest)):
+                size = -(-len(own) // -(-len(own) // fitting))
+                yield own[:size]
+                own = own[size:]
+            batch = batch + own
         if batch:
             yield batch
 
@@ -287,34 +296,23 @@ class TorchEngine:
         own = self._kept[1] // self._token_bytes() if self._kept else 0
         return max(1, min(self._max_rows, self._room.tokens // (tokens_each + own), self._computable(tokens_each)))
 
-    def _draw(self, drawing: GenerationCall, batch: list[Row]) -> None:
-        """Draw the rows of a batch; where memory runs out, half as many at once, from what was kept of them."""
-        waiting = [batch]
-        while waiting:
-            rows = waiting.pop()
-            size = self._fitting_rows(max(drawing.tokens_each(row.group) for row in rows))
-            left = self._try_draw(drawing, rows[:size])
-            waiting += [part for part in (rows[size:], left) if part]
-
-    def _try_draw(self, drawing: GenerationCall, batch: list[Row]) -> list[Row]:
+    def _try_draw(
+        self, batch: list[DrawnRow], groups: Sequence[Sequence[DrawnRow]], proof: ProofParameters | None
+    ) -> list[DrawnRow]:
         """Draw the rows of a batch; returns those for which memory did not suffice."""
-        sampling = drawing.requests[batch[0].group].sampling
-        line_of = partial(self._line, drawing)
-        decoding = Decoding(batch, sampling.max_new_tokens, sampling.eos_token_id, drawing.proof, line_of)
-        size = len(batch) * max(drawing.tokens_each(row.group) for row in batch)
+        size = len(batch) * max(row.longest for row in batch)
         try:
-            self._decode(drawing, decoding)
-            decoding.finish()
+            self._decode(batch, PlainBatch(batch, groups, proof))
             self._room.fitted(size)
             return []
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
         release_memory()  # only now: the error's traceback held the tensors
-        left = decoding.salvage()
+        left = [row for row in batch if row.cut(proof)]
         if len(batch) == 1 and left:
-            longest, limit = len(drawing.requests[batch[0].group].prompt_ids), decoding.max_new_tokens
-            short = f"does not fit into the memory that is free for {self.kind}"
+            asked, short = batch[0].request, f"does not fit into the memory that is free for {self.kind}"
+            limit, longest = asked.sampling.max_new_tokens, len(asked.prompt_ids)
             raise ResourceError(f"one completion of up to {limit} tokens, after a prompt of {longest}, {short}")
         self._room.failed(size)
         log.warning(
@@ -323,37 +321,20 @@ class TorchEngine:
         )  # fmt: skip
         return left
 
-    def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
-        request = drawing.requests[row.group]
-        return None if request.respond is None else Line.of(request, self.vocabulary_size)
-
-    def _decode(self, drawing: GenerationCall, decoding: Decoding) -> None:
+    def _decode(self, rows: Sequence[DrawnRow], batch: PlainBatch) -> None:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
-        choose, watch = drawing.choice(decoding, self._model.device), drawing.watch(decoding)
-        rows = decoding.rows
-        groups = list(dict.fromkeys(row.group for row in rows))
-        prompts = [drawing.requests[group].prompt_ids for group in groups]
+        asked = {row.group: row.request.prompt_ids for row in rows}
+        prompts, place = list(asked.values()), {group: index for index, group in enumerate(asked)}
         self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-        longest = max(drawing.tokens_each(row.group) for row in rows)
         check_cache(self._model)
-        place = {group: index for index, group in enumerate(groups)}
-        most = self._computable(longest)
+        most = self._computable(max(row.longest for row in rows))
         state = Rows.after(self._model, prompts, torch.tensor([place[row.group] for row in rows]), most)
-        kept_RT = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64)).to(self._model.device)
+        kept_RT = torch.tensor([row.tokens for row in rows], dtype=torch.long, device=self._model.device)
         at_once = max(1, min(CATCH_UP, most // len(rows))) if follows_with_cache(self._model) else 1
         for ids_RT in torch.split(kept_RT, at_once, dim=1) if kept_RT.numel() else ():
             state.hidden = state.follow(self._model, ids_RT)[:, -1]
         head = Head.of(self._model)
-        while True:
-            drawn = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
-            tokens_R, logprobs_R = decoding.forced(state, *drawn)
-            keep_R = decoding.record(state, tokens_R, logprobs_R)
-            watch()
-            if keep_R is None:
-                return
-            if int(keep_R.sum()) < COMPACT_BELOW * len(keep_R):
-                state.select(keep_R.nonzero()[:, 0])
-                tokens_R = tokens_R[keep_R]
+        while (tokens_R := batch.step(head, state, self._tile_elements())) is not None:
             state.advance(self._model, tokens_R)
 
     def _try_prefill(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill] | None:

@@ -220,6 +220,7 @@ LONGEST_BARE = 300
 KINDS = ("question_type", "problem_type", "ability")
 """Columns with the kind of a row, in NuminaMath and Eurus-2-RL-Data."""
 AIME_LARGEST = 999
+MISSING = frozenset({"n/a", "na", "none", "null", "nan", "?", "-", "unknown"})
 
 
 def columns_format(columns: Names, wanted: DatasetOptions) -> Format:
@@ -248,6 +249,8 @@ def _answer(column: str, grader: str, row: Row) -> str:
     if isinstance(value, list) and mathematics:
         return json.dumps({"answers": value})
     text = answer_text(value, column)
+    if mathematics and text.strip().lower() in MISSING:
+        raise UnusableTask(f"{column} is {text.strip()!r}, which says that there is no answer")
     if not mathematics or column.lower() not in ("answer", "solution"):
         return text
     if any(mark in text for mark in WORKED):

@@ -8,6 +8,7 @@ what a run would get of that. Needs torch.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -59,7 +60,8 @@ class RunShare:
 @dataclass(frozen=True)
 class Benchmark:
     """Tokens a second, the best of `rounds`. `worker`: generated with proofs, which is what a worker does; `prefill`:
-    completions recomputed with all that a validator compares. `transformers` is None where it cannot compute this."""
+    completions recomputed with all that a validator compares. `transformers` is None where it cannot compute this.
+    `busy_cores`: how many other programs kept busy when it began."""
 
     kind: str
     parameters: int
@@ -72,6 +74,7 @@ class Benchmark:
     prefill: float
     transformers: float | None
     verified_tokens_per_hour: int
+    busy_cores: float
     run: RunShare | None
 
     def lines(self) -> Iterator[str]:
@@ -85,6 +88,8 @@ class Benchmark:
         theirs = "  cannot compute it" if self.transformers is None else f"{self.transformers:10,.0f}"
         yield f"  {TRANSFORMERS}  {theirs}"
         yield f"a run that always has work for it gets {self.verified_tokens_per_hour:,} verified tokens an hour of it"
+        if self.busy_cores > 0.5:
+            yield f"other programs kept {self.busy_cores:.1f} cores busy when this began: a quiet machine does more"
         if self.run is not None:
             seen = f"run {self.run.run} verified {self.run.tokens_s:,.0f} tokens/s in the last {self.run.seconds:.0f} s"
             yield f"{seen}: this machine would do {self.run.share:.0%} of its work"
@@ -206,6 +211,7 @@ def run_bench(options: TrialOptions, stop: StopToken, report: Report) -> Benchma
 
     device, dtype, tokens, proof, before = options.device, options.dtype, options.tokens, ProofParameters(), None
     report(0, int(BUDGET_S), "loading")
+    busy_cores = os.getloadavg()[0]
     if options.url is not None:
         files, tensors, info = policy_of_run(options.url, stop)
         device, dtype = choose(options.engine, device, dtype, info.profiles)
@@ -227,7 +233,8 @@ def run_bench(options: TrialOptions, stop: StopToken, report: Report) -> Benchma
         kind=engine.kind, parameters=sum(parameter.numel() for parameter in plain.model.parameters()), rows=size.rows,
         prompt_tokens=size.prompt_tokens, new_tokens=size.new_tokens, rounds=bench.rounds, generate=best["generate"],
         worker=best["worker"], prefill=best["prefill"], transformers=best.get("transformers"),
-        verified_tokens_per_hour=int(3600 * best["worker"]), run=share_of(before, after, best["worker"]),
+        verified_tokens_per_hour=int(3600 * best["worker"]), busy_cores=busy_cores,
+        run=share_of(before, after, best["worker"]),
     )  # fmt: skip
 
 

@@ -129,8 +129,12 @@ def meet_hub(
     workers that it takes."""
     from shoal.run.doctor import examine_worker
 
-    with closing(HubClient.of_a_person(urls, request.wait_s, pinned_root(urls, pinned), stop)) as client:
+    known = pinned_root(urls, pinned)
+    with closing(HubClient.of_a_person(urls, request.wait_s, known, stop)) as client:
         trusted = client.trusted_run()  # fails before anything is written here
+        if known is None:
+            first = "the URL has no root key, so the first answer is trusted: root key %s; does the run's owner agree?"
+            log.warning(first, trusted.root_fingerprint)
         remember_root(client.url, trusted.root_fingerprint)
         folder = request.folder or run_home(trusted.run) / "worker"
         findings = examine_worker(client, folder) if request.check else []

@@ -365,9 +365,7 @@ def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGrou
     settings = config.settings
     loaded = starting_model(config.model, settings, device=None if ranks is None else "cpu")
     learner = new_learner(loaded.model, settings) if ranks is None else lead_ranks(loaded, settings, ranks)
-    tiny = sum(weight.nbytes for weight in loaded.model.parameters()) < 2**20  # versions follow within a second
-    least = 32 if tiny else OriginSettings().keep_versions  # held-out tasks take validators longer than that
-    kept = OriginSettings(keep_versions=max(least, info.max_staleness + 2))
+    kept = OriginSettings(keep_versions=max(OriginSettings().keep_versions, info.max_staleness + 2))
     shown = {**settings.model_dump(mode="json"), "model": Path(config.model).name, "seed": config.seed}
     return TrainingParts(
         folder=config.folder, hub=hub, origin=Origin(config.origin_folder, info.run, config.key, settings=kept),

@@ -163,8 +163,12 @@ def test_choices_of_the_doctor_that_exclude_each_other_are_refused(capsys, optio
 
 def test_model_unknown_to_transformers_is_reported() -> None:
     numbers = {"generate": 100.0, "worker": 90.0, "prefill": 300.0, "transformers": None}
-    found = bench.Benchmark("vllm/cpu/float32", 5, 4, 3, 2, 1, **numbers, verified_tokens_per_hour=9, run=None)  # type: ignore[arg-type]
+    counts = {"parameters": 5, "rows": 4, "prompt_tokens": 3, "new_tokens": 2, "rounds": 1}
+    found = bench.Benchmark(
+        "vllm/cpu/float32", **counts, **numbers, verified_tokens_per_hour=9, busy_cores=1.5, run=None
+    )  # type: ignore[arg-type]
     shown = "\n".join(found.lines())
     assert "proofs cost 10%" in shown
     assert "cannot compute it" in shown
     assert " x transformers" not in shown
+    assert "other programs kept 1.5 cores busy" in shown

@@ -144,7 +144,7 @@ def test_vouch_for_another_machine_is_refused_at_once(served: ServedRun, tmp_pat
 
 
 def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: ServedRun, tmp_path: Path) -> None:
-    process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--cheat", "copy")
+    process = start_join(tmp_path, served.endpoints.hub, "--engine", "scripted", "--cheat", "copy")
     try:
         eventually(lambda: served.workers() != [])
         node = load_key(tmp_path / "node" / "node.key").node
@@ -154,6 +154,8 @@ def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: ServedRu
         code, error = finished(process, tmp_path)
     assert code == 0
     assert f"this worker cheats (copy): it {CHEATS['copy'].what}" in error
+    root = served.endpoints.join.partition("#")[2]
+    assert f"the URL has no root key, so the first answer is trusted: root key {root}" in error
     assert "this start: 0 groups accepted" in error.splitlines()[-1]
 
 

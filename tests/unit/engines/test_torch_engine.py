@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from kit.tiny import build_tiny
-from shoal.engines import GenerationRequest, PrefillRequest, paged
+from shoal.engines import GenerationRequest, PrefillRequest, decoder
 from shoal.engines.batching import paged_decoder
 from shoal.engines.cpu.decoder import CpuDecoder
 from shoal.engines.cpu.dense import DenseModel
-from shoal.engines.paged import PagedDecoder
-from shoal.engines.pages import PAGE, attend
+from shoal.engines.decoder import PagedDecoder
+from shoal.engines.page_cache import PAGE, attend
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ModelError
 from shoal.models.load import load_model
@@ -65,7 +65,7 @@ def test_batched_cached_padded_decoding_equals_plain_transformers(model):
 @pytest.mark.parametrize(
     ("patched", "value", "limits"),
     [
-        pytest.param("shoal.engines.decoding.UNIFORM_BLOCK", 5, {}, id="streams are read block by block"),
+        pytest.param("shoal.engines.plain.UNIFORM_BLOCK", 5, {}, id="streams are read block by block"),
         pytest.param("shoal.engines.torch.TILE_ELEMENTS", 96 * 4, {}, id="large vocabularies go through in tiles"),
         pytest.param("", 0, {"max_rows": 7, "max_prefill_tokens": 30}, id="small batches"),
     ],
@@ -154,24 +154,19 @@ def test_a_prompt_that_a_group_shares_is_computed_once_and_changes_nothing(model
     assert len(engine.prefill(only_first)) == 2  # nothing comes after the prompt but the token that is asked about
 
 
-def test_proofs_of_shown_chunks_are_computed_once_and_only_when_asked_for(model, monkeypatch):
+def test_proofs_are_computed_once_whether_they_are_shown_or_not(model, monkeypatch):
     committed: list[int] = []
 
     def counting(points):
         committed.append(len(points))
         return commit(points)
 
-    monkeypatch.setattr("shoal.engines.decoding.commit", counting)
+    monkeypatch.setattr("shoal.engines.plain.commit", counting)
     engine, proof = TorchEngine.wrap(model), ProofParameters(topk=16, rows=2)
-    asked = requests()
-    plain = engine.generate(asked, proof)
-    assert len(committed) == 1, "nobody looks: all proofs in one call at the end"
-    total = committed.pop()
-    assert engine.generate([replace(each, on_chunks=lambda _take: None) for each in asked], proof)
-    assert committed == [total], "whoever is told and does not ask costs nothing"
+    plain = engine.generate(requests(), proof)
+    total = sum(committed)
     committed.clear()
-    shown = engine.generate([replace(each, on_chunks=lambda take: take()) for each in asked], proof)
-    assert len(committed) > 2
+    shown = engine.generate([replace(each, on_chunks=lambda take: take()) for each in requests()], proof)
     assert sum(committed) == total
     assert [[c.proofs for c in group] for group in shown] == [[c.proofs for c in group] for group in plain]
 
@@ -222,7 +217,7 @@ both_devices = pytest.mark.parametrize("pages", [True, None], ids=["gpu", "proce
 @pytest.mark.parametrize("rows", [2, 5])
 def test_rows_that_wait_for_a_place_are_drawn_as_if_alone(tiny, monkeypatch, pages, rows) -> None:
     expected = engine(tiny, pages=False).generate(page_requests(tiny), PAGE_PROOF)
-    monkeypatch.setattr(paged, "SIZES", (rows,))
+    monkeypatch.setattr(decoder, "SIZES", (rows,))
     same(engine(tiny, pages=pages, rows=rows).generate(page_requests(tiny), PAGE_PROOF), expected)
 
 
@@ -230,7 +225,7 @@ def test_rows_that_wait_for_a_place_are_drawn_as_if_alone(tiny, monkeypatch, pag
 @pytest.mark.parametrize("rows", [3, 2048])
 def test_a_group_computes_its_prompt_once(tiny, monkeypatch, pages, rows) -> None:
     """Also if its rows get their places one after the other."""
-    monkeypatch.setattr(paged, "SIZES", (min(rows, 64),))
+    monkeypatch.setattr(decoder, "SIZES", (min(rows, 64),))
     worker = engine(tiny, pages, rows)
     worker.generate(page_requests(tiny)[:1])  # the trial
     seen = []
@@ -251,7 +246,7 @@ def test_a_place_is_taken_as_soon_as_its_row_has_ended(tiny, monkeypatch) -> Non
     """One long row and many short ones in two places: the steps are those of the long one, or hardly more."""
     long, short = (SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_id=500) for limit in (96, 4))
     asked = [GenerationRequest((5, 6), (1,), long), GenerationRequest((5, 6), tuple(range(16)), short)]
-    monkeypatch.setattr(paged, "SIZES", (2,))
+    monkeypatch.setattr(decoder, "SIZES", (2,))
     monkeypatch.setattr(CpuDecoder, "guessing_rows", 0)
     worker, steps = engine(tiny, None, rows=2), []
     worker.generate(asked[1:])  # the trial
@@ -317,7 +312,7 @@ def test_a_model_that_would_give_other_states_is_not(wrong: str, caplog, monkeyp
     config = Gemma2Config(**SHAPE) if capped else MistralConfig(**SHAPE, sliding_window=8)
     model = AutoModelForCausalLM.from_config(config)
     if not capped:
-        monkeypatch.setattr("shoal.engines.pages.attend", lambda *given: attend(*given[:5]))
+        monkeypatch.setattr("shoal.engines.page_cache.attend", lambda *given: attend(*given[:5]))
         with torch.no_grad():
             for weights in model.parameters():
                 weights.mul_(8)

@@ -114,6 +114,13 @@ def test_contest_tests_that_are_no_pairs_cannot_be_used(tests: Any, tmp_path: Pa
     assert data.checked(data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows))).first == [(1, reason)]
 
 
+@pytest.mark.parametrize("gold", ["N/A", "none", "?", " - "])
+def test_a_gold_that_says_there_is_none_cannot_be_used(gold: str, tmp_path: Path) -> None:
+    rows = [{"problem": f"{row}?", "answer": gold if row == 2 else "1"} for row in range(6)]
+    reason = f"answer is {gold.strip()!r}, which says that there is no answer"
+    assert data.checked(data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows))).first == [(2, reason)]
+
+
 def test_a_band_without_a_column_of_rates_says_how_to_name_one(tmp_path: Path) -> None:
     rows = [{"problem": f"{row}?", "answer": "1", "llama8b_solve_rate": 0.3} for row in range(6)]
     said = data.refused(data.write_jsonl(tmp_path / "a.jsonl", rows), keep_solve_rate=(0.1, 0.8))

@@ -89,6 +89,8 @@ def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
     bench.hub.upkeep.tick()
     with bench.hub.context.storage.read() as reader:
         assert {row.state for row in reader.evaluations_under_way()} == {"open"}, "nobody has to ask for that"
+    ok(send(bench, report(again := slice_of(ask(bench, other)), [1.0] * 8), other))
+    assert again.first == 32, "its claim ran out once, that of the other slice was lost before"
     assert slice_of(ask(bench, other)).first == lost.first, "it is gone for good: its claim ran out"
 
 
@@ -185,6 +187,17 @@ class TestOffers:
         under_way = [a_slice(0, 0, state=CLAIMED, validator="v"), a_slice(0, 16), a_slice(0, 32, state=DONE)]
         rows = rows_of(evaluations.offer(now(), policy(0, incarnation=1), 16, under_way))
         assert [(row.incarnation, row.first, row.state) for row in rows] == [(0, 0, VOID), (0, 16, VOID), (1, 0, OPEN)]
+
+
+def test_a_version_is_finished_before_the_next_and_one_that_failed_comes_last() -> None:
+    slices = [a_slice(version, first) for version in (0, 2) for first in (0, 16)]
+    in_turn = []
+    while (row := evaluations.next_free(slices, "v", NOW_MS)) is not None:
+        in_turn.append(row.key[1:])
+        failed = row.version == 0 and row.first == 16 and row.tries == 0
+        changed = row.to(CLAIMED).to(OPEN, tries=1) if failed else row.to(DONE)
+        slices[[each.key for each in slices].index(row.key)] = changed
+    assert in_turn == [(0, 0), (0, 16), (2, 0), (2, 16), (0, 16)]
 
 
 def test_a_problem_puts_a_slice_back_if_it_is_whose_slice_it_is() -> None:

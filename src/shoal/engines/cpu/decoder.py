@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shoal.engines.cpu.dense import DenseModel
+from shoal.engines.decoder import PagedDecoder, PagePool
 from shoal.engines.guesses import Guessed
-from shoal.engines.paged import PagedDecoder, PagePool
 from shoal.sampling.sampler import sample
 from shoal.sampling.stream import uniforms_at
 

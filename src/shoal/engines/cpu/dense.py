@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.engines.pages import PagedCache
+from shoal.engines.page_cache import PagedCache
 from shoal.models.logprobs import Head
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -33,10 +33,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shoal.engines import memory
 from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest, checks_of
-from shoal.engines.vllm.hook import Hook
+from shoal.engines.rows import report
+from shoal.engines.vllm.hook import GivenRow, Hook, VllmRow, prove
 from shoal.engines.vllm.needs import load
 from shoal.engines.vllm.probe import check_model
-from shoal.engines.vllm.rows import DrawnRow, GivenRow, prove
 from shoal.engines.vllm.weights import places, plain_linear
 from shoal.errors import ModelError, PolicyMismatch
 from shoal.models.load import read_model_config
@@ -182,7 +182,10 @@ class VllmEngine:
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
             self._refuse_long(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        groups = [[DrawnRow(each, seed, self.vocabulary_size, greedy) for seed in each.seeds] for each in requests]
+        groups = [
+            [VllmRow(request, seed, self.vocabulary_size, group, greedy) for seed in request.seeds]
+            for group, request in enumerate(requests)
+        ]
         rows = [row for group in groups for row in group]
         self._hook.keeps_states, checks = proof is not None, checks_of(requests)
         with self._in_flight([(row, row.request.prompt_ids, row.request.sampling.max_new_tokens) for row in rows]):
@@ -194,12 +197,13 @@ class VllmEngine:
                     row.take()
                 proved = prove(seen, proof) if proof is not None else []
                 self._abort([row for row in seen if row.ended])
-                for request, group in zip(requests, groups, strict=True):
-                    _report(request, group, [row for row in proved if row.request is request], proof)
+                chunked = {row.group for row in proved}
+                for number, group in enumerate(groups):
+                    report(group, proof, number in chunked)
         return [[row.completion() for row in group] for group in groups]
 
     @contextmanager
-    def _in_flight(self, rows: Sequence[tuple[DrawnRow | GivenRow, Sequence[int], int]]) -> Iterator[None]:
+    def _in_flight(self, rows: Sequence[tuple[VllmRow | GivenRow, Sequence[int], int]]) -> Iterator[None]:
         """Requests for these rows, with the tokens that are given and how many more there may be. None of them, and
         nothing that was cached, is left behind, however it ends."""
         from vllm import SamplingParams
@@ -223,13 +227,13 @@ class VllmEngine:
             self._hook.given.clear()
             self._vllm.reset_prefix_cache()
 
-    def _step(self) -> list[DrawnRow]:
+    def _step(self) -> list[VllmRow]:
         """One step of vLLM; the rows that it chose a token for."""
         self._hook.seen = []
         self._vllm.step()
         return self._hook.seen
 
-    def _abort(self, rows: Sequence[DrawnRow | GivenRow]) -> None:
+    def _abort(self, rows: Sequence[VllmRow | GivenRow]) -> None:
         """Those that have ended already are no concern of vLLM's."""
         if rows:
             self._vllm.abort_request([row.name for row in rows if row.name], internal=True)
@@ -262,15 +266,3 @@ class VllmEngine:
         most = self._vllm.model_config.max_model_len
         if tokens > most:
             raise ValueError(f"{tokens} tokens, prompt included, are more than the {most} that vLLM has room for")
-
-
-def _report(
-    request: GenerationRequest, group: Sequence[DrawnRow], proved: Sequence[DrawnRow], proof: ProofParameters | None
-) -> None:
-    """The caller hears after each step how far a group is, and of its chunks."""
-    if request.on_tokens is not None:
-        tokens = sum(len(row.line.tokens) for row in group)
-        if tokens:
-            request.on_tokens(tokens)
-    if request.on_chunks is not None and proved and proof is not None:
-        request.on_chunks(lambda: {row.seed: row.chunks(proof.rows) for row in group if row.proofs})

@@ -95,22 +95,22 @@ class Evaluating:
         self._making = threading.Lock()
 
     def prepare(self, validator: NodeRow) -> bool:
-        """Make the tasks of a slice that this validator could have; whether there is a new one to claim. False while
+        """Make the tasks of the slice that this validator gets next; whether there is a new one to claim. False while
         another one is being made: polls are woken when it is ready."""
         with self._context.storage.read() as reader:
-            rows = evaluations.free(reader.evaluations_under_way(), validator.node, self._context.clock.now_ms())
-        made = any((row.first, row.tasks) in self._made for row in rows)
-        if not rows or made or not self._making.acquire(blocking=False):
+            now_ms = self._context.clock.now_ms()
+            row = evaluations.next_free(reader.evaluations_under_way(), validator.node, now_ms)
+        if row is None or (row.first, row.tasks) in self._made or not self._making.acquire(blocking=False):
             return False
         try:
             split, found = self._context.config.environment.tasks("held_out"), []
-            for index in range(rows[0].first, min(rows[0].first + rows[0].tasks, len(split))):
+            for index in range(row.first, min(row.first + row.tasks, len(split))):
                 try:
                     prompt = self._drawing.prompt(task := split[index], HELD_OUT, index)
                     found.append(EvaluationTask(task=task.id, prompt_ids=prompt.ids))
                 except (EnvironmentSetupError, ModelError) as error:  # left out: it is unscored
                     self._drawing.pass_over(HELD_OUT, index, error)
-            self._made[rows[0].first, rows[0].tasks] = tuple(found)
+            self._made[row.first, row.tasks] = tuple(found)
         finally:
             self._making.release()
         self._context.changes.notify(Topic.AUDITS)
@@ -120,10 +120,12 @@ class Evaluating:
         transaction.apply(evaluations.put_back(transaction.evaluations_under_way(), validator.node, moment.now_ms))
         if not wanted:
             return None
-        rows = [row for row in transaction.evaluations_under_way() if (row.first, row.tasks) in self._made]
-        chosen = evaluations.claim(moment, rows, validator.node)
-        transaction.apply([] if chosen is None else [chosen])
-        return None if chosen is None else chosen.row
+        row = evaluations.next_free(transaction.evaluations_under_way(), validator.node, moment.now_ms)
+        if row is None or (row.first, row.tasks) not in self._made:
+            return None
+        claimed = evaluations.claim(moment, row, validator.node)
+        transaction.apply([claimed])
+        return claimed.row
 
     def pending(self) -> bool:
         with self._context.storage.read() as reader:

@@ -11,6 +11,7 @@ is begun is finished first: so never more than two are under way.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from shoal.hub.state.commands import Command, Refusal, Save
@@ -42,11 +43,7 @@ def offer(moment: Moment, policy: PolicyRef, tasks: int, under_way: Sequence[Eva
     return commands
 
 
-def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) -> Save[EvaluationRow] | None:
-    free = [row for row in under_way if row.state is EvaluationState.OPEN]
-    if not free:
-        return None
-    row = min(free, key=lambda each: each.key)
+def claim(moment: Moment, row: EvaluationRow, validator: str) -> Save[EvaluationRow]:
     until_ms = moment.now_ms + CLAIM_AUDITS * moment.rules.audit_ms
     return Save(row.to(EvaluationState.CLAIMED, validator=validator, claimed_until_ms=until_ms), row.state)
 
@@ -57,11 +54,15 @@ def put_back(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) ->
     return [_failed(row) for row in claimed if row.validator == validator or (row.claimed_until_ms or 0) <= now_ms]
 
 
-def free(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[EvaluationRow]:
-    """The slices that this validator could claim now: also those that its asking puts back."""
+def next_free(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> EvaluationRow | None:
+    """The slice that this validator may claim now, those included that its asking puts back. A version is finished
+    before the next one is begun, for its policy is loaded. One that failed comes after those that did not."""
     back = {each.row.key: each.row for each in put_back(under_way, validator, now_ms)}
-    rows = sorted((back.get(row.key, row) for row in under_way), key=lambda each: each.key)
-    return [row for row in rows if row.state is EvaluationState.OPEN]
+    rows, tries = [back.get(row.key, row) for row in under_way], Counter[tuple[int, int]]()
+    for row in rows:
+        tries[row.key[:2]] = max(tries[row.key[:2]], row.tries)
+    free = [row for row in rows if row.state is EvaluationState.OPEN]
+    return min(free, key=lambda row: (tries[row.key[:2]], *row.key[:2], row.tries, row.first), default=None)
 
 
 def _failed(row: EvaluationRow) -> Save[EvaluationRow]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.engines.guesses import Guessed
 from shoal.engines.memory import release_memory
-from shoal.engines.pages import PAGE, PagedCache, decoding, fuse, shapes_of
+from shoal.engines.page_cache import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
 from shoal.sampling.sampler import sample, uniforms_of
 
