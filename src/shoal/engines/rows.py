@@ -1,15 +1,17 @@
-"""A completion that is being drawn, and what its caller hears of it: the same in every engine."""
+"""A completion that is being drawn, what its caller hears of it, and what all engines that draw so do alike."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Chunks, Completion, GenerationRequest
-from shoal.protocol import ProofParameters
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Groups, TokenIds
+from shoal.errors import PolicyMismatch
+from shoal.protocol import ProofParameters, SamplingParameters
 
 
 @dataclass(eq=False)
@@ -79,3 +81,32 @@ def report(group: Sequence[DrawnRow], proof: ProofParameters | None, has_proved:
     if proof is not None and has_proved and request.on_chunks is not None:
         size = proof.rows
         request.on_chunks(lambda: {row.seed: row.chunks(size) for row in group if row.proofs})
+
+
+class DrawingEngine(ABC):
+    """Base of engines."""
+
+    vocabulary_size: int
+    _loaded = False
+
+    @abstractmethod
+    def _drawn(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool) -> Groups:
+        """`Engine.generate`; if `greedy`, the likeliest token each time."""
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        return self._drawn(requests, proof, False)
+
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
+        sampling = SamplingParameters.model_construct(  # not checked: an eos of -1 means that nothing ends a completion
+            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
+        )
+        requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
+        return [group[0].token_ids for group in self._drawn(requests, None, True)]
+
+    def _refuse_unloaded(self) -> None:
+        if not self._loaded:
+            raise PolicyMismatch("no policy is loaded")
+
+    def _refuse_unknown(self, *token_ids: Sequence[int]) -> None:
+        if any(len(ids) and (min(ids) < 0 or max(ids) >= self.vocabulary_size) for ids in token_ids):
+            raise ValueError(f"a token is outside the vocabulary of {self.vocabulary_size}")

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
-from shoal.engines.rows import DrawnRow
-from shoal.errors import PolicyMismatch
+from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest
+from shoal.engines.rows import DrawingEngine, DrawnRow, report
 from shoal.models.folder import read_config
 from shoal.protocol import PolicyRef, ProofParameters, TensorView
 from shoal.sampling.inverse import cumulative, intervals, sample
@@ -28,7 +26,7 @@ EOS_LOGIT, EOS_CHANCE, LOGIT_SPREAD = 9.0, 0.25, 6.0
 HIDDEN_SIZE, CONTEXT_TOKENS = 64, 3
 
 
-class ScriptedEngine:
+class ScriptedEngine(DrawingEngine):
     """Implements `Engine`; see the module's docstring for its model."""
 
     name = "scripted"
@@ -41,7 +39,7 @@ class ScriptedEngine:
         self._eos_token_id = int(config.get("eos_token_id") or DEFAULT_EOS)
         self.policy: PolicyRef | None = None
         self.size_bytes = 0
-        self._digest: bytes | None = None
+        self._digest = b""
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         digest = hashlib.sha256()
@@ -49,63 +47,44 @@ class ScriptedEngine:
             view = tensors[name]
             digest.update(f"{name}/{view.dtype}/{view.shape}\n".encode())
             digest.update(view.data)
-        self._digest = digest.digest()
+        self._digest, self._loaded = digest.digest(), True
         self.policy, self.size_bytes = ref, sum(view.data.nbytes for view in tensors.values())
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+    def _drawn(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool) -> Groups:
+        self._refuse_unloaded()
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
-        groups: Groups = []
-        for request in requests:
-            group, finished = list[Completion](), dict[int, Chunks]()
-            for seed in request.seeds:
-                group.append(self._complete(request, seed, proof, finished))
-                if request.check is not None:
-                    request.check()
-                if request.on_tokens is not None:
-                    request.on_tokens(sum(len(completion.token_ids) for completion in group))
-            groups.append(group)
-        return groups
+        size = self.vocabulary_size
+        groups = [[DrawnRow(each, seed, size, greedy=greedy) for seed in each.seeds] for each in requests]
+        for group in groups:
+            for row in group:
+                self._complete(row, group, proof)
+                if row.request.check is not None:
+                    row.request.check()
+        return [[row.completion() for row in group] for group in groups]
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return [self._prefill(request, proof) for request in requests]
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        found = []
-        for prompt in prompts:
-            self._refuse_unknown(prompt)
-            sequence = list(prompt)
-            while len(sequence) < len(prompt) + max_new_tokens:
-                sequence.append(int(np.argmax(self._step(sequence)[0])))
-                if sequence[-1] == eos_token_id:
-                    break
-            found.append(np.array(sequence[len(prompt) :], dtype=np.int32))
-        return found
-
-    def _complete(
-        self, request: GenerationRequest, seed: int, proof: ProofParameters | None, finished: dict[int, Chunks]
-    ) -> Completion:
-        stream_T, states = (
-            uniforms(seed, request.begun, request.sampling.max_new_tokens),
-            list[npt.NDArray[np.float32]](),
-        )
-        row = DrawnRow(request, seed, self.vocabulary_size)
-        while not row.ended:
-            position = len(row.tokens)
-            logits_V, hidden_H = self._step([*request.prompt_ids, *row.tokens])
-            tokens, logprob = sample(logits_V[None], stream_T[position : position + 1], request.sampling.temperature)
+    def _complete(self, row: DrawnRow, group: Sequence[DrawnRow], proof: ProofParameters | None) -> None:
+        sampling, states = row.request.sampling, list[npt.NDArray[np.float32]]()
+        for u in uniforms(row.seed, row.request.begun, sampling.max_new_tokens):
+            logits_V, hidden_H = self._step([*row.request.prompt_ids, *row.tokens])
+            tokens, logprob = sample(logits_V[None], u[None], sampling.temperature)
             states.append(hidden_H)
-            row.choose(int(tokens[0]), float(logprob[0]))
+            row.choose(int(np.argmax(logits_V)) if row.greedy else int(tokens[0]), float(logprob[0]))
             row.take()
-            if proof is not None and (row.ended or (request.on_chunks and len(states) % proof.rows == 0)):
-                row.proofs = commit(_points(states, proof))
-                finished[seed] = row.chunks(proof.rows)
-                if request.on_chunks is not None:
-                    request.on_chunks(partial(dict, finished))
-        return row.completion()
+            is_whole = proof is not None and (row.ended or len(states) == proof.rows)
+            if proof is not None and is_whole:
+                row.proofs += commit(_points(states, proof))
+                states.clear()
+            report(group, proof, is_whole, counts=row.ended)
+            if row.ended:
+                return
 
     def _prefill(self, request: PrefillRequest, proof: ProofParameters | None) -> Prefill:
-        sequence = [*request.prompt_ids, *(int(token) for token in request.token_ids)]
+        self._refuse_unloaded()
+        sequence = [*request.prompt_ids, *request.token_ids.tolist()]
         self._refuse_unknown(sequence)
         start = len(request.prompt_ids)
         steps = [self._step(sequence[:end]) for end in range(start, len(sequence))]
@@ -121,8 +100,6 @@ class ScriptedEngine:
 
     def _step(self, sequence: Sequence[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Logits and hidden state after a sequence: uniforms under a seed that is a hash of where we are."""
-        if self._digest is None:
-            raise PolicyMismatch("no policy is loaded")
         context = np.array([len(sequence), *sequence[-CONTEXT_TOKENS:]], dtype="<i8").tobytes()
         seed = int.from_bytes(hashlib.sha256(self._digest + context).digest()[:8], "big")
         values = uniforms(seed, 0, self.vocabulary_size + HIDDEN_SIZE)
@@ -131,11 +108,6 @@ class ScriptedEngine:
             logits_V[self._eos_token_id] = EOS_LOGIT
         hidden_H = (8.0 * (values[self.vocabulary_size :] - 0.5)).astype(np.float32)
         return logits_V, hidden_H
-
-    def _refuse_unknown(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids:
-            if not 0 <= token < self.vocabulary_size:
-                raise ValueError(f"token {token} is outside the vocabulary of {self.vocabulary_size}")
 
 
 def _points(states: Sequence[npt.NDArray[np.float32]], proof: ProofParameters) -> PointBatch:

@@ -36,13 +36,13 @@ from shoal.engines.cpu.decoder import CpuDecoder
 from shoal.engines.decoder import POOL_SHARE, PagedDecoder
 from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory
 from shoal.engines.plain import PlainBatch
-from shoal.engines.protocol import PLAIN, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
-from shoal.engines.rows import DrawnRow
-from shoal.errors import ModelError, PolicyMismatch, ResourceError
+from shoal.engines.protocol import PLAIN, GenerationRequest, Groups, Prefill, PrefillRequest
+from shoal.engines.rows import DrawingEngine, DrawnRow
+from shoal.errors import ModelError, ResourceError
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
 from shoal.models.state import NARROWER, apply_state, change_state, policy_state
-from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
+from shoal.protocol import PolicyRef, ProofParameters, TensorView
 from shoal.sampling.sampler import token_statistics
 from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch, top_points
@@ -60,7 +60,7 @@ PREFILL_TOKENS = 65_536
 PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
 
 
-class TorchEngine:
+class TorchEngine(DrawingEngine):
     """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound what is computed at once, not what may be
     asked for; within them, as much as fits into free memory, or into `memory_bytes` if those are set."""
 
@@ -145,9 +145,6 @@ class TorchEngine:
         change_state(self._model, changes)
         self._loaded, self.policy = True, ref
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        return self._drawn(requests, proof)
-
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
         self._measure_room()
@@ -162,13 +159,6 @@ class TorchEngine:
                     results.update(zip(left[:size], found, strict=True))
                     left = left[size:]
         return [results[index] for index in range(len(requests))]
-
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        sampling = SamplingParameters.model_construct(  # not checked: an eos of -1 means that nothing ends a completion
-            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
-        )
-        requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
-        return [group[0].token_ids for group in self._drawn(requests, None, greedy=True)]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -235,9 +225,7 @@ class TorchEngine:
         computed = memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
         return max(1, self._usable // (computed + memory.scores_bytes(config) * longest))
 
-    def _drawn(
-        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False
-    ) -> Groups:
+    def _drawn(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool) -> Groups:
         self._measure_cache()
         self._measure_room()
         groups = [
@@ -250,7 +238,7 @@ class TorchEngine:
             at_once, prompts = self._computable(tokens), [request.prompt_ids for request in requests]
             pages = None if any(request.respond for request in requests) else self._paged()
             if pages is not None and left:
-                self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+                self._refuse_unknown(*prompts)
                 if max(map(len, prompts)) > at_once:
                     pages = None  # the plain path computes a prompt in pieces
             most = min(self._max_rows, at_once)
@@ -325,7 +313,7 @@ class TorchEngine:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
         asked = {row.group: row.request.prompt_ids for row in rows}
         prompts, place = list(asked.values()), {group: index for index, group in enumerate(asked)}
-        self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+        self._refuse_unknown(*prompts)
         check_cache(self._model)
         most = self._computable(max(row.longest for row in rows))
         state = Rows.after(self._model, prompts, torch.tensor([place[row.group] for row in rows]), most)
@@ -379,7 +367,7 @@ class TorchEngine:
         if worth_it and follows_with_cache(self._model):
             place = {prompt: index for index, prompt in enumerate(prompts)}
             sources = [place[request.prompt_ids] for request in batch]
-            self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+            self._refuse_unknown(*prompts)
             longest = max(map(len, prompts))
             state = Rows.after(self._model, prompts, torch.tensor(sources), self._computable(longest))
             ids_BT, ends_B1 = self._laid_out([request.token_ids for request in batch], np.array(lengths))
@@ -407,7 +395,7 @@ class TorchEngine:
         """Token ids, piece after piece, in right-padded rows that end at `ends`; these once more, as a column."""
         ids_BL = np.zeros((len(ends), int(ends.max())), dtype=np.int64)
         ids_BL[np.arange(ids_BL.shape[1])[None, :] < ends[:, None]] = np.concatenate(pieces)
-        self._refuse_unknown(int(ids_BL.min()), int(ids_BL.max()))
+        self._refuse_unknown((int(ids_BL.min()), int(ids_BL.max())))
         return ids_BL, ends[:, None]
 
     def _statistics(self, hidden_NH: Tensor, tokens_N: Tensor, temperatures_N: Tensor) -> list[Tensor]:
@@ -423,14 +411,6 @@ class TorchEngine:
     def _tile_elements(self) -> int:
         usual = TILE_ELEMENTS if self._model.device.type == "cpu" else TILE_ELEMENTS_GPU
         return min(usual, self._most_tile) // self._tile_divisor
-
-    def _refuse_unloaded(self) -> None:
-        if not self._loaded:
-            raise PolicyMismatch("no policy is loaded")
-
-    def _refuse_unknown(self, smallest: int, largest: int) -> None:
-        if smallest < 0 or largest >= self.vocabulary_size:
-            raise ValueError(f"a token is outside the vocabulary of {self.vocabulary_size}")
 
 
 def _length(request: PrefillRequest) -> int:

@@ -1,22 +1,20 @@
 """Model folders in Hugging Face format, without torch: the small files that describe a model, and its weight files.
 
-A published policy contains the small files and the weights, so a worker needs nothing else.
-
-    *.safetensors:  8 bytes: length of the header ─ the header, JSON: name → dtype, shape, data_offsets ─ the data
-
-The header shows an incomplete download, or a pointer of git-lfs instead of a file. Raw tensors are numpy arrays.
+A published policy contains the small files and the weights, so a worker needs nothing else. Raw tensors are numpy
+arrays.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ModelError
 from shoal.protocol import Entry, ModelSize, TensorView
@@ -98,7 +96,6 @@ def eos_token_id(files: Mapping[str, bytes]) -> int:
     raise ModelError("the model names no end-of-sequence token (eos_token_id in config.json)")
 
 
-LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100_000_000
 PUBLISHED_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_BYTES = 0.1, 16 * 1024 * 1024  # for additions of later versions of shoal
 REMEDY = "download it again, or save the model again with save_pretrained"
@@ -119,40 +116,17 @@ def check_weights(folder: Path) -> None:
             raise ModelError(f"{index} names {missing[0]}, which is not there; {REMEDY}")
     for file in files:
         try:
-            damage = _damage(file)
-        except OSError as error:
-            raise ModelError(f"cannot read the weights {file}: {error.strerror}") from error
-        if damage:
-            raise ModelError(f"the weights {file} are damaged or cut short: {damage}; {REMEDY}")
-
-
-def _damage(file: Path) -> str:
-    """What is wrong with a file of weights, by its size and header, or empty."""
-    size_bytes = file.stat().st_size
-    with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
-    data_bytes = size_bytes - LENGTH_BYTES - header_bytes
-    if size_bytes < LENGTH_BYTES or header_bytes > MAX_HEADER_BYTES or data_bytes < 0:
-        return f"its {size_bytes} bytes hold no whole header"
-    try:
-        spans = [entry["data_offsets"] for entry in read_header(file).values()]
-        if not all(0 <= begin <= end for begin, end in spans):
-            return "its header cannot be read (a tensor ends before it begins)"
-        last = max((int(end) for _, end in spans), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its header cannot be read ({error})"
-    return "" if last == data_bytes else f"it should hold {last} bytes of weights and holds {data_bytes}"
+            with safe_open(file, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the weights {file} are damaged or cut short: {error}; {REMEDY}") from error
 
 
 def check_targets(folder: Path, targets: Iterable[str]) -> None:
     """Raise `ModelError` for an adapter target that is no layer's name in the folder's weights. Embeddings and the
     output layer (not among the numbered layers, a row for each token) do not count."""
-    matrices = {
-        name: entry["shape"]
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, entry in read_header(file).items()
-        if name.endswith(".weight") and len(entry.get("shape", ())) == 2
-    }
+    shapes = ((name, shape) for name, shape, _ in described_weights(folder))
+    matrices = {name: shape for name, shape in shapes if name.endswith(".weight") and len(shape) == 2}
     vocabulary = json.loads((folder / "config.json").read_bytes()).get("vocab_size")
     layers = [name.split(".") for name in matrices]
     inner = [each for each in layers if matrices[".".join(each)][0] != vocabulary or any(map(str.isdecimal, each))]
@@ -163,9 +137,8 @@ def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] =
     """The size of the folder's model, and the largest size of its policy when floats travel as `dtype`, with adapters
     of this rank on the matrices that `targets` name. Zeros if the folder has no weights."""
     parameters = payload = 0
-    for name, entry in (item for file in sorted(folder.glob("*.safetensors")) for item in read_header(file).items()):
-        shape = entry["shape"]
-        bytes_each = PUBLISHED_BYTES[dtype] if "F" in entry["dtype"] else ITEM_BYTES.get(entry["dtype"], 8)
+    for name, shape, kind in described_weights(folder):
+        bytes_each = PUBLISHED_BYTES[dtype] if "F" in kind else ITEM_BYTES.get(kind, 8)
         parameters += prod(shape)
         payload += prod(shape) * bytes_each
         if rank and len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets:
@@ -188,11 +161,13 @@ def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None
             raise ModelError(f"trainer.lora.targets: {detail}; there are: {', '.join(known) or 'none'}")
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """A file's header: name → dtype, shape, data_offsets."""
-    with file.open("rb") as opened:
-        entries: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(LENGTH_BYTES), "little")))
-    return {name: entry for name, entry in entries.items() if name != "__metadata__"}
+def described_weights(folder: Path) -> Iterator[tuple[str, list[int], str]]:
+    """Name, shape and type of every weight in a folder, by the headers of its files."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no dictionary
+                part = opened.get_slice(name)
+                yield name, part.get_shape(), part.get_dtype()
 
 
 NUMPY_TYPES: dict[str, str] = {

@@ -30,6 +30,7 @@ Keys = tuple[str, ...]
 
 MAX_RECIPE_BYTES = 1_000_000
 NONE = "none"
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # of models, and of dataclasses
 
 
 def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
@@ -124,7 +125,7 @@ def _apply(tables: Tables, override: str) -> Keys:
 
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
     keys, given = tuple(str(part) for part in problem["loc"]), problem["input"]
-    unknown = problem["type"] == "extra_forbidden"  # an override may have more parts than the key
+    unknown = problem["type"] in UNKNOWN  # an override may have more parts than the key
     blamed = (
         text for path, text in overridden.items() if keys[: len(path)] == (path[: len(keys)] if unknown else path)
     )
@@ -146,12 +147,13 @@ def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overrid
 
 def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
     """A message about an unknown key, with the most similar known one."""
-    model, key = kind, keys[-1]
+    fields: Mapping[str, Any] = kind.model_fields
     for field in (part for part in keys[:-1] if not part.isdecimal()):  # numbers: of several tables in a list
-        annotation = model.model_fields[field].annotation if field in model.model_fields else None
+        annotation = getattr(fields.get(field), "annotation", None)
         inner = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
-        model = next((each for each in inner if issubclass(each, BaseModel)), model)
-    known = list(model.model_fields)
+        known_by = (vars(each).get("__dataclass_fields__") or getattr(each, "model_fields", None) for each in inner)
+        fields = next(filter(None, known_by), fields)
+    key, known = keys[-1], list(fields)
     near = get_close_matches(key, known, n=1, cutoff=0.6)
     section = len(keys) == 1
     subject = f"there is no section [{key}]" if section else f"[{'.'.join(keys[:-1])}] has no key {key!r}"

@@ -10,13 +10,12 @@ The run's owner adds files to `validator.profiles`; `to_toml` writes one, with t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, with_config
 
 from shoal.errors import ConfigError
 from shoal.protocol.lease import PROFILE, format_of
@@ -102,26 +101,17 @@ class Measured(_Table):
     bands: dict[str, float] = {}
 
 
-def _known_keys(kind: type[Any]) -> BeforeValidator:
-    """Refuse keys that a dataclass does not have; pydantic would ignore them."""
-    names = [field.name for field in dataclasses.fields(kind)]
-
-    def check(value: Any) -> Any:
-        unknown = [key for key in value if key not in names] if isinstance(value, Mapping) else []
-        if unknown:
-            raise ValueError(f"there is no key {unknown[0]!r}; there are {', '.join(names)}")
-        return value
-
-    return BeforeValidator(check)
+for _tolerance in (SeedTolerance, ProofTolerance):
+    with_config(_Table.model_config)(_tolerance)
 
 
 class Profile(_Table):
     """The limits for one kind of worker; the defaults are for float32 on both sides."""
 
     key: str = Field(pattern=PROFILE, description="engine/device/number format of the worker")
-    sampling: Annotated[SeedTolerance, _known_keys(SeedTolerance)] = SeedTolerance()
+    sampling: SeedTolerance = SeedTolerance()
     certain: CertainLimits = CertainLimits()
-    proofs: Annotated[ProofTolerance, _known_keys(ProofTolerance)] = ProofTolerance()
+    proofs: ProofTolerance = ProofTolerance()
     logprobs: LogprobLimits = LogprobLimits()
     noise: NoiseLimits = NoiseLimits()
     accidents: AccidentLimits = AccidentLimits()

@@ -26,23 +26,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.engines import memory
 from shoal.engines.protocol import GenerationRequest, Groups, Prefill, PrefillRequest, checks_of
-from shoal.engines.rows import report
+from shoal.engines.rows import DrawingEngine, report
 from shoal.engines.vllm.hook import GivenRow, Hook, VllmRow, prove
 from shoal.engines.vllm.needs import load
 from shoal.engines.vllm.probe import check_model
 from shoal.engines.vllm.weights import places, plain_linear
-from shoal.errors import ModelError, PolicyMismatch
+from shoal.errors import ModelError
 from shoal.models.load import read_model_config
 from shoal.models.lora import ADAPTER_FILE
 from shoal.models.state import change_values, overwrite
-from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
+from shoal.protocol import PolicyRef, ProofParameters, TensorView
 from shoal.sampling.sampler import token_statistics
 from shoal.shardcast import ChangedValues
 from shoal.toploc import top_points
@@ -55,7 +54,7 @@ LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 64 << 20, 4 << 30  # on a processor, which
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-class VllmEngine:
+class VllmEngine(DrawingEngine):
     """Implements `Engine`, `UpdatableEngine` and `BoundedEngine`. One caller at a time, in one process: vLLM keeps much
     of its state in modules. Tensor parallelism would put the model into other processes, where it is out of reach: a
     worker computes on one device."""
@@ -74,7 +73,6 @@ class VllmEngine:
         self.weights: dict[str, Tensor] = {}
         """Those of the policy, where vLLM computes with them."""
         self._vllm: Any = None
-        self._loaded = False
 
     @property
     def kind(self) -> str:
@@ -99,22 +97,10 @@ class VllmEngine:
         change_values(self.weights, changes)
         self._loaded, self.policy = True, ref
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        return self._drawn(requests, proof)
-
-    def greedy(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
-    ) -> list[npt.NDArray[np.int32]]:
-        sampling = SamplingParameters.model_construct(  # not checked: an eos of -1 means that nothing ends a completion
-            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
-        )
-        requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
-        return [group[0].token_ids for group in self._drawn(requests, None, greedy=True)]
-
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         self._refuse_unloaded()
         for request in requests:
-            self._refuse_unknown([*request.prompt_ids, *request.token_ids.tolist()])
+            self._refuse_unknown(request.prompt_ids, request.token_ids.tolist())
             self._refuse_long(len(request.prompt_ids) + len(request.token_ids))
         rows = [GivenRow(request) for request in requests]
         found: dict[int, Prefill] = {}
@@ -175,9 +161,7 @@ class VllmEngine:
         cache = min(usable - weights_bytes, self._max_rows * row, MOST_CACHE_BYTES)
         return {"kv_cache_memory_bytes": max(LEAST_CACHE_BYTES, cache), "block_size": BLOCK_TOKENS}
 
-    def _drawn(
-        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False
-    ) -> Groups:
+    def _drawn(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool) -> Groups:
         self._refuse_unloaded()
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
@@ -253,14 +237,6 @@ class VllmEngine:
         if proof is not None:
             points = top_points(states_TH.to(torch.bfloat16), [len(tokens)], proof.topk, proof.rows)
         return Prefill(logprobs, low, high, entropy, varentropy, points)
-
-    def _refuse_unloaded(self) -> None:
-        if not self._loaded:
-            raise PolicyMismatch("no policy is loaded")
-
-    def _refuse_unknown(self, token_ids: Sequence[int]) -> None:
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.vocabulary_size):
-            raise ValueError(f"a token is outside the vocabulary of {self.vocabulary_size}")
 
     def _refuse_long(self, tokens: int) -> None:
         most = self._vllm.model_config.max_model_len
