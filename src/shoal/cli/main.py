@@ -39,7 +39,7 @@ EXTEND = (
 )
 app = Typer(
     name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.", cls=CommandGroup,
-    epilog=EXTEND, add_completion=False, pretty_exceptions_enable=False,
+    epilog=EXTEND, pretty_exceptions_enable=False,
     context_settings=CONTEXT,
 )  # fmt: skip
 

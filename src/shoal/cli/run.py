@@ -13,6 +13,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
+from shoal.runtime.extras import require
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken, stop_on_signals
@@ -60,6 +61,7 @@ def run(
     patience_s: options.Patience = 600,
 ) -> None:
     """Start and supervise a whole run on this machine, or resume one. Ctrl-C stops it; the same command resumes it."""
+    require("data" if dry_run or prepare else "trainer", "shoal run")
     recipe = None if source is None else Path(source)
     if recipe is not None and directory is None and recipe.suffix != ".toml" and not recipe.is_file():
         recipe, directory = None, options.run_folder(str(source))
@@ -122,6 +124,7 @@ def demo(
     patience_s: options.Patience = 180,
 ) -> None:
     """Watch a model learn on eight processes of which one cheats and is caught. It takes minutes and no GPU."""
+    require("trainer", "shoal demo")
     from rich.console import Console
 
     from shoal.adversary import find_cheat
@@ -178,12 +181,14 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
 
 def hub(directory: options.Run) -> None:
     """Start the hub of a run: it gives out work, receives it, and writes the ledger. It needs no torch."""
+    require("data", "shoal hub")
     _role("hub", directory)
 
 
 def trainer(directory: options.Run) -> None:
     """Start the trainer of a run: it trains on accepted groups and publishes policies. Several processes on several
     machines are started by torchrun … -m shoal.cli trainer RUN."""
+    require("trainer", "shoal trainer")
     from shoal.trainer.settings import own_rank
 
     rank = own_rank()
@@ -192,6 +197,7 @@ def trainer(directory: options.Run) -> None:
 
 def validator(directory: options.Run, index: options.Index = 0) -> None:
     """Start a validator of a run: it checks submissions and computes their rewards."""
+    require("trainer", "shoal validator")
     _role(f"validator-{index}", directory)
 
 
@@ -244,6 +250,7 @@ def join(
     workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
 ) -> int:
     """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""
+    require("worker", "shoal join")
     if cheat is not None:
         from shoal.adversary import find_cheat
 

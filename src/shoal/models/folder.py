@@ -13,14 +13,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ModelError
 from shoal.protocol import Entry, ModelSize, TensorView
 from shoal.protocol.codec import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 BUILTIN = ("tiny",)
 DESCRIPTION_FILES = (
@@ -203,6 +203,8 @@ NUMPY_TYPES: dict[str, str] = {
 
 def as_numpy(view: TensorView) -> npt.NDArray[Any]:
     """The values without a copy, read-only; bfloat16 as uint16 with its bits (numpy has no such type)."""
+    import numpy as np
+
     array = np.frombuffer(view.data, dtype=NUMPY_TYPES[view.dtype]).reshape(view.shape)
     array.flags.writeable = False
     return array
@@ -210,6 +212,8 @@ def as_numpy(view: TensorView) -> npt.NDArray[Any]:
 
 def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> TensorView:
     """A view of an array's bytes; `dtype` is needed for types that numpy does not have (BF16 as uint16)."""
+    import numpy as np
+
     for known, code in NUMPY_TYPES.items():
         if ((dtype is None and known != "BF16") or dtype == known) and array.dtype == np.dtype(code):
             flat = np.ascontiguousarray(array).reshape(-1)

@@ -16,8 +16,7 @@ from shoal.errors import ConfigError
 from shoal.hub.settings import HubSettings, RunSettings
 from shoal.runtime.config import load_config
 from shoal.trainer.settings import TrainerSettings, is_changeable
-from shoal.validator.profiles import ON_REQUEST
-from shoal.validator.settings import ValidatorSettings
+from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
@@ -98,7 +97,7 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         found += [("validator.profiles", profiles, index) for index in range(len(profiles))]
     for name, holder, key in found:
         value = holder[key] if isinstance(holder, list) else holder.get(key)
-        if isinstance(value, str | Path) and str(value) not in ("", *BUILTIN, *ON_REQUEST):
+        if isinstance(value, str | Path) and str(value) not in ("", *BUILTIN, *KINDS_ON_REQUEST):
             yield name, holder, key
 
 
