@@ -83,7 +83,7 @@ $(VLLM_STAMP): pyproject.toml
 	@{ $(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM) && \
 		$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
-		$(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet --editable . pytest pytest-timeout hypothesis; \
+		$(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[trainer]' pytest pytest-timeout hypothesis; \
 		} >$(VLLM_VENV).log 2>&1
 	@touch $@
 

@@ -45,7 +45,7 @@ from shoal.protocol import (
     sign_document,
     submission_digest,
 )
-from shoal.validator import Judge
+from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
 from shoal.validator.verdicts import AuditJob
 

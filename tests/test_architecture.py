@@ -162,9 +162,17 @@ def purity_violations(sources: Sources) -> list[str]:
 
 def torch_violations(sources: Sources) -> list[str]:
     """Nothing that a torch-free package imports, directly or not, imports torch."""
-    bad = []
-    graph = {module: imports(module, source, sources, at_import_time=True) for module, source in sources.items()}
     roots = [m for m in sources if package_of(m) in TORCH_FREE or m.endswith(".settings") or m == "shoal"]
+    return [
+        f"{root} reaches {target} through {module}"
+        for root, target, module in reached(sources, roots)
+        if target.split(".")[0] in HEAVY or target == "safetensors.torch"
+    ]
+
+
+def reached(sources: Sources, roots: list[str]) -> Iterator[tuple[str, str, str]]:
+    """What importing each root imports, directly or not: root, imported module, and the module that imports it."""
+    graph = {module: imports(module, source, sources, at_import_time=True) for module, source in sources.items()}
     for root in roots:
         seen, queue = set[str](), [root]
         while queue:
@@ -173,11 +181,9 @@ def torch_violations(sources: Sources) -> list[str]:
                 continue
             seen.add(module)
             for target in graph[module]:
-                if target.split(".")[0] in HEAVY or target == "safetensors.torch":
-                    bad.append(f"{root} reaches {target} through {module}")
+                yield root, target, module
                 parts = target.split(".")  # importing a.b.c also runs a and a.b
                 queue += [".".join(parts[:i]) for i in range(1, len(parts) + 1) if ".".join(parts[:i]) in sources]
-    return bad
 
 
 def printing_violations(sources: Sources) -> list[str]:
@@ -363,6 +369,15 @@ def declared(requirements: list[str]) -> set[str]:
     return {re.split(r"[\s<>=!~\[;]", each, maxsplit=1)[0].lower().replace("_", "-") for each in requirements}
 
 
+def of_extras(*names: str) -> list[str]:
+    """What these extras require, and the extras that they contain."""
+    found = []
+    for requirement in (each for name in names for each in PROJECT["optional-dependencies"][name]):
+        own = re.match(r"shoal-rl\[(.*)\]", requirement)
+        found += of_extras(*own[1].split(",")) if own else [requirement]
+    return found
+
+
 def undeclared(sources: Sources, requirements: list[str]) -> set[str]:
     """Packages that are imported somewhere, and come only by accident: with another one."""
     imported = {name.split(".")[0] for module, source in sources.items() for name in imports(module, source, sources)}
@@ -371,15 +386,40 @@ def undeclared(sources: Sources, requirements: list[str]) -> set[str]:
 
 
 def test_every_imported_package_is_declared() -> None:
-    extras = PROJECT["optional-dependencies"]
-    assert undeclared(project(), [*PROJECT["dependencies"], *extras["tensorboard"], *extras["wandb"]]) == set()
+    assert undeclared(project(), [*PROJECT["dependencies"], *of_extras("all")]) == set()
     assert undeclared({"shoal.x": "import numpy, h11\nimport os"}, ["numpy>=2"]) == {"h11"}
+
+
+LIGHT = ("hub", "client", "ledger", "shardcast", "runtime", "protocol", "run")
+IN_EXTRAS = re.compile(
+    r"shoal\.(hub\.storage\.(postgres|s3)|shardcast\.(delta|kernels)|cli\.(measuring|sft)|run\.(bench|preflight|trials|demo\..*))"
+)
+"""What a command loads after `extras.require`."""
+
+
+def not_in(extras: list[str], sources: Sources, roots: list[str]) -> list[str]:
+    """Packages that these modules import, which an installation with these extras only may lack."""
+    there = sys.stdlib_module_names | {"shoal", "triton", *declared([*PROJECT["dependencies"], *of_extras(*extras)])}
+    named = {(root, target.split(".")[0], module) for root, target, module in reached(sources, roots)}
+    odd = [each for each in named if not {each[1], each[1].replace("_", "-")} & there]
+    return sorted(f"{root} reaches {name} through {module}" for root, name, module in odd)
+
+
+def test_each_installation_has_what_its_commands_import() -> None:
+    light = [m for m in project() if package_of(m) in (*LIGHT, "cli") and not IN_EXTRAS.fullmatch(m)]
+    assert not_in([], project(), [m for m in light if m != "shoal.run.ledger.recheck"]) == []
+    assert not_in(["worker"], project(), ["shoal.worker.loop", "shoal.engines.torch", "shoal.adversary"]) == []
+    assert not_in(["data"], project(), [m for m in project() if package_of(m) in ("environments", "rewards")]) == []
+    (found,) = not_in([], {"shoal.hub": "import shoal.models", "shoal.models": "import numpy"}, ["shoal.hub"])
+    assert found == "shoal.hub reaches numpy through shoal.models"
 
 
 def test_constraints_are_within_the_bounds_of_the_project() -> None:
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    for requirement in map(Requirement, PROJECT["dependencies"]):
-        assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *of_extras("all", "dev")]):
+        assert requirement.name.lower() not in pinned or requirement.specifier.contains(
+            pinned[requirement.name.lower()]
+        ), requirement
 
 
 def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
@@ -393,7 +433,8 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
     tested = workflows["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]["python-version"]
     assert tested == ["3.11", "3.12", "3.13"]
     assert PROJECT["requires-python"] == f">={tested[0]}"
-    assert [name.rpartition(" ")[2] for name in PROJECT["classifiers"]] == tested
+    versions = [name for name in PROJECT["classifiers"] if name.startswith("Programming Language")]
+    assert [name.rpartition(" ")[2] for name in versions] == tested
     (hooks,) = (each["hooks"] for each in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"])
     assert [hook["entry"].split()[0] for hook in hooks] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy"]
     for template in ROOT.glob(".github/ISSUE_TEMPLATE/*.md"):

@@ -22,9 +22,10 @@ from shoal.models.state import policy_views
 from shoal.protocol import AuditRequest, Calibration, LeaseRequest, MeasuredKind, PolicyRef, SignedDocument, SigningKey
 from shoal.protocol.signing import document_hash, sign_document
 from shoal.shardcast import Content
-from shoal.validator import ValidatorSettings, calibrate
+from shoal.validator import calibrate
 from shoal.validator import limits as limits_module
-from shoal.worker import WorkerSettings
+from shoal.validator.settings import ValidatorSettings
+from shoal.worker.settings import WorkerSettings
 
 KIND = "torch/cpu/bfloat16"
 WAIT_S = 240

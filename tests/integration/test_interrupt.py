@@ -23,7 +23,9 @@ from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model, model_from_files
 from shoal.models.state import policy_views
 from shoal.shardcast import Content
-from shoal.worker import WorkerConfig, loop, run_worker
+from shoal.worker import loop
+from shoal.worker.loop import run_worker
+from shoal.worker.settings import WorkerConfig
 
 SELDOM = Intervals(PACE.poll_s, heartbeat_s=15.0, patience_s=DEADLINE_S)
 ROWS, LONG = 4, 20_000

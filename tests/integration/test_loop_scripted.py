@@ -34,9 +34,12 @@ from shoal.hub.http.app import App
 from shoal.ledger import Account, fold
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
-from shoal.validator import ValidatorConfig, ValidatorSettings, judge, profile_keys, run_validator
+from shoal.validator import judge
 from shoal.validator.case import Case, Finding, unsure
-from shoal.worker import WorkerConfig, WorkerSettings, run_worker
+from shoal.validator.loop import run_validator
+from shoal.validator.settings import ValidatorConfig, ValidatorSettings, profile_keys
+from shoal.worker.loop import run_worker
+from shoal.worker.settings import WorkerConfig, WorkerSettings
 
 DEADLINE_S = 60
 PACE = Intervals(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)

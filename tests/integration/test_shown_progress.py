@@ -20,7 +20,7 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import HubRefused
 from shoal.hub import RunSettings
 from shoal.protocol import NodeState, NodeStory, NodeView, ProofParameters
-from shoal.worker import WorkerSettings
+from shoal.worker.settings import WorkerSettings
 
 LEASE_S = 2.5
 STEP_S = 0.06

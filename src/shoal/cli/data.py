@@ -13,6 +13,7 @@ from typer import Argument, Exit, Typer, echo
 from shoal.cli import options
 from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask, UserError
+from shoal.runtime.extras import require
 from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def check(
 ) -> None:
     """Read every row and answer, and list those that cannot be used; exit with 2 unless they are to be skipped. With
     --order, anyone who has the data and the seed can check which task a run's lease is about."""
+    require("data", "shoal data check")
     if units is not None:
         return _show_order(where, settings or (), seed, range(start, start + units))
     if seed is not None or start:
@@ -89,6 +91,7 @@ def demos(
     settings: options.EnvironmentSettings = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`. Each is scored first."""
+    require("data", "shoal data demos")
     from shoal.run.sources import scorable, task_source
     from shoal.runtime.files import ensure_folder, write_atomically
 

@@ -9,6 +9,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
+from shoal.runtime import extras
 from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 
 ENV = "The environment whose held-out tasks are left out, and which verifies; as `shoal eval --env`."
@@ -52,6 +53,7 @@ def evaluate(
 ) -> None:
     """Measure a model: avg@k and pass@k with confidence intervals. A Parquet file has the results by task. The same
     command resumes after Ctrl-C."""
+    extras.require("trainer", "shoal eval")
     from shoal.cli.measuring import Given, run_eval, run_rescore
     from shoal.evaluation.records import refuse_unusable
     from shoal.run.sources import task_source
@@ -83,6 +85,7 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Compare two models task by task, with a confidence interval and a significance test."""
+    extras.require("data", "shoal compare")
     import json
 
     from shoal.evaluation import job
@@ -116,6 +119,7 @@ def filter_tasks(
 ) -> None:
     """Measure how often a model solves each task, and write the tasks that are neither too easy nor too hard. The same
     command resumes after Ctrl-C."""
+    extras.require("trainer", "shoal filter")
     from shoal.cli.measuring import Given, run_filter, work_of
     from shoal.evaluation.filter import RateBand, written_before
     from shoal.evaluation.records import refuse_unusable
@@ -155,6 +159,7 @@ def sft(
     """Train a model on demonstrations that filters choose, before reinforcement learning. After Ctrl-C the same command
     resumes."""
     stop = stop_on_signals()  # what follows takes a while to load
+    extras.require("trainer", "shoal sft")
     from shoal.cli.sft import WarmStartRequest
     from shoal.run.sources import model_source
     from shoal.trainer.demonstrations.selection import FilterOptions, Schedule, SelectionInterrupted

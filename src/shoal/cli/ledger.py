@@ -12,6 +12,7 @@ from typer import Argument, Option, Typer, echo
 from shoal.cli import options
 from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.errors import UserError
+from shoal.runtime.extras import require
 from shoal.runtime.text import count_of, visible, visible_json
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def verify(
 
     if sample is not None and not Path(where).is_dir():
         raise UserError(f"--recheck needs the run's folder, with its hub's submissions and its origin, not {where}")
+    if sample is not None:
+        require("trainer", "--recheck")
     if out is not None:
         rows = export_ledger(where, out, wait_s)
         beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]

@@ -24,7 +24,7 @@ from shoal.cli.eval import compare, evaluate, filter_tasks, sft
 from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
-from shoal.cli.run import demo, hub, join, relay, run, trainer, validator
+from shoal.cli.run import demo, hub, init, join, recipes, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
@@ -35,11 +35,11 @@ from shoal.runtime.text import printable, visible
 
 EXTEND = (
     "Begin with: shoal demo. RUN is a run's folder, its name under runs/, or its hub's URL. Your own reward is one "
-    "Python file (examples/custom_reward.py); the algorithm in one file is examples/one_file_rl.py."
+    "Python file: shoal init mine writes one."
 )
 app = Typer(
     name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.", cls=CommandGroup,
-    epilog=EXTEND, add_completion=False, pretty_exceptions_enable=False,
+    epilog=EXTEND, pretty_exceptions_enable=False,
     context_settings=CONTEXT,
 )  # fmt: skip
 
@@ -117,10 +117,11 @@ def _options(
 
 
 READERS: dict[str, dict[str, tuple[Callable[..., object], str] | Typer]] = {
-    "Try it": {"demo": (demo, "shoal demo")},
+    "Try it": {"demo": (demo, "shoal demo"), "recipes": (recipes, "shoal recipes")},
     "Train": {
-        "run": (run, "shoal run recipes/tiny.toml runs/mine --set environment.file=examples/custom_reward.py"),
-        "plan": (plan, "shoal plan recipes/intellect2.toml --parameters 32e9 --memory 141"),
+        "init": (init, "shoal init mine"),
+        "run": (run, "shoal run tiny mine --set run.steps=60"),
+        "plan": (plan, "shoal plan intellect2 --parameters 32e9 --memory 141"),
         "data": data,
         "filter": (filter_tasks, "shoal filter tiny sort --samples 8 --max-new-tokens 10 --out kept.parquet"),
         "sft": (sft, "shoal sft tiny --data demos.jsonl --out models/begun"),

@@ -13,6 +13,7 @@ from typer import Argument, Exit, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError
+from shoal.runtime.extras import require
 from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def plan(
 ) -> None:
     """Print what a run needs, before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines and money. The exit code is 3 if training does not fit."""
+    require("trainer", "shoal plan")
     from shoal.run.recipe import load_recipe
 
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())

@@ -13,6 +13,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
+from shoal.runtime.extras import require
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken, stop_on_signals
@@ -28,11 +29,11 @@ NEXT = """{path}
   summary.json  ledger.jsonl                 what you just saw, as files
   trainer/export/                            the model, for transformers
   trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went
-next: your own reward is one Python function:
-  {shoal} run recipes/tiny.toml runs/mine --set environment.file=examples/custom_reward.py
-the algorithm in one file: {python} examples/one_file_rl.py"""
+next: your own reward is one Python function; this writes one, with a recipe and a README:
+  {shoal} init mine
+the algorithm in one file: {python} {examples}/one_file_rl.py"""
 STALENESS = "How many steps old the policy of trained work may be; 0 is synchronous."
-SOURCE = "A recipe (a TOML file) to start a run; or a run to resume: its folder, or its name under runs/."
+SOURCE = "A recipe to start a run: a TOML file, or a name of `shoal recipes`; or a run to resume: its folder or name."
 RUN = "With a recipe: the run's folder, or a name for it under runs/. (default: runs/ and run.name of the recipe)"
 PREPARE = "Make the run's folder, and print the commands that start each role on its own."
 REPLACED = "Where to run: a folder, or a name under runs/. An earlier demo there is replaced. (default: runs/demo)"
@@ -42,6 +43,7 @@ ATTACK = "Cheat in this way, to attack a run of your own."
 MIRROR = "Keep the mirror here. (default: ~/.shoal/RUN/relay)"
 JOIN_FOLDER = "Keep keys, weights and unsent work here. (default: ~/.shoal/RUN/worker)"
 NAME = "The public name of this machine. (default: node- and the start of its id)"
+PROJECT = "The folder to make; the run gets its name."
 SANDBOX = "Hide network, home folder and other processes from the worker; needs bubblewrap."
 MEMORY = "Most memory for the model, for example 8GB. (default: 80 % of the free)"
 GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
@@ -60,9 +62,13 @@ def run(
     patience_s: options.Patience = 600,
 ) -> None:
     """Start and supervise a whole run on this machine, or resume one. Ctrl-C stops it; the same command resumes it."""
+    require("data" if dry_run or prepare else "trainer", "shoal run")
     recipe = None if source is None else Path(source)
+    from shoal.run.recipe import shipped_recipe
+
     if recipe is not None and directory is None and recipe.suffix != ".toml" and not recipe.is_file():
-        recipe, directory = None, options.run_folder(str(source))
+        directory = options.run_folder(str(source))
+        recipe = recipe if shipped_recipe(recipe) and not directory.exists() else None
     from shoal.run.estimate import with_derived_settings
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
@@ -122,6 +128,7 @@ def demo(
     patience_s: options.Patience = 180,
 ) -> None:
     """Watch a model learn on eight processes of which one cheats and is caught. It takes minutes and no GPU."""
+    require("trainer", "shoal demo")
     from rich.console import Console
 
     from shoal.adversary import find_cheat
@@ -156,6 +163,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     from rich.table import Table
 
     from shoal.run.demo.claims import check, participants_of
+    from shoal.run.recipe import shipped
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
@@ -171,19 +179,41 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
         return STOPPED_CODE
     results = {"elapsed_s": round(elapsed_s, 1), "claims": found}
     write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
-    following = NEXT.format(path=folder.path, shoal=shoal_command(), python=shoal_command("python"))
+    examples = os.path.relpath(shipped("examples"))
+    examples = str(shipped("examples")) if examples.startswith("..") else examples
+    following = NEXT.format(path=folder.path, shoal=shoal_command(), python=shoal_command("python"), examples=examples)
     console.print(following, markup=False, highlight=False, soft_wrap=True)
     return int(not all(claim["holds"] for claim in found))
 
 
+def recipes() -> None:
+    """List the recipes that come with shoal."""
+    from shoal.cli.printing import console, sheet
+    from shoal.run.recipe import shipped, shipped_recipes
+
+    console().print(sheet(["recipe", "what it is"], [*shipped_recipes().items()], ["what it is"]))
+    echo(f"to start one: {shoal_command()} run tiny (changed: --set SECTION.KEY=VALUE); to write your own: shoal init")
+    echo(f"the files are in {shipped('recipes')}")
+
+
+def init(name: Annotated[Path, Argument(metavar="NAME", help=PROJECT)]) -> None:
+    """Write a commented recipe, a reward file and a README into a new folder: the start of a run of your own."""
+    from shoal.run.recipe import make_project
+
+    echo("\n".join(f"wrote {path}" for path in make_project(name)))
+    echo(f"next: cd {shlex.quote(str(name))} && {shoal_command()} run {name.name}.toml")
+
+
 def hub(directory: options.Run) -> None:
     """Start the hub of a run: it gives out work, receives it, and writes the ledger. It needs no torch."""
+    require("data", "shoal hub")
     _role("hub", directory)
 
 
 def trainer(directory: options.Run) -> None:
     """Start the trainer of a run: it trains on accepted groups and publishes policies. Several processes on several
     machines are started by torchrun … -m shoal.cli trainer RUN."""
+    require("trainer", "shoal trainer")
     from shoal.trainer.settings import own_rank
 
     rank = own_rank()
@@ -192,6 +222,7 @@ def trainer(directory: options.Run) -> None:
 
 def validator(directory: options.Run, index: options.Index = 0) -> None:
     """Start a validator of a run: it checks submissions and computes their rewards."""
+    require("trainer", "shoal validator")
     _role(f"validator-{index}", directory)
 
 
@@ -244,6 +275,7 @@ def join(
     workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
 ) -> int:
     """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""
+    require("worker", "shoal join")
     if cheat is not None:
         from shoal.adversary import find_cheat
 

@@ -12,6 +12,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import HubUnreachable, UserError
+from shoal.runtime.extras import require
 from shoal.runtime.files import home
 from shoal.runtime.stop import stop_on_signals
 from shoal.runtime.text import shoal_command, visible, visible_json
@@ -70,6 +71,7 @@ def export(
     version: Annotated[int | None, options.whole("--version", VERSION)] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder."""
+    require("trainer", "shoal export")
     from shoal.run.sources import export_run
 
     echo(f"wrote {export_run(directory, out, best, version)}")
@@ -150,6 +152,7 @@ def doctor(
         echo(visible_json(json.dumps(found, indent=2)))
     if not (selftest or calibrate or bench):
         raise Exit(0 if ok else 1)
+    require("trainer", "the measurement")
     from rich.console import Console
 
     from shoal.cli.printing import counted

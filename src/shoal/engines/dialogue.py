@@ -27,6 +27,7 @@ from shoal.errors import ConfigError
 from shoal.models.prompts import PromptEncoder
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import DialogueTerms, Lease, SamplingParameters
+from shoal.protocol.node import UPGRADE
 from shoal.protocol.submission import Spans
 
 
@@ -165,7 +166,7 @@ def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
     if tool is None:
         raise ConfigError(
             f"the run's environment answers with the tool {lease.dialogue.tool!a}, which this shoal does not have "
-            f"(it has {', '.join(sorted(TOOLS))}): upgrade it with: pip install -U shoal"
+            f"(it has {', '.join(sorted(TOOLS))}): upgrade it with: {UPGRADE}"
         )
     return Dialogue(lease.dialogue, sampling.eos_token_id, sampling.max_new_tokens, tool, texts_of(files))
 

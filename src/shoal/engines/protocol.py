@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
 from shoal.protocol.submission import Spans
 from shoal.shardcast import ChangedValues
-from shoal.toploc import PointBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from shoal.toploc import PointBatch
 
 Finish = Literal["eos", "length"]
-TokenIds = npt.NDArray[np.int32]
+TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 PLAIN = "torch-plain"
 """In a kind: torch's engine on a GPU without pages and captured steps, which rounds differently."""
 

@@ -39,6 +39,7 @@ from shoal.environments.graders import after_thinking
 from shoal.environments.protocol import Score, Split, Task
 from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.runtime.extras import of_extra
 from shoal.runtime.text import install_command, meant
 
 CANDIDATES_PER_TASK, ENTRIES_KEPT = 512, 1024
@@ -285,7 +286,7 @@ _own_random = random.Random(0)  # for `list_functions`, seeded for every task; `
 
 def _library() -> ModuleType:
     """The library, loaded and patched on first use. If its solver is missing, an empty module replaces it."""
-    missing, install = importlib.util.find_spec(SOLVER) is None, install_command(f"reasoning-gym=={VERSION}")
+    missing, install = importlib.util.find_spec(SOLVER) is None, install_command(of_extra("gym"))
     try:
         if missing:
             sys.modules[SOLVER] = ModuleType(SOLVER)

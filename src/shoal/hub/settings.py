@@ -21,6 +21,7 @@ CONCURRENT_UPLOADS = 16  # submissions stored at the same time; others wait
 SUBMISSION_BASE_BYTES = MIB  # the longest prompt, and what frames it; zstd may add a little to what it cannot shrink
 ROLLOUT_BYTES = 256  # what frames one rollout
 TOKEN_BYTES = 8  # a token id and its log-probability
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$"  # of a run
 PROFILES = (DEFAULT_PROFILE, "scripted/cpu/float32")
 
 
@@ -29,7 +30,7 @@ class RunSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$", description="name of the run")
+    name: str = Field("run", pattern=NAME, description="name of the run")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of the tasks")
     steps: int = Field(20, ge=1, le=10**9, description="training steps; a begun run may be given more, never fewer")
     groups_per_step: int = Field(16, ge=1, le=65_536, description="groups in one training step")

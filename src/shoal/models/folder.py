@@ -10,15 +10,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ModelError
 from shoal.protocol import Entry, ModelSize, TensorView
 from shoal.protocol.codec import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 BUILTIN = ("tiny",)
 DESCRIPTION_FILES = (
@@ -114,6 +113,8 @@ def check_weights(folder: Path) -> None:
         missing = sorted(name for name in names if not (index.parent / name).is_file())
         if missing:
             raise ModelError(f"{index} names {missing[0]}, which is not there; {REMEDY}")
+    from safetensors import SafetensorError, safe_open
+
     for file in files:
         try:
             with safe_open(file, framework="np"):
@@ -163,6 +164,8 @@ def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None
 
 def described_weights(folder: Path) -> Iterator[tuple[str, list[int], str]]:
     """Name, shape and type of every weight in a folder, by the headers of its files."""
+    from safetensors import safe_open
+
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118 - no dictionary
@@ -178,6 +181,8 @@ NUMPY_TYPES: dict[str, str] = {
 
 def as_numpy(view: TensorView) -> npt.NDArray[Any]:
     """The values without a copy, read-only; bfloat16 as uint16 with its bits (numpy has no such type)."""
+    import numpy as np
+
     array = np.frombuffer(view.data, dtype=NUMPY_TYPES[view.dtype]).reshape(view.shape)
     array.flags.writeable = False
     return array
@@ -185,6 +190,8 @@ def as_numpy(view: TensorView) -> npt.NDArray[Any]:
 
 def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> TensorView:
     """A view of an array's bytes; `dtype` is needed for types that numpy does not have (BF16 as uint16)."""
+    import numpy as np
+
     for known, code in NUMPY_TYPES.items():
         if ((dtype is None and known != "BF16") or dtype == known) and array.dtype == np.dtype(code):
             flat = np.ascontiguousarray(array).reshape(-1)

@@ -11,12 +11,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ModelError
 from shoal.models.folder import eos_token_id
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class TextTokenizer:
@@ -26,6 +27,8 @@ class TextTokenizer:
         if "tokenizer.json" not in files:
             raise ModelError("the model has no tokenizer.json")
         check_tokenizer(files["tokenizer.json"])
+        from tokenizers import Tokenizer  # here, because who opens a run's folder need not have it
+
         with _in_words("be read"):
             self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
         self._tokenizer.no_padding()
@@ -50,7 +53,7 @@ class TextTokenizer:
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Special tokens in the text are spelt out."""
         if self._plain is None:
-            self._plain = Tokenizer.from_str(self._tokenizer.to_str())
+            self._plain = type(self._tokenizer).from_str(self._tokenizer.to_str())
             self._plain.encode_special_tokens = True
         with _in_words("encode a text"):
             return tuple(self._plain.encode(text, add_special_tokens=False).ids)

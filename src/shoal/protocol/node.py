@@ -24,7 +24,7 @@ from shoal.protocol.signing import Document, Message, Milliseconds, PublicKey, S
 
 PROTOCOL_VERSION = 3
 HEADER_PROTOCOL = "shoal-protocol"
-UPGRADE = "pip install -U shoal"
+UPGRADE = "pip install -U shoal-rl"
 
 
 def check_spoken(who: str, version: int) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shoal.environments import EnvironmentSettings
 from shoal.errors import ConfigError
-from shoal.hub.settings import HubSettings, RunSettings
+from shoal.hub.settings import NAME, HubSettings, RunSettings
 from shoal.runtime.config import load_config
+from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.trainer.settings import TrainerSettings, is_changeable
-from shoal.validator.profiles import ON_REQUEST
-from shoal.validator.settings import ValidatorSettings
+from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
@@ -67,8 +69,45 @@ class Recipe(BaseModel):
         return trainer
 
 
+def shipped(folder: str) -> Path:
+    """`recipes` or `examples`, which come with shoal: inside the package, or in the clone that it is used from."""
+    package = Path(__file__).parents[1]
+    return package / folder if (package / folder).is_dir() else package.parents[1] / folder
+
+
+def shipped_recipe(name: str | Path) -> Path | None:
+    """The recipe that comes with shoal under this name, such as `tiny`, unless a file has this name."""
+    found = shipped("recipes") / f"{name}.toml"
+    return found if Path(name).name == str(name) and not Path(name).is_file() and found.is_file() else None
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Name → the first sentence of its comment."""
+    described = {}
+    for path in sorted(shipped("recipes").glob("*.toml")):
+        lines = itertools.takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
+        described[path.stem] = re.split(r"\.(?= |$)", " ".join(line[2:] for line in lines))[0]
+    return described
+
+
+def make_project(path: Path) -> list[Path]:
+    """Write a recipe, a reward file and a README of one's own into a new folder; returns the files."""
+    if not re.fullmatch(NAME, path.name):
+        raise ConfigError(f"{str(path)!r}: a run's name has letters, digits, '.', '_' and '-' only: choose another")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is there and is not an empty folder: choose another name")
+    ensure_folder(path)
+    written = []
+    for source in sorted((shipped("examples") / "project").glob("*.*")):
+        text = source.read_text().replace("NAME", path.name)
+        written.append(path / (f"{path.name}.toml" if source.suffix == ".toml" else source.name))
+        write_atomically(written[-1], text.encode())
+    return written
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Paths in a recipe are relative to its folder, those in overrides to the working directory."""
+    path = shipped_recipe(path) or path
     recipe = load_config(path, Recipe, overrides)
     given, overridden = recipe.model_dump(exclude_unset=True), {each.partition("=")[0].strip() for each in overrides}
     for name, holder, key in _places(given):
@@ -98,7 +137,7 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         found += [("validator.profiles", profiles, index) for index in range(len(profiles))]
     for name, holder, key in found:
         value = holder[key] if isinstance(holder, list) else holder.get(key)
-        if isinstance(value, str | Path) and str(value) not in ("", *BUILTIN, *ON_REQUEST):
+        if isinstance(value, str | Path) and str(value) not in ("", *BUILTIN, *KINDS_ON_REQUEST):
             yield name, holder, key
 
 

@@ -18,7 +18,7 @@ from shoal.runtime.stop import SUPERVISED, StopToken, stop_on_signals
 from shoal.runtime.supervise import close_standard_input, follow_supervisor
 
 if TYPE_CHECKING:
-    from shoal.validator import ValidatorConfig
+    from shoal.validator.settings import ValidatorConfig
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.hub.state.rows import PoolRules
     from shoal.models import model_folder, read_files
     from shoal.run.estimate import announced_size
-    from shoal.validator import measurable_kinds, profile_keys
+    from shoal.validator.settings import measurable_kinds, profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
     environment = build(recipe.environment)
@@ -132,14 +132,14 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
 
 
 def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
-    from shoal.validator import run_validator
+    from shoal.validator.loop import run_validator
 
     run_validator(validator_config(folder, index), stop)
 
 
 def validator_config(folder: RunFolder, index: int) -> ValidatorConfig:
     from shoal.environments import build
-    from shoal.validator import ValidatorConfig
+    from shoal.validator.settings import ValidatorConfig
 
     recipe, name = folder.recipe, f"validator-{index}"
     if name not in folder.trusted_roles:
@@ -153,7 +153,8 @@ def validator_config(folder: RunFolder, index: int) -> ValidatorConfig:
 
 
 def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = None) -> None:
-    from shoal.worker import WorkerConfig, run_worker
+    from shoal.worker.loop import run_worker
+    from shoal.worker.settings import WorkerConfig
 
     recipe, name = folder.recipe, f"worker-{index}"
     config = WorkerConfig(

@@ -16,7 +16,7 @@ from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError
 from shoal.models import BUILTIN
 from shoal.protocol import PolicyManifest
 from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe, load_recipe
+from shoal.run.recipe import Recipe, load_recipe, shipped_recipe
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.text import meant
@@ -121,7 +121,7 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> CommandTasks:
         return CommandTasks(run.recipe.environment, run.recipe, run)
     if colon and (name in FORMATS or name in ENVIRONMENTS):
         return _of_file(name, Path(file).expanduser(), overrides)
-    if path.suffix == ".toml":
+    if path.suffix == ".toml" or (spec not in ENVIRONMENTS and shipped_recipe(spec)):
         recipe = load_recipe(path, overrides)
         return CommandTasks(recipe.environment, recipe)
     if spec in ENVIRONMENTS:

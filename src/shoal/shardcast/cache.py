@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from blake3 import blake3
 
 from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
+from shoal.runtime.extras import require
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.lookup import Route, Step
@@ -146,6 +148,8 @@ class PayloadCache:
 
     def apply_deltas(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
         """Make the last step's payload from that of `begin`; `DeltaRefused` if it is not the signed one."""
+        if find_spec("numpy") is None:
+            require("data", f"version {steps[-1].manifest.policy.label}, which is a delta to an earlier one,")
         from shoal.shardcast.delta import make_payload  # numpy is needed for deltas only
 
         target = steps[-1].manifest

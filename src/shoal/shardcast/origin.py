@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
 
@@ -220,6 +221,8 @@ class Origin:
         skipped = [(incarnation, version - stride) for stride in DELTA_STRIDES if version % stride == 0]
         last = len(passed) - 1
         wanted = [index for index, base in enumerate(passed) if index == last or base.policy.place in skipped]
+        if find_spec("numpy") is None:
+            return ()
         from shoal.shardcast.delta import MAGIC, differences  # numpy is needed for deltas only
 
         writers = {index: _DeltaWriter(self._put, draft.chunk_size_bytes, MAGIC) for index in reversed(wanted)}

@@ -9,13 +9,3 @@ bands, evidence       from honest work to limits; the statistical test of a node
 rewards, branches     the reward; whether reward was gained within the tolerance
 canary                a known cheat now and then, which must be caught; a self-test before joining
 """
-
-from shoal.validator.judge import Judge
-from shoal.validator.loop import Validator, run_validator
-from shoal.validator.profiles import Profile, load_profiles
-from shoal.validator.settings import ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
-
-__all__ = [
-    "Judge", "Profile", "Validator", "ValidatorConfig", "ValidatorSettings", "load_profiles", "measurable_kinds",
-    "profile_keys", "run_validator",
-]  # fmt: skip

@@ -22,6 +22,7 @@ from shoal.protocol.lease import PROFILE, format_of
 from shoal.runtime.config import dump_config, parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
+from shoal.validator.settings import KINDS_ON_REQUEST
 
 MAX_PROFILE_BYTES = 1_000_000
 SMALLER_IS_WIDER = frozenset({"floor", "significance"})
@@ -158,10 +159,7 @@ _BFLOAT16: dict[str, Any] = {
 
 # Bands in bfloat16 depend on the model, and wide limits help cheats: a run takes these only if its owner names them in
 # `validator.profiles`.
-ON_REQUEST: Profiles = {
-    key: Profile(key=key, **_BFLOAT16)
-    for key in ("torch/cpu/bfloat16", "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16")
-}
+ON_REQUEST: Profiles = {key: Profile(key=key, **_BFLOAT16) for key in KINDS_ON_REQUEST}
 
 
 def widest(one: Profile, other: Profile) -> Profile:

@@ -14,8 +14,8 @@ from shoal.engines.registry import DTYPES
 from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
 from shoal.runtime.sizing import DERIVED
-from shoal.validator.profiles import load_profiles
 
+KINDS_ON_REQUEST = ("torch/cpu/bfloat16", "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16")
 MEASURING = "measuring the limits of honest work"
 """Reported to the hub while a validator calibrates; it judges nothing meanwhile."""
 
@@ -43,6 +43,8 @@ class ValidatorSettings(BaseModel):
 
 def profile_keys(settings: ValidatorSettings) -> tuple[str, ...]:
     """The kinds of workers that a validator with these settings can judge; the hub leases work to no others."""
+    from shoal.validator.profiles import load_profiles  # with numpy: who opens a run's folder need not have it
+
     known = load_profiles(settings.profiles)
     return tuple(sorted(key for key, profile in known.items() if settings.dtype in profile.validators))
 

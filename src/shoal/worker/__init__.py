@@ -5,9 +5,3 @@ loop       run_worker, Worker: lease, generate, submit
 outbox     Outbox, Parcel: finished work on disk until the hub has promised to keep it; Uploader: sends it
 earnings   Earnings: credit and refusals, said to the node's owner
 """
-
-from shoal.worker.loop import Worker, run_worker
-from shoal.worker.outbox import Outbox, Parcel
-from shoal.worker.settings import WorkerConfig, WorkerSettings
-
-__all__ = ["Outbox", "Parcel", "Worker", "WorkerConfig", "WorkerSettings", "run_worker"]

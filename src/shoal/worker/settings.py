@@ -15,7 +15,6 @@ from typing import Literal
 import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.adversary import find_cheat
 from shoal.client import Intervals
 from shoal.engines import ENGINES, Engine, check_engine, choose
 from shoal.engines.memory import free_bytes
@@ -69,6 +68,8 @@ def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | Non
     chosen = settings or WorkerSettings()
     check_engine(engine, chosen.device, chosen.dtype)
     if cheat is not None:
+        from shoal.adversary import find_cheat
+
         find_cheat(cheat)
 
 

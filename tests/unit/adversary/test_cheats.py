@@ -21,7 +21,8 @@ from shoal.models.folder import from_numpy
 from shoal.protocol import Lease, PolicyRef, ProofParameters, SamplingParameters, Submission
 from shoal.runtime.stop import StopToken
 from shoal.validator import checks
-from shoal.worker import WorkerConfig, WorkerSettings, run_worker
+from shoal.worker.loop import run_worker
+from shoal.worker.settings import WorkerConfig, WorkerSettings
 
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
 REQUESTS = [GenerationRequest((10, 11), (1, 2, 3), SAMPLING), GenerationRequest((12,), (4, 5), SAMPLING)]

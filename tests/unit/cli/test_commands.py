@@ -26,14 +26,14 @@ from shoal.hub import HubConfig
 from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
 from shoal.run.estimate import with_derived_settings
 from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe, load_recipe
+from shoal.run.recipe import Recipe, load_recipe, shipped_recipes
 from shoal.run.roles import run_role
 from shoal.runtime.config import parse_config
 from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
-MOST_COMMANDS = 30  # those of groups included; only goes down, unless a commit says why
+MOST_COMMANDS = 32  # those of groups included; only goes down, unless a commit says why
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ OPTIONS = """
 
 def test_commands_are_these_and_one_thing_has_one_word_in_all() -> None:
     expected = (
-        "admin backup cast compare data demo doctor eval export filter hub join key ledger plan relay restore "
-        "run sft status trainer validator why"
+        "admin backup cast compare data demo doctor eval export filter hub init join key ledger plan recipes relay "
+        "restore run sft status trainer validator why"
     )
     assert sorted(COMMANDS.commands) == expected.split()
     assert len(list(leaves(COMMANDS))) <= MOST_COMMANDS
@@ -114,7 +114,7 @@ def test_errors_become_one_line_with_their_exit_code_and_a_traceback_on_request(
     monkeypatch.setenv("SHOAL_DEBUG", "1")
     error = told(capsys, 2, "run", "none.toml").err
     assert "Traceback" in error
-    assert error.splitlines()[-1] == "shoal: there is no recipe at none.toml"
+    assert error.splitlines()[-1].startswith("shoal: there is no recipe at none.toml (shoal recipes lists")
 
 
 def test_supervised_role_shows_the_traceback_of_a_bug_only(capsys: Capture, monkeypatch: Patch) -> None:
@@ -153,6 +153,47 @@ def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path:
     assert "postgresql://shoal:***@db.example/run" in ran.stdout
     assert "s3cret" not in ran.stdout + ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipe_is_found_by_its_name_and_starts_the_run_of_that_name(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.chdir("/")  # no recipe is a file there
+    assert load_recipe(Path(name)).run.name == name
+    assert len(shipped_recipes()[name].split()) > 3
+
+
+def test_recipes_are_listed_and_started_from_any_folder(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "tiny             A tiny policy" in told(capsys, 0, "recipes").out
+    assert "runs/tiny is ready" in told(capsys, 0, "run", "tiny", "--prepare", "--set", "run.steps=7").out
+    assert "steps = 7" in told(capsys, 0, "run", "tiny", "--dry-run").out, "now it is the run of this name"
+    assert "runs/mine is ready" in told(capsys, 0, "run", "tiny", "mine", "--prepare").out
+
+
+def test_project_has_a_recipe_with_a_reward_that_works(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "next: cd mine && " in told(capsys, 0, "init", "mine").out
+    assert sorted(path.name for path in Path("mine").iterdir()) == ["README.md", "mine.toml", "reward.py"]
+    assert not any("NAME" in path.read_text() for path in Path("mine").iterdir())
+    monkeypatch.chdir("mine")
+    shown = told(capsys, 0, "run", "mine.toml", "--dry-run")
+    assert (f'file = "{tmp_path}/mine/reward.py"', "1,000 of reward") == (
+        next(line for line in shown.out.splitlines() if line.startswith("file")), shown.err.splitlines()[0][-15:],
+    )  # fmt: skip
+    Path("mine").mkdir()
+    assert "wrote mine/mine.toml" in told(capsys, 0, "init", "mine").out, "an empty folder may be there"
+    assert "is there and is not an empty folder" in told(capsys, 2, "init", "mine").err
+
+
+def test_completion_is_printed_and_completes_commands() -> None:
+    completing = {**os.environ, "_SHOAL_COMPLETE": "complete_bash", "COMP_WORDS": "shoal re", "COMP_CWORD": "1"}
+    shown = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    for options, environment, said in (
+        ([], completing, "recipes\nrestore\nrelay"), (["--show-completion", "zsh"], shown, "#compdef shoal"),
+    ):  # fmt: skip
+        command = [sys.executable, "-m", "shoal.cli", *options]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+        assert said in ran.stdout
 
 
 def test_preparing_makes_a_folder_and_starts_nothing(shoal: Shoal, tmp_path: Path) -> None:

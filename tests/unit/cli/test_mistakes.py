@@ -34,6 +34,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     # runs
     ("run", 2, "which recipe? for example: shoal run"),
     ("run none", 2, "there is no run folder runs/none; to make one: shoal run RECIPE runs/none"),
+    ("init mine", 2, "mine is there and is not an empty folder: choose another name"),
+    ("init two words", 2, "unexpected extra argument"),
+    ("init .", 2, "a run's name has letters, digits"),
     ("run hollow", 2, "hollow has no recipe.toml: it is not a run's folder"),
     ("run file", 2, "file: not valid TOML"),
     ("run TINY a b", 2, "Got unexpected extra argument(s) (b) (see: shoal run --help)"),

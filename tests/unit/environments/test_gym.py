@@ -282,7 +282,7 @@ def test_without_the_package_or_with_another_version_the_command_is_named(monkey
     with pytest.raises(EnvironmentSetupError, match=r"9\.9\.9 was not checked"):
         gym()
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(EnvironmentSetupError, match=r"pip install reasoning-gym==\d"):
+    with pytest.raises(EnvironmentSetupError, match=r"pip install .shoal-rl\[gym\]"):
         gym()
 
 

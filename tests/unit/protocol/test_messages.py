@@ -214,10 +214,10 @@ NEWER, OLDER = PROTOCOL_VERSION + 1, PROTOCOL_VERSION - 1
 
 
 @pytest.mark.parametrize(("who", "version", "remedy"), [
-    ("hub", NEWER, "shoal on the node's machine is too old: upgrade it there with: pip install -U shoal"),
+    ("hub", NEWER, "shoal on the node's machine is too old: upgrade it there with: pip install -U shoal-rl"),
     ("hub", OLDER, "the hub is too old: ask the run's owner to upgrade it"),
     ("node", NEWER, "the hub is too old: ask the run's owner to upgrade it"),
-    ("node", OLDER, "shoal on the node's machine is too old: upgrade it there with: pip install -U shoal"),
+    ("node", OLDER, "shoal on the node's machine is too old: upgrade it there with: pip install -U shoal-rl"),
 ])  # fmt: skip
 def test_another_version_is_refused_with_what_to_do(who: str, version: int, remedy: str) -> None:
     with pytest.raises(ProtocolError, match=f"speaks (protocol )?{version}.*: {remedy}"):

@@ -18,11 +18,11 @@ from shoal.engines.groups import submission_of
 from shoal.hub.state.reputation import recent
 from shoal.protocol import Outcome, Rollout, Severity, Submission, Sums, Tally, Verdict, pack_logprobs
 from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
-from shoal.validator import Judge
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.evidence import DOUBT, STRIKE, Outliers, accident_sums, log_evidence, log_evidence_of_seeds
+from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
 from shoal.validator.verdicts import LeaseTemplate
 

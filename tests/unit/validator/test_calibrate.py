@@ -28,14 +28,25 @@ from shoal.protocol import Outcome, Submission
 from shoal.runtime.config import parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, profile_keys, profiles
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
+from shoal.validator import profiles
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure, prompts_of, replayed, weights_of
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
-from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, Measured, NoiseLimits, to_toml
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import (
+    BUILT_IN,
+    ChannelLimits,
+    LogprobLimits,
+    Measured,
+    NoiseLimits,
+    Profile,
+    load_profiles,
+    to_toml,
+)
+from shoal.validator.settings import ValidatorSettings, profile_keys
 from shoal.validator.verdicts import Machine
 
 MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})

@@ -20,11 +20,21 @@ from shoal.protocol.verdict import AuditReply, Outcome, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, Profile, load_profiles, profiles
 from shoal.validator import limits as limits_module
+from shoal.validator import profiles
 from shoal.validator.calibrate import Catch, Measurement
+from shoal.validator.judge import Judge
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
-from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profiles, limits_for, widest
+from shoal.validator.profiles import (
+    BUILT_IN,
+    LogprobLimits,
+    Measured,
+    Profile,
+    Profiles,
+    limits_for,
+    load_profiles,
+    widest,
+)
 from shoal.validator.verdicts import AuditJob
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"

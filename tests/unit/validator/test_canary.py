@@ -11,9 +11,9 @@ from shoal.errors import CanaryMissed
 from shoal.protocol import Outcome, SamplingParameters, Submission, Verdict, unpack
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge
 from shoal.validator.canary import CANARY_CHEATS, Canary, Original
 from shoal.validator.case import BODY_LIMITS, Case, SeenWork
+from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
 from shoal.validator.verdicts import AuditJob
 

@@ -18,7 +18,8 @@ from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
 from shoal.rewards import DirectScorer, Job, NotStarted
 from shoal.rewards.panel import JudgedText, JudgeSeat, Panel
 from shoal.runtime.clock import ManualClock
-from shoal.validator import Judge, load_profiles
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import load_profiles
 from shoal.validator.rewards import Group, RewardNotes, Scored, Scoring, sampled_tokens
 
 REWARD = """

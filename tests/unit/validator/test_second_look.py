@@ -14,10 +14,10 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ResourceError
 from shoal.protocol import Outcome, PolicyRef, ProofParameters, Severity, Verdict
-from shoal.validator import Judge, judge
+from shoal.validator import judge
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.checks import AFTER_PREFILL
-from shoal.validator.judge import SecondEngines
+from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.profiles import BUILT_IN, Profile
 
 COARSE = "scripted/cpu/bfloat16"

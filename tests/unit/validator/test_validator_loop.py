@@ -21,9 +21,12 @@ from shoal.protocol.verdict import Audit, AuditReply, AuditRequest, Outcome, Ref
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.validator import Judge, ValidatorConfig, ValidatorSettings, load_profiles, side_jobs
+from shoal.validator import side_jobs
 from shoal.validator.checks import run_all
+from shoal.validator.judge import Judge
 from shoal.validator.loop import Validator, run_validator
+from shoal.validator.profiles import load_profiles
+from shoal.validator.settings import ValidatorConfig, ValidatorSettings
 from shoal.validator.side_jobs import Preloader
 from shoal.validator.verdicts import AuditJob
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from shoal.errors import ResourceError
 from shoal.protocol import SUBMISSION_FORMAT, BodyLimits, Rollout, Submission, pack, unpack
 from shoal.runtime.clock import ManualClock
-from shoal.worker import Outbox
-from shoal.worker.outbox import Uploader
+from shoal.worker.outbox import Outbox, Uploader
 
 
 def submission(unit: int = 0, run: str = "run-1") -> Submission:

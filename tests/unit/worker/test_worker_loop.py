@@ -24,10 +24,11 @@ from shoal.protocol.submission import unpack_spans
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.toploc import split_proofs
-from shoal.worker import Outbox, Worker, WorkerSettings, loop
+from shoal.worker import loop
 from shoal.worker.earnings import Earnings
-from shoal.worker.loop import NotTaken
-from shoal.worker.settings import units_that_fit
+from shoal.worker.loop import NotTaken, Worker
+from shoal.worker.outbox import Outbox
+from shoal.worker.settings import WorkerSettings, units_that_fit
 
 HUB = protocol.SigningKey.from_seed(b"h" * 32)
 KEY = protocol.SigningKey.from_seed(b"n" * 32)

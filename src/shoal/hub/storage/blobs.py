@@ -15,6 +15,7 @@ from typing import Protocol
 from shoal.errors import ResourceError
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
+from shoal.runtime.extras import require
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 
 LEFT_OVER_S = 3600.0  # another hub that shares this folder may be writing a younger hidden file
@@ -70,6 +71,7 @@ def open_blobs(storage: str, endpoint: str, folder: Path) -> Blobs:
     """`storage` is the setting `hub.storage`: a bucket; empty: the run's folder."""
     if not storage:
         return BlobFolder(folder)
+    require("fleet", f"hub.storage = {storage!r}")
     from shoal.hub.storage.s3 import S3Blobs  # hubs with a folder do not wait for it to load
 
     return S3Blobs(storage, endpoint)

@@ -30,6 +30,8 @@ from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived, Noted
 from shoal.hub.storage.reader import Reader, among
 from shoal.hub.storage.writer import StaleRow, Storage, Writer, is_overtaken
+from shoal.runtime.extras import of_extra
+from shoal.runtime.text import install_command
 
 log = logging.getLogger("shoal.hub")
 
@@ -223,4 +225,4 @@ def _engine(place: URL) -> Engine:
             connect_args={**NETWORK, "options": options, "application_name": "shoal hub"},
         )  # fmt: skip
     except (ImportError, NoSuchModuleError) as error:
-        raise ConfigError("hub.database needs a driver: pip install 'psycopg[binary]'") from error
+        raise ConfigError(f"hub.database needs a driver: {install_command(of_extra('fleet'))}") from error

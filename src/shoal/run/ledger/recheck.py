@@ -26,10 +26,10 @@ from shoal.run.ledger.sources import FolderLedger
 from shoal.run.roles import validator_config
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, run_origin
-from shoal.validator import Judge, ValidatorConfig, load_profiles
-from shoal.validator.judge import KeptSubmission, Rechecked, SecondEngines, recheck
+from shoal.validator.judge import Judge, KeptSubmission, Rechecked, SecondEngines, recheck
 from shoal.validator.limits import profiles_of
-from shoal.validator.profiles import Profiles
+from shoal.validator.profiles import Profiles, load_profiles
+from shoal.validator.settings import ValidatorConfig
 
 FETCH_S, START_S = 600.0, 30.0
 TRIES = 64  # units drawn for each that is wanted: of a long run only the last policies are kept
