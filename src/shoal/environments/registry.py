@@ -52,7 +52,7 @@ def build_ingredient(settings: TaskSource) -> Environment:
     if settings.file is not None:
         if settings.options:
             raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
-        return FunctionEnvironment(settings.file, settings.held_out_size)
+        return FunctionEnvironment(settings.file, settings.held_out_size, settings.data)
     name, known = settings.name, ", ".join(sorted(ENVIRONMENTS))
     if settings.name not in ENVIRONMENTS:
         raise EnvironmentSetupError(f"there is no environment {name!r}{meant(name, ENVIRONMENTS)}: {known}")
