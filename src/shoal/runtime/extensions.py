@@ -43,7 +43,7 @@ def file_of(value: str) -> Path | None:
 
 
 def check_word(kind: str, value: str, known: Iterable[str]) -> str:
-    """The value, if it is a known word, names a file, or an entry point that is installed here; else `ValueError`."""
+    """The value, if it is a known word, or names a file or an entry point that is installed here; else `ValueError`."""
     listed = tuple(known)
     if value in listed or file_of(value) or list(entry_points(group=GROUPS[kind], name=unpinned(value))):
         return value
@@ -52,10 +52,11 @@ def check_word(kind: str, value: str, known: Iterable[str]) -> str:
 
 
 def pinned(setting: str, kind: str, value: str) -> str:
-    """The value with the SHA-256 of its file, or its distribution and version; one that has them stays as it is."""
-    if PIN.search(value):
-        return value
+    """The value with the SHA-256 of its file, or its distribution and version. One that has them stays as it is, and so
+    does one that names nothing: `resolve` says so."""
     file = file_of(value)
+    if PIN.search(value) or (file is None and not entry_points(group=GROUPS[kind], name=value)):
+        return value
     if file is None:
         return f"{value}#{_origin(_entry_point(setting, kind, value))}"
     return f"{value}#sha256={hashlib.sha256(_read(setting, file)).hexdigest()}"

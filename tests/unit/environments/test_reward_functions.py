@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.environments import Environment, EnvironmentSettings, build
+from shoal.engines.asking import Asking
+from shoal.environments import Environment, EnvironmentSettings, build, columns_of
 from shoal.environments.protocol import SPLITS, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.rewards import Job, ScoringPool
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -124,6 +126,21 @@ def test_a_conversation_is_a_prompt_with_its_history_in_both_forms_of_reward_fil
     made = load(f"tasks = [{{'prompt': each}} for each in ({CHAT}, {other})] * 5\ndef f(completions): return [1]")
     train, held_out = ({task.prompt for task in made.tasks(split)} for split in ("train", "held_out"))
     assert train.isdisjoint(held_out)
+
+
+def test_the_models_chat_template_renders_a_conversation(load):
+    files = read_files(model_folder("tiny"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    made = load(f"tasks = [{{'prompt': {CHAT}}}]\ndef f(completions): return [1]")
+    [task] = all_tasks(made)
+    ids = Asking({**files, "chat_template.jinja": template.encode()}, made, 8).ids(task)
+    assert TextTokenizer(files).decode(ids) == "<system>Be brief.<user>2+2?<assistant>"
+
+
+def test_columns_of_tasks_are_those_that_a_message_can_hold(load):
+    made = load("tasks = [{'prompt': 'a', 'n': 3, 'big': 'x' * 70000, 'odd': object(), 'huge': 2**70}]\n"
+                "def f(completions, **k): return [1]")  # fmt: skip
+    assert columns_of(made, all_tasks(made)[0].id) == {"n": 3}
 
 
 @pytest.mark.parametrize(("prompt", "said"), [
