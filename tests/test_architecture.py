@@ -46,6 +46,12 @@ PURE_LIBRARY = {
     "itertools", "json", "math", "operator", "pydantic", "types", "typing",
 }  # fmt: skip
 PRINTERS = {"typer", "click", "rich"}
+LOADER = "shoal.runtime.extensions"
+LOADING = {
+    "shoal.algorithms.registry", "shoal.environments.dataset", "shoal.environments.function",
+    "shoal.environments.registry", "shoal.run.recipe", "shoal.trainer.record", "shoal.trainer.settings",
+}  # fmt: skip
+"""Who may load code of the owner's: what reads a recipe's words. Nothing that reads a lease, a row or a submission."""
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SANDBOXED = "shoal.environments.sandbox.runner"
 """Its text is handed to an interpreter inside the sandbox, where it runs programs; nobody may import it."""
@@ -204,6 +210,8 @@ def unsafe_violations(sources: Sources) -> list[str]:
         for target in imports(module, source, sources):
             if target.split(".")[0] in UNPICKLERS or target == SANDBOXED:
                 bad.append(f"{module} imports {target}")
+            if f"{target}.".startswith(f"{LOADER}.") and module not in LOADING:
+                bad.append(f"{module} imports {target}")
         if module == SANDBOXED:
             continue
         for node in ast.walk(parsed(source)):
@@ -279,6 +287,7 @@ BROKEN = [
     (unsafe_violations, "shoal.worker.bad", f"import {SANDBOXED}"),
     (unsafe_violations, "shoal.worker.bad", f"def f():\n    from {SANDBOXED} import run"),
     (unsafe_violations, SANDBOXED, "import pickle"),
+    (unsafe_violations, "shoal.worker.bad", "from shoal.runtime.extensions import resolve"),
     (size_violations, "shoal.worker.bad", LONG),
     (size_violations, "shoal.worker.bad", "x = 1\n" * (MAX_FILE_LINES + 1)),
 ]

@@ -8,6 +8,7 @@
     packing          minibatches, packs, shares, flatten     who is trained on together; never changes the gradient
     registry         ADVANTAGES, LOSSES, NEEDS_RECOMPUTED    the words
 
-Nothing here knows of the hub, of files or of a model. To add an algorithm: one function, one line in `registry`, one
-test with numbers computed by hand. This package imports nothing by itself: reading the words costs no torch.
+Nothing here knows of the hub or of a model; `registry` also loads what the recipe names of the owner's own. To add an
+algorithm: one function, one line in `registry`, one test with numbers computed by hand. This package imports nothing by
+itself: reading the words costs no torch.
 """

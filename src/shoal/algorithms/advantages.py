@@ -5,13 +5,53 @@ Legend: G rollouts of one group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 Advantage = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """What an advantage of the owner's sees: `rewards` (float64) and `lengths` (drawn tokens) are tensors [G], the
+    others have one entry for each rollout. `drawn` says which tokens the model drew, `finishes` how each ended.
+    `columns` are those of the task's row. Example: `group.rewards / group.lengths`."""
+
+    rewards: Tensor
+    lengths: Tensor
+    tokens: Sequence[npt.NDArray[np.int64]]
+    logprobs: Sequence[npt.NDArray[np.float32]]
+    drawn: Sequence[npt.NDArray[np.bool_]]
+    finishes: Sequence[str]
+    prompt: npt.NDArray[np.int64]
+    task: str
+    unit: int = 0
+    version: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OwnAdvantage:
+    """An advantage from a file of the owner's, or from a package."""
+
+    function: Callable[[RolloutGroup], Tensor | Sequence[float]]
+
+    def of(self, group: RolloutGroup) -> list[float]:
+        """One finite number for each rollout, or `ValueError`."""
+        values = torch.as_tensor(self.function(group), dtype=torch.float64)
+        if values.shape != group.rewards.shape or not values.isfinite().all():
+            shown = str(values.tolist())[:80]
+            raise ValueError(f"it gives {shown}, not one finite number for each of {len(group.rewards)} rollouts")
+        found: list[float] = values.tolist()
+        return found
+
 
 STD_FLOOR = 1e-6
 

@@ -9,14 +9,14 @@ its `digest` so that they cannot disagree about what is being trained.
 """
 
 from shoal.environments.composed import budget_of, judges_of, prompt_settings_of, scoring_of
-from shoal.environments.mix import dialogue_of, has_dialogues
+from shoal.environments.mix import columns_of, dialogue_of, has_dialogues
 from shoal.environments.protocol import DialogueRule, Environment, Identity, Score, Split, Task, identity_of
 from shoal.environments.protocol import require_scoring as require_scoring
-from shoal.environments.registry import ENVIRONMENTS, build
+from shoal.environments.registry import ENVIRONMENTS, build, runs_own_code
 from shoal.environments.settings import EnvironmentSettings
 
 __all__ = [
     "ENVIRONMENTS", "DialogueRule", "Environment", "EnvironmentSettings", "Identity", "Score",
-    "Split", "Task", "budget_of", "build", "dialogue_of", "has_dialogues", "identity_of", "judges_of",
-    "prompt_settings_of", "require_scoring", "scoring_of",
+    "Split", "Task", "budget_of", "build", "columns_of", "dialogue_of", "has_dialogues", "identity_of", "judges_of",
+    "prompt_settings_of", "require_scoring", "runs_own_code", "scoring_of",
 ]  # fmt: skip

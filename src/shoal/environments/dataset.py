@@ -7,20 +7,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shoal.environments.data import scanning
 from shoal.environments.data.scanning import OpenedData, Problems, Splits
 from shoal.environments.formats import DatasetOptions, known_kinds
-from shoal.environments.graders.registry import grader
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader, grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task, require_scoring
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
+from shoal.runtime.extensions import check_word, resolve, unpinned
 from shoal.runtime.text import count_of
 
 log = logging.getLogger("shoal.environments.rows")
@@ -52,7 +53,7 @@ class DatasetEnvironment:
 
     def __init__(self, options: DatasetOptions, path: Path, held_out_size: int) -> None:
         self.options = options
-        self._grader = lru_cache(maxsize=None)(grader)
+        self._grader = lru_cache(maxsize=None)(partial(_grader, options.grader))
         self._main = scanning.open_data(path, options)
         rest = options.model_copy(update={"split": "", "keep_solve_rate": None})
         other = scanning.open_data(options.held_out, rest) if options.held_out else None
@@ -110,18 +111,28 @@ class DatasetEnvironment:
             self._answer(opened, row, task.kind)
         return task
 
+    def columns(self, task_id: str) -> Mapping[str, Any]:
+        opened, row = self._place(task_id)
+        asked = (opened.layout.plain, *(opened.layout.asks if opened.layout.write else ()))
+        return opened.table.row(row, tuple(name for name in opened.table.columns if name not in asked))
+
     def task(self, task_id: str) -> Task:
         """The answer is not checked: `tasks` did that, and the hub needs the prompt only."""
-        elsewhere = len(self._opened) > 1 and task_id.startswith(ELSEWHERE)
-        opened = self._held_out if elsewhere else self._main
-        number = task_id.removeprefix(ELSEWHERE if elsewhere else "").partition("/")[0]
-        row = int(number) if number.isascii() and number.isdecimal() and len(number) < 16 else opened.table.rows
+        opened, row = self._place(task_id)
         if row < opened.table.rows and not opened.found.usable[row]:
             raise UnusableTask(_named(opened, row, "it has no proper prompt or id"))
         task = self._task(opened, row) if row < opened.table.rows else None
         if task is None or task.id != task_id:
             raise EnvironmentSetupError(f"the data {self._main.path} has no task {task_id!r}")
         return task
+
+    def _place(self, task_id: str) -> tuple[OpenedData, int]:
+        """The data set and the row that an id names; a row beyond the last if it names none."""
+        elsewhere = len(self._opened) > 1 and task_id.startswith(ELSEWHERE)
+        opened = self._held_out if elsewhere else self._main
+        number = task_id.removeprefix(ELSEWHERE if elsewhere else "").partition("/")[0]
+        is_number = number.isascii() and number.isdecimal() and len(number) < 16
+        return opened, int(number) if is_number else opened.table.rows
 
     def _task(self, opened: OpenedData, row: int) -> Task:
         layout = opened.layout
@@ -236,6 +247,20 @@ class DatasetEnvironment:
         elif not found.kept.all():
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")
+
+
+def _grader(chosen: str, name: str) -> Grader:
+    """A grader by its name. Only the recipe's own word may name the owner's code, never a row."""
+    if name != chosen or name in (*GRADERS, *TASK_TYPES):
+        return grader(name)
+    try:
+        found = resolve("environment.options.grader", "grader", check_word("grader", name, GRADERS))()
+    except ValueError as error:
+        raise EnvironmentSetupError(str(error)) from None
+    if not isinstance(found, Grader):
+        lacks = "has not all of name, version, problem(answer) and score(answer, completion)"
+        raise EnvironmentSetupError(f"environment.options.grader: what {unpinned(name)} gives {lacks}")
+    return found
 
 
 def _named(opened: OpenedData, row: int, reason: str) -> str:

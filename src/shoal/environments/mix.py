@@ -13,12 +13,15 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import gcd, lcm
 from operator import ge, le
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import msgspec
 
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
@@ -29,6 +32,7 @@ from shoal.protocol.permutation import permute
 
 ROUNDS, LONGEST_CYCLE = 4, 10_000
 LONGEST = 10**12  # positions at most, however rare a part is
+MOST_COLUMN_BYTES = 65_536  # of a value of a task's row, as it is sent to the trainer
 PASSED_OVER = 256  # tasks of a generating part that are tried to find one that no part holds out
 
 
@@ -113,11 +117,11 @@ class MixedEnvironment:
         return self._tasks[split]
 
     def task(self, task_id: str) -> Task:
-        part, inner = self._part(task_id)
+        part, inner = self.part(task_id)
         return part.labelled(part.environment.task(inner))
 
     def score(self, task: Task, completion: str) -> Score:
-        part, inner = self._part(task.id)
+        part, inner = self.part(task.id)
         score = part.environment.score(replace(task, id=inner), completion)
         return replace(score, parts={**score.parts, part.label: score.value})
 
@@ -126,10 +130,10 @@ class MixedEnvironment:
             protocol.require_scoring(part.environment)
 
     def dialogue(self, task: Task) -> DialogueRule | None:
-        part, inner = self._part(task.id)
+        part, inner = self.part(task.id)
         return dialogue_of(part.environment, replace(task, id=inner))
 
-    def _part(self, task_id: str) -> tuple[Part, str]:
+    def part(self, task_id: str) -> tuple[Part, str]:
         label, _, inner = task_id.partition(":")
         if label not in self._by_label:
             raise EnvironmentSetupError(f"the mixture has no task {task_id!r:.200}")
@@ -223,6 +227,21 @@ def has_dialogues(environment: Environment) -> bool:
 def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
     inner = inner_of(environment)
     return inner.dialogue(task) if isinstance(inner, protocol.DialogueEnvironment) else None
+
+
+def columns_of(environment: Environment, task_id: str) -> dict[str, Any]:
+    """What the row of a task has beside its prompt, if its environment has rows: values that a message can hold, none
+    of more than `MOST_COLUMN_BYTES`."""
+    inner, found = inner_of(environment), dict[str, Any]()
+    if isinstance(inner, MixedEnvironment):
+        part, name = inner.part(task_id)
+        return columns_of(part.environment, name)
+    if isinstance(inner, protocol.TableEnvironment):
+        for name, value in inner.columns(task_id).items():
+            with suppress(TypeError, ValueError, OverflowError):
+                if len(msgspec.msgpack.encode(value)) <= MOST_COLUMN_BYTES:
+                    found[name] = value
+    return found
 
 
 def _hash(label: str, content: object) -> str:

@@ -16,6 +16,7 @@ from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
 from shoal.environments.settings import EnvironmentSettings, Table, TaskSource
 from shoal.errors import EnvironmentSetupError
+from shoal.runtime.extensions import check_word, file_of, resolve, unpinned
 from shoal.runtime.text import meant
 
 GENERATED = 100_000  # default number of training tasks of a generating environment
@@ -52,10 +53,15 @@ def build_ingredient(settings: TaskSource) -> Environment:
     if settings.file is not None:
         if settings.options:
             raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
-        return FunctionEnvironment(settings.file, settings.held_out_size)
+        return FunctionEnvironment(settings.file, settings.held_out_size, settings.data)
     name, known = settings.name, ", ".join(sorted(ENVIRONMENTS))
     if settings.name not in ENVIRONMENTS:
-        raise EnvironmentSetupError(f"there is no environment {name!r}{meant(name, ENVIRONMENTS)}: {known}")
+        try:
+            return _own(settings, resolve("environment.name", "environment", check_word("environment", name, ())))
+        except ValueError:
+            own = "or your own: FILE.py:NAME, or an entry point of the group shoal.environments"
+            what = f"there is no environment {name!r}{meant(name, ENVIRONMENTS)}: {known}; {own}"
+            raise EnvironmentSetupError(what) from None
     if settings.data is not None and settings.name != "dataset":
         raise EnvironmentSetupError(f'environment {settings.name} reads no data: set environment.name = "dataset"')
     model, make = ENVIRONMENTS[settings.name]
@@ -71,3 +77,30 @@ def build_ingredient(settings: TaskSource) -> Environment:
         problem = first["msg"].removeprefix("Value error, ")
         raise EnvironmentSetupError(f"environment {settings.name}: {where}: {problem}") from None
     return make(options, settings)
+
+
+def _own(settings: TaskSource, make: Callable[..., Any]) -> Environment:
+    """The owner's own environment: called with its options, and with data and sizes where the recipe sets them."""
+    fields, name = TaskSource.model_fields, unpinned(settings.name)
+    values = {key: getattr(settings, key) for key in ("data", "train_size", "held_out_size")}
+    given = {key: value for key, value in values.items() if value != fields[key].default}
+    try:
+        made = make(**settings.options, **given)
+    except EnvironmentSetupError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise EnvironmentSetupError(f"environment.name: {name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Environment):
+        lacks = "has not all of name, digest, tasks(split), task(id) and score(task, completion)"
+        raise EnvironmentSetupError(f"environment.name: what {name} gives {lacks}")
+    return made
+
+
+def runs_own_code(settings: EnvironmentSettings) -> bool:
+    """Whether scoring runs code of the owner's, which may hang."""
+    return any(
+        part.file is not None
+        or part.name not in ENVIRONMENTS
+        or file_of(str(part.options.get("grader", ""))) is not None
+        for part in (settings, *settings.mix)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from pydantic import Field, FiniteFloat, StringConstraints
@@ -56,11 +56,14 @@ class TrainingRollout(Completed, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class TrainingGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A group of a batch; `columns` are those of its task's row, for an advantage of the owner's."""
+
     unit: int
     task: str
     version: int
     prompt: bytes
     rollouts: Annotated[list[TrainingRollout], msgspec.Meta(min_length=1)]
+    columns: dict[str, Any] = {}
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int64]:

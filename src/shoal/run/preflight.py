@@ -1,6 +1,6 @@
 """Before anything is started: are the model, the environment and the engines of a recipe here, and do they fit?
 
-Mistakes are reported here in one line, not later in six log files. Needs no torch.
+Mistakes are reported here in one line, not later in six log files. Needs torch only to try a loss of the owner's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.engines import ENGINES, check_engine
 from shoal.engines.asking import Asking
-from shoal.environments import Environment, Task, build, prompt_settings_of, require_scoring
+from shoal.environments import Environment, Task, build, columns_of, prompt_settings_of, require_scoring, runs_own_code
 from shoal.environments.composed import inner_of
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.graders import OPENING
@@ -30,6 +30,7 @@ from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.sizing import Speeds, validators_needed
 from shoal.runtime.text import count_of
+from shoal.trainer.settings import OWN_CODE
 from shoal.validator.settings import measurable_kinds, profile_keys
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,7 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
         from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
         # Scoring that fails here would fail on every group. A user's own reward runs in a process: it may hang.
-        settings = recipe.environment
-        is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
+        settings, is_own = recipe.environment, runs_own_code(recipe.environment)
         patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
         scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
         with closing(scorer):
@@ -83,6 +83,11 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
             for result in scorer.scores(jobs):
                 if isinstance(result, ScoringFailure):
                     raise EnvironmentSetupError(f"the reward function does not work: {result}")
+    advantage, loss = recipe.trainer.advantage, recipe.trainer.loss
+    if advantage not in OWN_CODE["advantage"][1] or loss not in OWN_CODE["loss"][1]:
+        from shoal.algorithms.registry import try_own
+
+        try_own(advantage, loss, columns_of(environment, tasks[0].id) if tasks else {})
     return environment
 
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shoal.environments import EnvironmentSettings
+from shoal.environments import ENVIRONMENTS, EnvironmentSettings
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
 from shoal.hub.settings import NAME, HubSettings, RunSettings
+from shoal.runtime import extensions
 from shoal.runtime.config import load_config
 from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.trainer.settings import TrainerSettings, is_changeable
+from shoal.trainer.settings import OWN_CODE, TrainerSettings, is_changeable
 from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
@@ -113,6 +115,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for name, holder, key in _places(given):
         base = Path.cwd() if name in overridden else path.expanduser().absolute().parent
         holder[key] = str(base / Path(holder[key]).expanduser())
+    for setting, kind, holder, key in _own_code(given):
+        file, _, name = str(holder[key]).rpartition(":")
+        if extensions.file_of(holder[key]) is not None:
+            base = Path.cwd() if setting in overridden else path.expanduser().absolute().parent
+            holder[key] = f"{base / Path(file).expanduser()}:{name}"
+        holder[key] = extensions.pinned(setting, kind, holder[key])
     if recipe.worker.dtype == "bfloat16":  # weights are never rounded on the way: they are published so
         given.setdefault("trainer", {}).setdefault("publish_dtype", "bfloat16")
     return Recipe.model_validate(given)
@@ -141,9 +149,32 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
             yield name, holder, key
 
 
+def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    """Every value of a recipe that names code of the owner's: its setting, its kind, and the table or list with its
+    key. Words of shoal are left out."""
+    trainer, environment = given.get("trainer", {}), given.get("environment", {})
+    found: list[tuple[str, str, Any, Any, Iterable[str]]] = [
+        (f"trainer.{key}", *OWN_CODE[key][:1], trainer, key, OWN_CODE[key][1]) for key in ("advantage", "loss")
+    ]
+    if "tracking" in trainer:
+        trainer["tracking"] = list(trainer["tracking"])
+        kind, words = OWN_CODE["tracking"]
+        found += [("trainer.tracking", kind, trainer["tracking"], at, words) for at in range(len(trainer["tracking"]))]
+    parts = ((f"environment.mix.{index}", part) for index, part in enumerate(environment.get("mix") or ()))
+    for name, part in (("environment", environment), *parts):
+        found.append((f"{name}.name", "environment", part, "name", ENVIRONMENTS))
+        found.append((f"{name}.options.grader", "grader", part.get("options", {}), "grader", (*GRADERS, *TASK_TYPES)))
+    for setting, kind, holder, key, known in found:
+        value = holder[key] if isinstance(holder, list) else holder.get(key)
+        if isinstance(value, str) and value and value not in known:
+            yield setting, kind, holder, key
+
+
 def missing_inputs(recipe: Recipe) -> list[str]:
     """Paths in the recipe that do not exist here: a backup does not contain the data of a run."""
-    paths = [Path(holder[key]) for _, holder, key in _places(recipe.model_dump())]
+    given = recipe.model_dump()
+    paths = [Path(holder[key]) for _, holder, key in _places(given)]
+    paths += filter(None, (extensions.file_of(holder[key]) for _, _, holder, key in _own_code(given)))
     return [str(path) for path in paths if not path.exists()]
 
 

@@ -95,7 +95,7 @@ class CommandTasks:
     @property
     def label(self) -> str:
         settings = self.settings
-        named = settings.data or settings.file
+        named = settings.file or settings.data
         return "mix" if settings.mix else settings.name if named is None else named.name.partition(".")[0]
 
     @property

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.algorithms.advantages import Advantage
+from shoal.algorithms.advantages import Advantage, OwnAdvantage
 from shoal.algorithms.losses import Loss, LossParameters
 from shoal.algorithms.packing import Cost
-from shoal.algorithms.registry import ADVANTAGES, LOSSES
+from shoal.algorithms.registry import advantage_named, loss_named
 from shoal.errors import CheckpointError, ConfigError
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
@@ -98,7 +98,7 @@ class Learner:
     model: Any
     optimizer: torch.optim.AdamW
     settings: TrainerSettings
-    advantage: Advantage
+    advantage: Advantage | OwnAdvantage
     loss: Loss
     loss_parameters: LossParameters
     ranks: Ranks = Ranks()  # noqa: RUF009 - it has no state
@@ -175,8 +175,8 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
         ratio_cap=objective.ratio_cap, recomputed_base=objective.ratio_base == "recomputed",
     )  # fmt: skip
     return Learner(
-        model=model, optimizer=optimizer, settings=settings, advantage=ADVANTAGES[settings.advantage],
-        loss=LOSSES[settings.loss], loss_parameters=parameters, ranks=ranks, masters=masters, reference=reference,
+        model=model, optimizer=optimizer, settings=settings, advantage=advantage_named(settings.advantage),
+        loss=loss_named(settings.loss), loss_parameters=parameters, ranks=ranks, masters=masters, reference=reference,
         packed=packed, cost=cost_of(model),
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from shoal.errors import ConfigError
 from shoal.protocol import StepReport
 from shoal.runtime.clock import Clock
+from shoal.runtime.extensions import resolve, unpinned
 from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.text import install_command
@@ -121,7 +122,9 @@ class Trackers:
 def require_trackers(words: Iterable[str]) -> None:
     """Refuse trackers that are not installed, before anything is started."""
     for word in words:
-        if find_spec(word) is None:
+        if word not in TRACKERS:
+            resolve("trainer.tracking", "tracker", word)
+        elif find_spec(word) is None:
             install = f"install it with: {install_command(word)}, or leave it out"
             raise ConfigError(f'trainer.tracking names "{word}", which is not installed: {install}')
 
@@ -221,7 +224,15 @@ TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard,
 
 
 def open_trackers(words: Iterable[str], tracked: Tracked) -> Trackers:
-    return Trackers({word: TRACKERS[word](tracked) for word in words})
+    """Own ones are called with a `Tracked`, too; one that cannot be made is warned about and left out."""
+    made = dict[str, Tracker]()
+    for word in words:
+        make = TRACKERS[word] if word in TRACKERS else resolve("trainer.tracking", "tracker", word)
+        try:
+            made[unpinned(word)] = make(tracked)
+        except Exception as error:  # noqa: BLE001 - training must not depend on a tracker
+            log.warning("the tracker %s is left out: %s: %s", unpinned(word), type(error).__name__, error)
+    return Trackers(made)
 
 
 class RunRecord:

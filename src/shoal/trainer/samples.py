@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.algorithms.advantages import Advantage, carries_signal
+from shoal.algorithms.advantages import Advantage, OwnAdvantage, RolloutGroup, carries_signal
 from shoal.algorithms.packing import flatten, pad
 from shoal.errors import ProtocolError
 from shoal.models.logprobs import Head, TokenLogprobs, hidden_states, token_logprobs
@@ -75,12 +75,19 @@ class Prepared:
         return sum(sample.trained for group in self.groups for sample in group)
 
 
-def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
+def prepare(
+    groups: Sequence[TrainingGroup], advantage: Advantage | OwnAdvantage, mask_truncated: bool
+) -> Prepared:  # fmt: skip
     kept, unrecorded = [], 0
     for group in groups:
         rewards = [rollout.reward for rollout in group.rollouts]
         # float64: with large rewards, float32 would round the mean, and a tiny deviation would amplify that.
-        advantages = advantage(torch.tensor(rewards, dtype=torch.float64)).tolist() if carries_signal(rewards) else []
+        rewards_G = torch.tensor(rewards, dtype=torch.float64)
+        advantages = list[float]()
+        if isinstance(advantage, OwnAdvantage):  # it may find a signal in other things than rewards
+            advantages = advantage.of(_seen(group, rewards_G)) if all(map(isfinite, rewards)) else []
+        elif carries_signal(rewards):
+            advantages = advantage(rewards_G).tolist()
         samples = [
             _sample(group, rollout, value)
             for rollout, value in zip(group.rollouts, advantages, strict=False)
@@ -93,6 +100,16 @@ def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncate
         groups=[samples for samples in kept if samples], without_signal=sum(not samples for samples in kept),
         rollouts=len(rollouts), truncated=sum(rollout.finish == "length" for rollout in rollouts),
         unscored=sum(not isfinite(rollout.reward) for rollout in rollouts) + unrecorded,
+    )  # fmt: skip
+
+
+def _seen(group: TrainingGroup, rewards_G: Tensor) -> RolloutGroup:
+    drawn = [drawn_mask(each.given, len(each.token_ids)) for each in group.rollouts]
+    return RolloutGroup(
+        rewards=rewards_G, lengths=torch.tensor([int(mask.sum()) for mask in drawn]), drawn=drawn,
+        tokens=[each.token_ids for each in group.rollouts], logprobs=[each.logprob_values for each in group.rollouts],
+        finishes=[each.finish for each in group.rollouts], prompt=group.prompt_ids, task=group.task, unit=group.unit,
+        version=group.version, columns=group.columns,
     )  # fmt: skip
 
 

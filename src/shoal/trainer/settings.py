@@ -9,10 +9,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from shoal.runtime.extensions import check_word
 from shoal.runtime.sizing import DERIVED
 from shoal.trainer.guards import LARGEST, GuardSettings, Real
 
@@ -26,6 +27,7 @@ LossName = Literal[
     "cross_entropy",
 ]  # fmt: skip
 Normalisation = Literal["tokens", "samples", "constant"]
+TrackerName = Literal["tensorboard", "wandb"]
 
 # Settings that a loss or an advantage implies unless the recipe sets them; without them it is another algorithm.
 CLIP_OF_GSPO = (3e-4, 4e-4)
@@ -76,6 +78,13 @@ class LoraSettings(BaseModel):
     targets: tuple[str, ...] = Field(TARGETS, min_length=1, description="names of the linear layers that get one")
 
 
+# Settings that may name code of the owner's: what it is called, and the words that are built in.
+OWN_CODE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "advantage": ("advantage", get_args(AdvantageName)), "loss": ("loss", get_args(LossName)),
+    "tracking": ("tracker", get_args(TrackerName)),
+}  # fmt: skip
+
+
 class TrainerSettings(BaseModel):
     """How the policy is trained, kept and published. What the run itself fixes (steps, group size, staleness,
     temperature) comes from the hub: no fact has two homes."""
@@ -89,8 +98,8 @@ class TrainerSettings(BaseModel):
     grad_clip: Real = Field(0.1, gt=0, description="largest norm of an update's gradient")
     minibatches: int = Field(4, ge=1, description="optimizer steps per training step")
 
-    advantage: AdvantageName = Field("group_mean", description="how rewards become advantages")
-    loss: LossName = Field("two_sided_clip", description="how advantages become a loss")
+    advantage: str = Field("group_mean", description="how rewards become advantages, or FILE.py:NAME")
+    loss: str = Field("two_sided_clip", description="how advantages become a loss, or FILE.py:NAME")
     clip_epsilon: Real = Field(0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1. gspo: 3e-4")
     clip_delta: Real = Field(4.0, gt=1, description="δ: ceiling of a ratio with negative advantage")
     mask_truncated: bool = Field(True, description="do not train on completions cut off by their length limit")
@@ -100,7 +109,7 @@ class TrainerSettings(BaseModel):
     guards: GuardSettings = Field(default_factory=GuardSettings, description="what is watched, and what is done then")
     lora: LoraSettings | None = Field(None, description="train adapters instead of all weights")
     processes: int = Field(1, ge=1, le=1024, description="trainer processes that `shoal run` starts")
-    tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="where metrics go, too")
+    tracking: tuple[str, ...] = Field((), description="where metrics go, too: tensorboard, wandb, or FILE.py:NAME")
 
     micro_batch_tokens: int = Field(16_384, ge=1, description="tokens per forward pass: memory and speed")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train; auto: a GPU if there is one")
@@ -113,6 +122,14 @@ class TrainerSettings(BaseModel):
     evaluate_every: int = Field(5, ge=0, description="steps between held-out evaluations by validators; 0: never")
     evaluate_tasks: int = Field(128, ge=1, description="held-out tasks per evaluation, the first ones")
     batch_deadline_s: Real = Field(1800, gt=0, le=1e8, description="longest wait for a batch, or for the hub")
+
+    @field_validator("advantage", "loss", "tracking")
+    @classmethod
+    def _known(cls, value: str | tuple[str, ...], info: ValidationInfo) -> str | tuple[str, ...]:
+        kind, known = OWN_CODE[str(info.field_name)]
+        for word in (value,) if isinstance(value, str) else value:
+            check_word(kind, word, known)
+        return value
 
     @model_validator(mode="after")
     def _complete(self) -> TrainerSettings:

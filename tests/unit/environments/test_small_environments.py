@@ -136,6 +136,8 @@ ONE, TAKES = "tasks = [('p', 'a')]\n", "def score(a, b, c): ..."
     (f"def tasks(): raise OSError('gone')\n{TAKES}", "cannot be listed: OSError: gone"),
     ("import nonexistent_module", "does not load: ModuleNotFoundError"), ("def score(", "does not load: Syntax"),
     (f"{ONE}{TAKES}\ntool = 'shell'", "there is no tool 'shell'"),
+    (f"{ONE}{TAKES}\ndef tool(turns): return 'rm -rf /'", "tool of its own, which is not possible: .*calculator"),
+    (f"{ONE}{TAKES}\ntools = [len]", "tool of its own"),
     (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 1", "max_turns in .* is 1; 2 to 64"),
     (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 'x'", "max_turns in .* is 'x'"),
 ])  # fmt: skip
@@ -251,8 +253,7 @@ def test_dialogues_of_an_inner_environment_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("lines", "turns"),
-    [("tool = 'calculator'; max_turns = 5", 5), ("tool = 'calculator'", 3), ("", 0),
-     ("def tool(turns): return 'rm -rf /'", 0)],
+    [("tool = 'calculator'; max_turns = 5", 5), ("tool = 'calculator'", 3), ("", 0)],
 )  # fmt: skip
 def test_reward_file_may_name_a_built_in_tool_only(load, lines: str, turns: int) -> None:
     made = load(f"{ONE}{TAKES}\n{lines}")

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 from trainer_stubs import SETTINGS, gradients, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from shoal.algorithms.advantages import OwnAdvantage, RolloutGroup
 from shoal.algorithms.registry import ADVANTAGES
 from shoal.errors import ProtocolError
 from shoal.hub.state.audits import has_equal_rewards
 from shoal.models.packed import supports_packing
 from shoal.protocol import RolloutReward, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
+from shoal.protocol.submission import pack_spans
 from shoal.trainer.learner import Learner, cost_of, new_learner
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.samples import Prepared, check_groups, prepare, score, to_tensors
@@ -49,6 +52,24 @@ def test_samples_carry_the_advantages_of_their_rollouts() -> None:
     large = of(group(rollout(43691.4765625), rollout(43691.4765625), rollout(43691.48)), advantage="group_mean_std")
     found = [sample.advantage for sample in large.groups[0]]
     assert found == pytest.approx([-0.7069, -0.7069, 1.4138], abs=1e-3), "not rounded into advantages"
+
+
+def test_an_own_advantage_sees_rewards_lengths_tokens_finishes_and_columns_and_equal_rewards() -> None:
+    seen: list[RolloutGroup] = []
+
+    def shorter(group: RolloutGroup) -> Tensor:
+        seen.append(group)
+        return (group.lengths.max() - group.lengths) * group.columns["weight"]
+
+    equal = group(rollout(1.0, tokens=4, given=pack_spans([(1, 2)])), rollout(1.0, tokens=3, finish="length"))
+    made = prepare([msgspec.structs.replace(equal, columns={"weight": 0.5})], OwnAdvantage(shorter), False)
+    assert [[sample.advantage for sample in samples] for samples in made.groups] == [[0.5, 0.0]]
+    assert (seen[0].lengths.tolist(), seen[0].finishes, seen[0].task) == ([2, 3], ["eos", "length"], "task-0")
+    assert [ids.tolist() for ids in seen[0].tokens] == [[3, 4, 5, 6], [3, 4, 5]]
+    assert seen[0].drawn[0].tolist() == [True, False, False, True]
+    assert prepare([group(rollout(1.0), rollout(math.nan))], OwnAdvantage(shorter), False).groups == []
+    with pytest.raises(ValueError, match="not one finite number for each of 2 rollouts"):
+        prepare([equal], OwnAdvantage(lambda _group: [math.inf, 0.0]), False)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.0])

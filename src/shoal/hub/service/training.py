@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shoal.environments import columns_of
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label, orders_of, require_trusted
 from shoal.hub.state import batches, evaluations
@@ -99,7 +100,8 @@ class Training:
                 for each, reward in zip(submission.rollouts, group.rewards, strict=True)
             ]
             task, version = units[group.unit].task, group.policy.version
-            groups.append(TrainingGroup(group.unit, task, version, submission.prompt, rollouts))
+            columns = columns_of(context.config.environment, task)
+            groups.append(TrainingGroup(group.unit, task, version, submission.prompt, rollouts, columns))
         return pack(TrainingBatch(batch.step, groups))
 
     def report(self, report: StepReport) -> None:
