@@ -454,12 +454,12 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 55_900,
-    "statements": 39_100,  # help in sentences; a decoder for processors
+    "lines": 55_690,
+    "statements": 39_060,
     "files": 320,
     "files in the fullest folder": 17,
     "names of classes used twice": 0,
-    "test lines": 52_000,
+    "test lines": 52_425,  # tests of rewards as TRL has them, code of the owner, recipes in the package
 }
 
 

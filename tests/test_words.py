@@ -1,7 +1,5 @@
 """Private words stay out of what people read. `LEFT` says how many each part still has; a part may only lose some."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -39,8 +39,6 @@ A bad rollout is data (a verdict with a reason code), not an exception. A messag
 and what to do.
 """
 
-from __future__ import annotations
-
 
 # fmt: off
 class ShoalError(Exception):

@@ -1,7 +1,5 @@
 """What a hub, or a server in its place, can do to a contributor's machine: nothing beyond giving it work."""
 
-from __future__ import annotations
-
 import gzip
 import socket
 import threading

@@ -4,8 +4,6 @@ Every caller here has an address of its own (127.0.0.2 and so on): the hub's own
 flood. The hub's patience is shortened where a test waits for it to end.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

@@ -1,7 +1,5 @@
 """`shoal cast` as people use it: processes, printed commands copied, kills, a full disk, the guide word for word."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """`shoal demo`, shortened: stopped once with Ctrl-C, then run in the same folder to its end. One story for all."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -10,8 +10,6 @@
 The engine is the scripted one, so that only the trainer loads torch. Killed processes are in `test_kills`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

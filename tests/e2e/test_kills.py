@@ -14,8 +14,6 @@ each once (`SHOAL_CRASH_FOLDER`). The hub's points, one by one, are in tests/int
 must hold. Nobody dies more than four times in one run: five short lives in a row would be a crash loop and end it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ trainer (here: publishes numbered weights, takes batches) ─► origin (HTTP) �
     └──────────────────────── hub (ASGI, in process; can be taken down) ◄─────────┘
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -8,8 +8,6 @@ Nothing is generated: completions are three fixed tokens, rewards are given. Pol
 and checkpoints are files as the trainer's are, so that what is copied looks like a run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@
 Everything else here reads the run folder: pids, the hub's database, the ledger, receipts in the workers' logs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A whole run whose workers are vLLM's, checked by a validator on torch: real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

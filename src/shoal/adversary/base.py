@@ -7,8 +7,6 @@ loose               stale         best-of, int8    show-random         forged pr
 `RewardOracle` says how much reward a completion earns, for cheats that choose the best of several.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

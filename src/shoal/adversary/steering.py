@@ -4,8 +4,6 @@ If the uniform is within the tolerance of the edge of a token's interval, the to
 too. `Steering` always takes that one; `Branching` tries a few such places and keeps the branch with the best reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -4,8 +4,6 @@ Tokens: seeds of their own, the best of several, rewritten completions. The righ
 drawn, so only the seeds can show it. Claims: the generated work is honest, but what is said about it is not.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace

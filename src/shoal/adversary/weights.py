@@ -1,7 +1,5 @@
 """Cheats that compute with other weights than the lease's: cheaper ones, or older ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

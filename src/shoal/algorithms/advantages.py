@@ -3,8 +3,6 @@
 Legend: G rollouts of one group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite

@@ -11,8 +11,6 @@ whole in one call.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

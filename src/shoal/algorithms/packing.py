@@ -14,8 +14,6 @@ Legend: T tokens of all sequences end to end; B sequences, L positions of the lo
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The words of the recipe: `advantage = "group_mean"`, `loss = "two_sided_clip"`; and what the owner names instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -16,8 +16,6 @@ the ratio, without gradient and at most `ratio_cap`; where ratios are larger, bo
 Legend: N tokens, laid out flat, as in `losses`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`shoal admin`: act as the owner of a run (`run.owner`). `shoal key`: make, keep, vouch for keys (`run.owner`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated

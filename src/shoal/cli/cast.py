@@ -1,7 +1,5 @@
 """`shoal cast`: broadcast any file or folder. What each command does is in `shoal.shardcast.cast`."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`shoal eval`, `shoal compare`, `shoal filter` and `shoal sft`: what they are given; `measuring` and `sft` do it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """What `--help` prints: the same plain layout for every command, an example last, the commands grouped by reader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tracebacks are shown with --debug or SHOAL_DEBUG=1; that of a bug is also in the log of a role that `shoal run` started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

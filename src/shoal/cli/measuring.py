@@ -1,7 +1,5 @@
 """What `shoal eval` and `shoal filter` do: open model and tasks, measure, say what came out, write what is kept."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 A run is `RUN`, positional: a folder, a name under runs/, or a URL where the command takes one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any

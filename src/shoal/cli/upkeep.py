@@ -1,7 +1,5 @@
 """`shoal status`, `export`, `backup`, `restore` and `doctor`: what is asked of a run or of a machine, and answered."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import asdict

@@ -7,8 +7,6 @@
 Names, reasons and messages come from other people's machines: they are shown as text, never as markup or control codes.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Self

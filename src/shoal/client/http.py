@@ -5,8 +5,6 @@ A request with `extensions={REACH: reach}` goes to a target that a hub named: it
 (`runtime.targets`), and connected to by that address; TLS and the Host header still use the name.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -13,8 +13,6 @@ A fingerprint in the join URL wins over the remembered one, and replaces it once
 not trusted.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import string

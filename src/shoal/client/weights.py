@@ -3,8 +3,6 @@
 The owner may add and remove relays during the run, so the hub is asked for them now and then.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

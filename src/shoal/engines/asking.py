@@ -3,8 +3,6 @@
 task, its length target said ─► text by the model's chat template ─► token ids, or `CannotBeAsked`
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from shoal.environments import Environment, Task, budget_of, prompt_settings_of

@@ -8,8 +8,6 @@ A row takes the pages of its longest completion when it is admitted, so that non
 waits and few are left, they are moved into the first slots, and a smaller step does for them.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import deque

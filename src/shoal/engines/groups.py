@@ -1,7 +1,5 @@
 """The groups of leases: what an engine draws under their prompts, seeds and terms, and how it is submitted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -2,8 +2,6 @@
 row itself or in its group's other rollouts. A guess costs a little of a forward pass; it cannot change a token, since
 it is kept only where the seed draws that very token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ free memory ──► Room.most ──► batches ──► too much? ──► 
                                  └── fits ──► Room.fitted: after many of them, twice as much is tried again
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import Any

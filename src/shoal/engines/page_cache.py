@@ -12,8 +12,6 @@ this thread is decoding only.
 R: rows, B: prompts, L: padded length, Q: query heads, K: key heads, D: size of a head, W: pages of a table.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ folded into proofs before the next block begins: memory stays bounded, and only 
 R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

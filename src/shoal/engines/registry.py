@@ -1,7 +1,5 @@
 """Which engines there are. torch's and vLLM's are imported when first asked for, or warmed up: that takes seconds."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A completion that is being drawn, what its caller hears of it, and what all engines that draw so do alike."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the end of the sequence is the likeliest. It samples as a real engine does, so e
 holds here, and two policies that differ in one bit give different tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 

@@ -8,8 +8,6 @@
 Each is a whole copy of the weights. The first policy of a model is checked before an engine is made for it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An environment with prompt settings, length budget, judges and scoring limits, and one digest over all of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

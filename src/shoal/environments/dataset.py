@@ -2,8 +2,6 @@
 its own id (`17/math_17`), so leaving a row out changes no other id. Rows with an unusable *prompt* are in no split. An
 *answer* is checked when it is read: a bad one is an `UnusableTask`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -18,8 +18,6 @@ Only trusted processes load the file, never one that came over the network. The 
 limits. With `tool = "calculator"` (and `max_turns`) this tool answers the model's turns, and the last one is scored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

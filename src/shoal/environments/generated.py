@@ -1,8 +1,6 @@
 """Environments whose tasks are computed from their index. An eighth of all prompts, chosen by hash, is held out. A task
 is the first of its candidates whose prompt belongs to the wanted split."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from abc import ABC, abstractmethod

@@ -9,8 +9,6 @@ literals and arithmetic only; generators that use global random numbers, or the 
 scorers that accept one answer for every task must also pass `CONDITIONS`. Only the version that was checked is used.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import datetime

@@ -6,8 +6,6 @@ A small part starts again, in another order, while others are still on their fir
 scores have the label among their parts. No part trains on a question that another part holds out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -28,7 +26,7 @@ from shoal.environments.composed import inner_of
 from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
 from shoal.environments.settings import EnvironmentSettings, TaskSource
 from shoal.errors import EnvironmentSetupError, UnusableTask
-from shoal.protocol.permutation import permute
+from shoal.protocol.lease import permute
 
 ROUNDS, LONGEST_CYCLE = 4, 10_000
 LONGEST = 10**12  # positions at most, however rare a part is

@@ -1,8 +1,6 @@
 """The interface of environments: a sequence of tasks per split, and a function that scores a completion; and digests
 that tell whether two tasks ask the same question."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

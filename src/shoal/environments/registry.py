@@ -1,7 +1,5 @@
 """The list of environments, and how one is built from a recipe's [environment] section."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The [environment] section of a recipe: which tasks, how they are asked, and how completions are scored."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path

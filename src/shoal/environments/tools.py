@@ -7,8 +7,6 @@ takes long.
     factor   := ("+" | "-") factor | (number | "(" sum ")") (("^" | "**") factor)?
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction

@@ -3,8 +3,6 @@
 Models are compared task by task, because tasks differ more than models. Only common tasks with equal prompts count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Batches follow from the plan alone and are stored in order. An evaluation that w
 it again in the same composition, and ends with the same results bit for bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ A sample's seed follows from the plan's seed, the task's id and the sample's num
 whether 4 or 64 are drawn. Leaks are found by the digest of the question, which ignores spaces, case and width.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 removed. Notes of graders are not stored: they may contain answers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

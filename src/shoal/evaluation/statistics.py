@@ -3,8 +3,6 @@
 Samples of one task are not independent: a hard task fails them all. So every interval is over tasks.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The model under evaluation: its weights in an engine, its name, and a digest of all its files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

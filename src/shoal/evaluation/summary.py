@@ -4,8 +4,6 @@ avg@k is the mean over tasks of the mean over a task's samples. pass@k is the pr
 (has a score of 1). Unscored samples are counted, but are part of no other figure.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping

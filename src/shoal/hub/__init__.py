@@ -6,8 +6,6 @@ changes    what changed, and who waits for what          buckets    how often so
 http/      `app.App`, `server.run_hub`; not loaded by those who only read the settings
 """
 
-from __future__ import annotations
-
 from shoal.hub.settings import HubConfig, HubSettings, RunSettings
 from shoal.hub.state.rows import EvaluationPlan
 

@@ -1,7 +1,5 @@
 """How often somebody may do something: a bucket for each caller, which fills at a rate."""
 
-from __future__ import annotations
-
 import threading
 
 

@@ -1,7 +1,5 @@
 """What changed, for those that wait for it (`http/polling`, the simulator); and who waits for what (`Waits`)."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from enum import StrEnum

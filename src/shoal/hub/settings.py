@@ -1,7 +1,5 @@
 """The settings of a run and of its hub, and what the hub is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -14,8 +14,6 @@ A fork is proven by two signed documents that cannot both be about one ledger (`
 A proof needs no trust: the run's id contains the fingerprint of the root key, which certified the signers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ A changed, dropped or swapped row breaks the hashes. Recomputed hashes, or a dro
 `admin` entries contain the order that the run's owner signed (`open_order`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice

@@ -9,8 +9,6 @@ A configuration inside another one (`text_config`, `vision_config`) is refused: 
 from any class, code or file that it names.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -2,8 +2,6 @@
 Python files (`auto_map` in any of its files), and transformers asks at the terminal whether to run them. Here both the
 question and the import of such files are replaced by a refusal. Import this module before any model is loaded."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -7,8 +7,6 @@ A and B ever change, so the base travels once, with the first anchor. Workers an
 in place, as the trainer does: merged weights would be rounded otherwise, and proofs would differ. An export is merged.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Weights rounded to few bits and back, as a cheating worker would use: for attacks, and to measure what a profile's
 limits catch. Only matrices of linear layers are rounded, not embeddings, the output layer, norms or biases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """A model's weights for publishing and loading: parameters and persistent buffers by name, in the model's own order.
 Weights that share storage (tied embeddings) appear once, under the first name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@
 A frame without a declared size, with a size over the limit, or with trailing bytes is refused unread.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar

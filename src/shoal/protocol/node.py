@@ -10,8 +10,6 @@ Every order is in the ledger and made once: its `id` is random, the hub remember
 older ones by their date. So an intercepted one can only be delivered.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 

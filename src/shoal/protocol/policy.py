@@ -4,8 +4,6 @@ The digest covers the content (entries and chunk hashes), not the version, so eq
 incarnation begins when a resume cannot reproduce a published digest; versions of different incarnations never mix.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from blake3 import blake3

@@ -5,8 +5,6 @@
 The owner of the key stays readable; the seal covers it and the costs, so neither can be changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from typing import Literal

@@ -4,8 +4,6 @@ Seeds of a unit, and leases (which contain them), are shown only when the unit i
 again.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field

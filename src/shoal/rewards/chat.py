@@ -10,8 +10,6 @@ So it stands between two lines that it cannot predict, the judge is told that it
 judge's answer counts. This makes such attacks harder, not impossible; verdicts mark the judge's part as not provable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

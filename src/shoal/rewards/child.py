@@ -8,8 +8,6 @@
 `ScoringPool` starts it as `python -m shoal.rewards.child`.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import select

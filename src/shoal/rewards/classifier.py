@@ -9,8 +9,6 @@ so no completion can end its turn or start another. Numbers are rounded to 4 dig
 size. Weights are read from safetensors only, and no code of the folder is run.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

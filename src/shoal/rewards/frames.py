@@ -8,8 +8,6 @@
 Text travels as bytes: a completion may contain surrogates.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import struct

@@ -12,8 +12,6 @@ Jobs for which no time was left are `NotStarted` and may be asked again. If a pr
 replaced once, or the other processes take its jobs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

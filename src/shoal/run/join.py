@@ -4,8 +4,6 @@ choices ─► hub (its root key pinned) ─► this machine (doctor) ─┬─�
 exit 2      exit 1, 4                    exit 3, else warnings  └─► several workers: each of them by `fleet`
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -4,8 +4,6 @@ run folder ─► endpoints ─► hub, origin, relays, trainer, validators, wor
 trainer exits 0 ─► success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

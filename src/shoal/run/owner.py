@@ -5,8 +5,6 @@ keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions,
 keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import secrets

@@ -3,8 +3,6 @@
 Mistakes are reported here in one line, not later in six log files. Needs torch only to try a loss of the owner's.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ Reasons for no progress (`standstill_reasons`): the hub knows who waits for whom
 supervisor, nodes without a heartbeat, a silent hub, orders of the owner, and ledger entries that are not appended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter, deque

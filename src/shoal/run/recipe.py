@@ -3,8 +3,6 @@
 `count` and `engine` of a section say how `shoal run` starts that role; the other settings are the role's own.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence

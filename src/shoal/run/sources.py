@@ -1,7 +1,5 @@
 """What `shoal eval`, `shoal filter` and `shoal data` are given: a model, tasks, a run or a recipe."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`shoal doctor --selftest` and `--calibrate`: the validator's checks on this machine's own work. Needs torch."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing

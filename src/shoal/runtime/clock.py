@@ -3,8 +3,6 @@
 Wall time jumps (NTP, a laptop that sleeps). Deadlines that are stored as wall time are read from `SteadyClock`.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

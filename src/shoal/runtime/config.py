@@ -7,8 +7,6 @@
 Validation is strict (`steps = "20"` is a mistake); all models must forbid unknown keys.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

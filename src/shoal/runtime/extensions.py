@@ -8,8 +8,6 @@ Only processes of the owner resolve, and only what their own recipe says: never 
 a worker sends. `tests/test_architecture.py` lists the modules that may import this one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

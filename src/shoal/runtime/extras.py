@@ -1,7 +1,5 @@
 """Which of its extras (`pip install 'shoal-rl[worker]'`) this installation has, by the package's own metadata."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 

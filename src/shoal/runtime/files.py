@@ -3,8 +3,6 @@
 A failed write is reported to people with one kind of message (`resource_error`), whichever library noticed it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 14:03:07.120 INFO  trainer    step 12: reward 0.71, held out 0.83
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

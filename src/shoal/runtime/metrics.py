@@ -6,8 +6,6 @@ steps are trained again), so that no step is missing or counted twice. What row 
 (`amend`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -6,8 +6,6 @@ second ────────► a role: the process ends at once
 during start-up there is nothing to finish: the first signal ends the process at once (`end_at_start`)
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

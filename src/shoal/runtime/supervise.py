@@ -13,8 +13,6 @@
 rest. Only pids that this supervisor started and has not reaped are killed, never processes by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

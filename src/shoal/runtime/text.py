@@ -2,8 +2,6 @@
 set a title, change the direction of the line, begin another line, or fill a disk. Logs are cleaned in `runtime.logs`,
 errors in `cli.main`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

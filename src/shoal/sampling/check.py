@@ -13,8 +13,6 @@ decoding and prefill differed by 3e-7 on average and by at most 4.5e-6. With a v
 a probability below the floor once in 10⁹.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Inverse-CDF sampling in numpy, the reference for the torch sampler. B: rows, V: vocabulary."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

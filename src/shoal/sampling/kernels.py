@@ -8,8 +8,6 @@ Scores are logits / T. All sums are float64 (an H200 computes it at half its flo
 slower than the read, but far faster than the model). Sums of a block are trees, so errors are near 1e-15 of the total.
 """
 
-from __future__ import annotations
-
 import logging
 import subprocess
 from functools import cache

@@ -7,8 +7,6 @@ about 1e-14 for the given logits.
 N: rows (tokens to check, or sequences to continue), V: vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@ counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 
 computed alone, on any machine, with 32-bit integer multiplications only. Of the four words of a position, 0 and 1 make
 the uniform; 2 and 3 are unused, so that position = counter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ What has arrived stays in the folder, so that the next attempt resumes from ther
 an older one is refused even after a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

@@ -3,8 +3,6 @@
 The results are those of `delta`'s own code, which small payloads use, because importing numba takes a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

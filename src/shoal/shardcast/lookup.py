@@ -12,8 +12,6 @@ Routes are searched backwards from the target, the cheapest first; the manifest 
 only while its route may be the cheapest. The result must have the target's digest.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

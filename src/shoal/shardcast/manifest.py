@@ -7,8 +7,6 @@ if the route to the newest version does not fit, it reports a problem:
     mirrored  as many of them as fit, without the oldest                        0.6 0.7 0.8 0.9
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ For the next delta earlier payloads are made again from the tree, block by block
 are hashed before: a damaged one would give every client wrong weights.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress

@@ -9,8 +9,6 @@
 Each thread holds one chunk in memory. An idle thread waits for a map, a failed chunk or a new one.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -15,8 +15,6 @@
 A held request costs one future, which an arrival or a disconnect wakes. A range request gets the whole file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

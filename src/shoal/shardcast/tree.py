@@ -8,8 +8,6 @@
 Files appear atomically: each is written under a hidden name and renamed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
 """Which arithmetic runs: the compiled one for large work if numba works here, else numpy. The numbers are the same.
 Small work is not worth the import of numba (a second), or its first compilation (some ten seconds)."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

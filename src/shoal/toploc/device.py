@@ -7,8 +7,6 @@ blocks has a larger value than any value outside them, so no such value is among
 G: chunks of one shape, S: values of one, B: blocks, K: points.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

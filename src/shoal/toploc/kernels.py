@@ -2,8 +2,6 @@
 integer expressions to 64 bits: a cast back to 16 or 32 bits lets the loops run in wide registers. One thread, without
 the interpreter's lock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,8 +1,6 @@
 """The arithmetic of proofs in numpy. `kernels` has the same three functions compiled, for large work. All functions
 take batches: C chunks whose points lie end to end, `counts[c]` of them for chunk c."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

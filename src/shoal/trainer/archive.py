@@ -6,8 +6,6 @@ same bytes. A step without groups has a file without rows. shoal never reads the
     pyarrow.parquet.read_table("runs/NAME/trainer/rollouts").to_pandas()     # the whole run
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -17,8 +17,6 @@ version is the only cursor: learning rates, minibatch order and batches follow f
 contains no code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -7,8 +7,6 @@ export, or into an empty folder, replaces the listed files, the weights last; ot
 killed in between, the folder has no weights and cannot be mistaken for a model.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

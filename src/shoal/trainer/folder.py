@@ -11,8 +11,6 @@ Which checkpoints are kept depends only on their numbers and the known scores, s
 Of a version that was trained twice (two incarnations) the newer one counts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

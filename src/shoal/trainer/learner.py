@@ -9,8 +9,6 @@ bfloat16 never exist all at once. Frozen weights have no masters: their exact va
 publishing and exporting.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

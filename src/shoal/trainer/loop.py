@@ -21,8 +21,6 @@ Guards judge the policy that a step begins with. The last version has no next st
 before it is saved, published and exported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping

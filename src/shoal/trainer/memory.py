@@ -12,8 +12,6 @@
 Compiled layers keep less (`COMPILED`). `COMPILED` and `HOLES` are measured, not derived.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping

@@ -9,8 +9,6 @@ A version that was published before a crash is published again by the resumed tr
 Another digest means that the weights could not be reproduced (a GPU, another torch): a new incarnation begins.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

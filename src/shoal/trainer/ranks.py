@@ -18,8 +18,6 @@ The ranks meet at a store of this process on the loopback address, by the variab
 `torchrun … -m shoal.cli trainer RUN` does the same, also over several machines.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -12,8 +12,6 @@ Legend: T tokens end to end, B rows, L positions, N completion tokens that the m
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite

@@ -13,8 +13,6 @@ whole model (in host memory). The others need config.json and the checkpoint fol
 on several machines). The weights of a layer are gathered when it computes, and dropped afterwards.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

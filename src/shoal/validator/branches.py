@@ -15,8 +15,6 @@ The hub says of which share of a node's tokens branches are decoded (`Audit.look
 at first and where the evidence grows. They take at most `TIME_SHARE` of this validator's time.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence

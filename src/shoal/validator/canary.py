@@ -9,8 +9,6 @@ its canary reports nothing of that round and ends; its claims return to the hub.
 machine's own work, before a contributor joins.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

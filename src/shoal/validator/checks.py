@@ -49,8 +49,6 @@ them, and only a certain failure counts.
 To add a check: write one function `Case -> Finding`, and put it into one of the lists at the end of this file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

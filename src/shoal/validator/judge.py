@@ -28,8 +28,6 @@ prefilled again alone: a fault of one batch or of the memory does not repeat. An
 format may be the validator's, so it is looked at in float32 if there is enough memory.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ request, which claims fewer. No failure here rejects a submission. Work leased f
 validators and costs the unit no attempt.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

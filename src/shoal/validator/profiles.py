@@ -8,8 +8,6 @@ The run's owner adds files to `validator.profiles`; `to_toml` writes one, with t
 `[measured]`. A file for a built-in kind replaces the built-in profile. Needs no torch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ A failure of the scoring machinery is `ScoringFailure`: the group is unscored, n
 there was no time are `NotStarted` and are scored later.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

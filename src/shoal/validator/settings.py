@@ -1,7 +1,5 @@
 """The [validator] section of a recipe, and the configuration of one validator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal

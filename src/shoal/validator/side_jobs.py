@@ -9,8 +9,6 @@ Preloader        loads the newest policy while nothing is to be audited. With th
                  checked and scored, to load imports, kernels and scoring processes before there are submissions.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Sequence

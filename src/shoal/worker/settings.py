@@ -4,8 +4,6 @@ A worker's folder (`node.key`, `heads.jsonl`, `outbox/`, `cache/`) belongs to on
 with one key and one outbox would answer for each other. Credit belongs to `node.key`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

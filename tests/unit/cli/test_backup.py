@@ -1,7 +1,5 @@
 """`shoal backup` and `shoal restore`: a run that is going on, as one file, goes on from it elsewhere."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import threading

@@ -1,7 +1,5 @@
 """`shoal cast`: whom it believes, where it puts things, what it says; and mistakes, each in one clear sentence."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The commands through the real CLI: help is fast and light, mistakes are one clear line with the right exit code."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

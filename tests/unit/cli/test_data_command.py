@@ -1,7 +1,5 @@
 """`shoal data`: what is wrong with a data set, and which task each unit of a run is."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

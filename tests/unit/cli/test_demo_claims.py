@@ -1,7 +1,5 @@
 """The demo's claims: each is shown a run in which it holds, and runs in which it does not."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doctor's look at this machine and at the road to a run: what stops a worker, what is only said."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run folder: keys once, certificates that hold, one recipe, addresses that stay."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

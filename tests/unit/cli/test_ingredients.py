@@ -1,7 +1,5 @@
 """What cannot work is said before anything is made or started, in one line, with exit code 2."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

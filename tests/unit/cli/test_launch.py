@@ -1,7 +1,5 @@
 """`shoal run` around stand-ins for the roles: what starts, what ends a run, and that nothing is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

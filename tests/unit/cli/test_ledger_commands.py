@@ -1,7 +1,5 @@
 """`shoal ledger`: whoever tampers with a ledger is found out by anyone who holds a head from before."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """What cannot be meant: one line that says so, an exit code, and nothing left behind. Nobody is asked before."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Advice that is printed works when it is copied."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

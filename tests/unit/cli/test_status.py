@@ -1,7 +1,5 @@
 """`shoal status` and `shoal why`: what others say is shown as they said it; a stopped run says where it stands."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

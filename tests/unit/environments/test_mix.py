@@ -21,7 +21,7 @@ from shoal.environments.protocol import DialogueRule, prompt_digest, require_sco
 from shoal.environments.settings import LengthSettings
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.evaluation.plan import Leaks, find_leaks
-from shoal.protocol.permutation import permute
+from shoal.protocol.lease import permute
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=9)
 

@@ -32,7 +32,7 @@ class CountingEngine(ScriptedEngine):
 
 def counting(poison: int | None = None) -> tuple[CountingEngine, LoadedPolicy]:
     made = CountingEngine(poison)
-    made.policy, made._digest = engine().policy, engine()._digest
+    made.policy, made._digest, made._loaded = engine().policy, engine()._digest, True
     return made, LoadedPolicy(loaded().ref, made, {})
 
 

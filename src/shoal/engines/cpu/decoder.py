@@ -6,8 +6,6 @@ that end leave the step, and a window ends early when others wait for their plac
 R: live rows, T: steps of a window, H: hidden size, W: pages of a row.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ fast as oneDNN's on some processors. Whether a model is what it looks like here 
 N: tokens, H: hidden size, Q: query heads, K: key heads, D: size of a head, W: pages of a table, P: positions.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

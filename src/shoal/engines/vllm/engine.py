@@ -14,8 +14,6 @@ that no policy is computed with another one's keys.
 N: tokens, V: vocabulary, H: hidden size.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

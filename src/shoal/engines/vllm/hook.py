@@ -10,8 +10,6 @@ engine, where an exception leaves vLLM as it was. Requests that are not ours are
 N: rows that get a token, V: vocabulary, H: hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What has to be installed for the vLLM engine, told before anything else happens. Imports neither vLLM nor torch."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

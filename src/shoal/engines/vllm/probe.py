@@ -7,8 +7,6 @@ vLLM had built the model with other weights before these were written. So a laye
 weights is found here, too.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ vLLM packs: query, key and value are one parameter, gate and up another. Its own
 checkpoint goes. Here that loader runs with nothing to load: what it would have copied to are the places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any

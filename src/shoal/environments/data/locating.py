@@ -5,8 +5,6 @@ FOLDER/…                                   shards of one kind, by name
 FOLDER/data/SPLIT-00000-of-00002.parquet   a hub repository
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graders for a letter (`Answer: B`; the last one counts, and there may be only one) and for exact text."""
 
-from __future__ import annotations
-
 import re
 from typing import ClassVar
 

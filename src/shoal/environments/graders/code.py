@@ -5,8 +5,6 @@
 Expected outputs never enter the sandbox. The first test that fails ends the grading.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

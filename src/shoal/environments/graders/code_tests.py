@@ -14,8 +14,6 @@ If an expected number has a point or an exponent, the result may differ by 10⁻
 from a whole number (5.0) by less than one half, and from a very small one by a hundredth, or half of its last digit.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The interface of graders, and their list. Each is imported on first use: symbolic algebra takes a second."""
 
-from __future__ import annotations
-
 from typing import Protocol, runtime_checkable
 
 from shoal.environments.protocol import Score

@@ -8,8 +8,6 @@
 The expected output never enters the sandbox. The runner reports only how the program ended and how long it took.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -6,8 +6,6 @@ had most of its security bugs, all sockets but local ones among them. A refused 
 the list returns ENOSYS, as on an older kernel.
 """
 
-from __future__ import annotations
-
 import struct
 from functools import cache
 from typing import Final

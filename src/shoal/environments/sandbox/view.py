@@ -9,8 +9,6 @@ If root starts it, the sandbox is made with root's rights and the program runs a
 apply to root. Any other user's sandbox is made in a user namespace.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

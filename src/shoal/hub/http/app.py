@@ -6,8 +6,6 @@
 Refusals by address are delayed: a caller that asks again at once gets one answer a second on each connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -8,8 +8,6 @@ would be within the allowed skew. A key's bucket is looked at after the signatur
 replay costs the key nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError

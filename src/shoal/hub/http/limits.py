@@ -3,8 +3,6 @@
 An IPv4 address is one client, an IPv6 /64 network another (`client_of`). This machine's processes have no address here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging

@@ -6,8 +6,6 @@
 A poll that is held back by rules about its own node (its window is full) waits behind all others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable

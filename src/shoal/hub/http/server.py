@@ -1,7 +1,5 @@
 """The hub as a process: binds its port itself, serves until told to stop, answers what is in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

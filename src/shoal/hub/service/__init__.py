@@ -1,8 +1,6 @@
 """Each call is one or two transactions around a decision of `hub.state`. Services are synchronous and know nothing of
 HTTP: a refusal is an exception (`state.commands.Refusal`)."""
 
-from __future__ import annotations
-
 import logging
 
 from shoal.errors import ShoalError

@@ -1,8 +1,6 @@
 """The table of the hub's calls: who may make each, what it takes and gives, and which service answers. The HTTP edge
 (`hub/http`) reads it; so do the reference and the tests that send every call what it does not expect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What validators call: audits, the bytes of submissions, verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

@@ -6,8 +6,6 @@ call ─► retry ─► decision: one write transaction ─┬─► answer
           └── again, a little later ──────────────── after a few times: 503 hub.busy
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -6,8 +6,6 @@ before a decision   tasks are made, read and encoded: that may take seconds  ─
 inside of it        sheets are looked up; what is not there is `NotReady`: undone, made, and decided again
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import OrderedDict

@@ -7,8 +7,6 @@ report ─► signed by its validator, of this environment ─► the slice is d
 Each signed calibration is kept for ever under its digest (`meta`): verdicts name it, and may be judged again by it.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import lru_cache
 

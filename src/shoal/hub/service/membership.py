@@ -3,8 +3,6 @@
 AdminRequest ─► signed by the root, or by an admin it certified ─► not revoked ─► new ─► fresh ─► apply_order ─► ledger
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from shoal.errors import ProtocolError

@@ -1,8 +1,6 @@
 """`GET /metrics`: requests, refusals, latencies and bytes as counted here; the run from the storage; the process. No
 label names a node or an address: there is no bound on those. Times leave out what a long poll waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest

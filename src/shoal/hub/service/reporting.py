@@ -7,8 +7,6 @@ A validator gives itself known-bad submissions (canaries) among the real ones, a
 caught and missed. If it missed any, or meets none, its audits prove nothing: an alarm (`validator_alarms`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from shoal import ledger

@@ -9,8 +9,6 @@ Due leases, and what validators were given, are kept in this process. Another hu
 after a restart a lease is looked at again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from dataclasses import replace

@@ -4,8 +4,6 @@ Anyone may ask. So the seeds of a unit, and the leases that hold them, are told 
 more; where a node is, never.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.hub.service.context import Context, node_view, shared

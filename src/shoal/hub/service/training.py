@@ -1,7 +1,5 @@
 """What the trainer calls: announcements, batches and their rollouts, step reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shoal.environments import columns_of

@@ -4,8 +4,6 @@ Rows move from the outbox into the ledger in one exclusive transaction: acceptin
 row, and nothing is lost or posted twice if a hub is killed at any point.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

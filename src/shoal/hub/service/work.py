@@ -5,8 +5,6 @@ PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsy
                                                                       └ the row says how deeply it will be audited
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -14,8 +14,6 @@ machines of that kind fail the same check (`reputation`). What a failed audit do
     credit final (its window has passed) ───────► stays; its unit is void: not trained on, and not paid twice
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ still come in, so it does not depend on who was fast. What is too old for the fo
 being generated or checked: others get its place. Its worker submits it anyway, and its credit stays.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

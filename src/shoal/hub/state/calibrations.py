@@ -8,8 +8,6 @@
 All of it is one row (`meta.calibration`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

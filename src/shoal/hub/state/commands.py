@@ -1,7 +1,5 @@
 """What a decision asks for: commands, applied in the transaction its rows came from, or a refusal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeAlias, TypeVar

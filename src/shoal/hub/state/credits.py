@@ -8,8 +8,6 @@ Each row of the ledger has the hashes of the signed receipt and verdict. A submi
 (`matures_at_ms`), in the same transaction: it moves on once. Credit + pending + void = all that was ever accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ Rows of tasks change only in the transaction that writes a batch: with `max_stal
 from the verdicts alone, in any order. Seed, data and rows are public: anyone can draw the tasks again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from dataclasses import dataclass, replace
 from shoal.errors import EnvironmentSetupError
 from shoal.hub.state.commands import Command, alarm
 from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
-from shoal.protocol.permutation import permute
+from shoal.protocol.lease import permute
 
 ROUNDS = 6
 MOST_DRAWN = 64  # tasks that are drawn for a unit before it takes what there is

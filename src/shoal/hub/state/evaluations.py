@@ -8,8 +8,6 @@ Training waits for none of it. When the next version is due, one that nobody has
 is begun is finished first: so never more than two are under way.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ deadline passes, the worker gives up or is gone ─► the unit is open again, t
 validator asks for audits ─► units that nobody could judge twice (`units`) ─► leases of its own, by the same deadlines
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ docs/concepts/leases.md lists the rules and what each stops. They hold only whil
 `newcomer_share = 1` none holds. A newcomer can still delay a synchronous step by as long as its lease lasts.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ counts as lapsed only for a node whose window is one. A suspended node may submi
 are void, and what it had submitted before is still judged.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

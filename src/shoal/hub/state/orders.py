@@ -12,8 +12,6 @@
 All of it is one row (`meta.orders`), for every hub of the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

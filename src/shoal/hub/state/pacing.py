@@ -8,8 +8,6 @@ A lost unit (equal rewards, or too many attempts) leaves room for its refill. On
 who came first, decides: that keeps staleness 0 deterministic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -10,8 +10,6 @@ doubling, one rollout each time, drawn by a secret in proportion to what was sho
 cost of an audit of the group, and a made-up part of the tokens is found with its own share as probability, or more.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 So no worker can void a unit or keep a step from it, with any number of keys: rejections and late leases never count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ what concerns all rows (the newest policy, the next step).
     decision ─► Record ─► ledger_outbox ─ one poster, in order ─► ledger (the chain)
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -4,8 +4,6 @@ request ─► Arrived ─┬─ SQLite: with the next transaction, so a nonce i
                      └─ PostgreSQL: signs of life once a second; nonces at once, as other hubs may get them (`auth`)
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ A crash between bytes and row leaves bytes that nobody refers to; the same put a
 hash of the content, which is checked when it is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Protocol

@@ -5,8 +5,6 @@ blobs   what is there already is not sent again ─► each is read back
 file    one snapshot of either database as a single SQLite file
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sqlite3

@@ -9,8 +9,6 @@ fails all of its writers. The last writer in the queue commits: alone at once; u
 queued during the one before it. An fsync takes milliseconds, a decision one: without this the disk sets the pace.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator

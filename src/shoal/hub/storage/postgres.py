@@ -11,8 +11,6 @@ Locks are taken in one order: the run's, then nodes (several: sorted), then leas
 frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ The statements are text that both databases understand. SQLite's driver is calle
 times what SQLite needs for most of them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ A put has reached the store's disks when it is answered. The key comes from the 
 `AWS_SECRET_ACCESS_KEY`), never from the recipe, which many read; an instance's role works, too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from datetime import timedelta

@@ -18,8 +18,6 @@ Counting all rows takes milliseconds with ten thousand workers, so the one proce
 What a failed transaction has changed is read again.
 """
 
-from __future__ import annotations
-
 import errno
 import sqlite3
 from collections import Counter

@@ -8,8 +8,6 @@ States are text, times whole milliseconds, documents JSON. A table of one kind o
 columns, in their order. There are no migrations before the first release: another schema is refused.
 """
 
-from __future__ import annotations
-
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence

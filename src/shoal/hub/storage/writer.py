@@ -1,7 +1,5 @@
 """Applying commands inside one write transaction; and what every storage of rows has."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence

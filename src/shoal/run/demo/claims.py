@@ -6,8 +6,6 @@ metrics.jsonl ─► the held-out score before and after
 recount ───────► the score of the exported model, by other code
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

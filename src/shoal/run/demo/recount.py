@@ -3,8 +3,6 @@
 Its score equals that of the trainer only if what was exported is what was trained.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

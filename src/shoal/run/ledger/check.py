@@ -1,8 +1,6 @@
 """`shoal ledger verify`: a run's ledger, wherever it is, against all heads: the hub's, those of policy manifests and
 receipts, the one kept from last time, --head, --witness."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing

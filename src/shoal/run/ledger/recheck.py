@@ -3,8 +3,6 @@
 Verdict, lease and bytes come from the hub's storage, the policy from the origin, if it is still there.
 """
 
-from __future__ import annotations
-
 import queue
 import random
 import tempfile

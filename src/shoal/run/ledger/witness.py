@@ -6,8 +6,6 @@
 Relays or any web server may serve the folders. Readers give the witness's key themselves (`verify --witness KEY`).
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

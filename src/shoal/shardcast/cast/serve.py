@@ -6,8 +6,6 @@
 Publishing again into the same folder makes the next version. A server that already runs there picks it up by itself.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

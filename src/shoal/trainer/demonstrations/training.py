@@ -6,8 +6,6 @@ Batches, order and learning rate follow from the step number, so a resume gives 
 A stop saves the current state. At the end the loss of the last batch is compared with that of the first step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

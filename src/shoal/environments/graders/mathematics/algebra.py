@@ -9,8 +9,6 @@ it; then the helper answers "limit" and forks again. If anything else kills the 
 helper that does not start, ends twice or does not answer is a failure of the machinery.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -12,8 +12,6 @@ After the thinking part, in this order:
 
 # ruff: noqa: RUF001  (the signs that look like others are what is replaced here)
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

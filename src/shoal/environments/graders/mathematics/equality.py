@@ -6,8 +6,6 @@ order of a bare list does not matter, nor does it in `{…}`, where repetitions 
 equal to 0.5 and to 50; a number without the sign counts as a percentage only above 1.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ Both sides are computed to sixty digits (large numbers to the unit), with variab
 is bounded, so no formula takes long. Two numbers that agree to 45 digits count as equal.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The mathematics graders: reading gold answers, and scoring a completion against them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
