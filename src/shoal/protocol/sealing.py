@@ -70,7 +70,7 @@ def read_sealed(text: str) -> SealedKey:
     try:
         return SealedKey.model_validate_json(text[:MAX_TEXT])
     except ValidationError as error:
-        raise KeyFileError("this is not a key that was exported with: shoal key export") from error
+        raise KeyFileError("this is not a key that was exported with: shoal key new FILE --out SEALED") from error
 
 
 def _cipher(frame: SealedKey, passphrase: str) -> AESGCM:

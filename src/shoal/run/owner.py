@@ -25,7 +25,7 @@ from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.text import shoal_command
 
-PASSPHRASE = "SHOAL_PASSPHRASE"
+PASSPHRASE, STANDARD = "SHOAL_PASSPHRASE", "-"
 NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024
 WAIT_S = 10.0
@@ -50,25 +50,25 @@ def describe(key: protocol.SigningKey) -> list[str]:
     return [f"node        {key.node}", f"public key  {key.public_key}"]
 
 
-def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
+def seal_key(where: Path, out: str, passphrase_file: Path | None) -> str:
     from shoal.protocol.sealing import seal
 
     key = protocol.load_key(key_path(where))
-    if out is not None and out.exists():
+    if out != STANDARD and Path(out).exists():
         raise KeyFileError(f"{out} exists already and is not overwritten: choose another file")
     text = seal(key, read_passphrase(passphrase_file, twice=True))
-    if out is None:
+    if out == STANDARD:
         return text
-    write_atomically(out, text.encode() + b"\n", mode=0o600)
+    write_atomically(Path(out), text.encode() + b"\n", mode=0o600)
     return f"wrote {out}; without its passphrase nobody can open it"
 
 
-def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
+def open_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
     from shoal.protocol.sealing import read_sealed, unseal
 
     if (path := key_path(to)).exists():
         raise KeyFileError(f"there is a key at {path} already: it is not overwritten; move it away first")
-    text = sys.stdin.read(MAX_FILE_BYTES) if sealed == "-" else _text(Path(sealed))
+    text = sys.stdin.read(MAX_FILE_BYTES) if sealed == STANDARD else _text(Path(sealed))
     read_sealed(text)  # before asking for a passphrase
     key = unseal(text, read_passphrase(passphrase_file, twice=False))
     protocol.store_key(path, key)

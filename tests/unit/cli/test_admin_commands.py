@@ -210,14 +210,14 @@ def test_no_key_is_overwritten_but_shown(owner: Path, tmp_path: Path, capsys: Ca
         shown = told(capsys, 0, "key", "new", where).out
         assert "already" in shown
         assert shown.split()[-5:] == ["node", key.node, "public", "key", key.public_key]
-    assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 0
-    assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 2
+    assert main(["key", "new", str(owner), "--out", str(tmp_path / "sealed")]) == 0
+    assert main(["key", "new", str(owner), "--out", str(tmp_path / "sealed")]) == 2
     assert main(["key", "new", str(owner), "--from", str(tmp_path / "sealed")]) == 2
     assert owner.read_bytes() == before
 
 
 def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    text = told(capsys, 0, "key", "export", owner).out
+    text = told(capsys, 0, "key", "new", owner, "--out", "-").out
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert main(["key", "new", str(tmp_path / "there.key"), "--from", "-"]) == 0
     assert load_key(tmp_path / "there.key").public_key == load_key(owner).public_key
@@ -233,7 +233,7 @@ def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys
 def test_without_a_terminal_a_passphrase_has_to_be_given(owner: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv(PASSPHRASE)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert "--passphrase-file" in told(capsys, 2, "key", "export", owner).err
+    assert "--passphrase-file" in told(capsys, 2, "key", "new", owner, "--out", "-").err
 
 
 def test_an_owner_vouches_for_a_machine_without_going_there(owner: Path, tmp_path: Path, capsys: Capture) -> None:

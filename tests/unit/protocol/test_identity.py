@@ -151,7 +151,7 @@ def test_nothing_of_it_can_be_exchanged(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "not json", SEALED[:-9], SEALED + " x", "{" * 100_000])
 def test_text_that_is_not_a_sealed_key_is_refused(text: str) -> None:
-    with pytest.raises(KeyFileError, match="shoal key export"):
+    with pytest.raises(KeyFileError, match="shoal key new FILE --out"):
         unseal(text, WORDS)
 
 
