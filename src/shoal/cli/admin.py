@@ -34,7 +34,6 @@ KEYS = "A folder with admin.key and admin.json, or root.key. (default: keys/ of 
 PASSPHRASE = "A file that holds the passphrase. (default: SHOAL_PASSPHRASE, or you are asked)"
 FOR = "With suspend: for how long; 0 follows the rules of the hub."
 CERTIFICATE = "With add-validator and a public key: where to write the certificate."
-WHERE = "A key file, or a worker's folder, which holds node.key."
 SEALED = "Do not make a new key, but open this sealed one; - reads standard input."
 CARRIED = "Write the key that is there, sealed with a passphrase, as one line to this file; - writes standard output."
 
@@ -78,7 +77,7 @@ key = Typer(
 
 @key.command(cls=Command, epilog="Example: shoal key new ~/owner.key")
 def new(
-    where: Annotated[Path, Argument(metavar="FILE", help=WHERE)],
+    where: Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder, which holds node.key.")],
     sealed: Annotated[str | None, options.value("--from", "SEALED", SEALED)] = None,
     out: Annotated[str | None, options.value("--out", "SEALED", CARRIED)] = None,
     passphrase_file: Annotated[Path | None, options.value("--passphrase-file", "FILE", PASSPHRASE)] = None,

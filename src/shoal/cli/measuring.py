@@ -27,7 +27,7 @@ from shoal.models import BUILTIN
 from shoal.models.folder import model_folder, read_config, read_files
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.sources import CommandTasks, ModelSource, model_source, scorable, task_source
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 from shoal.runtime.text import count_of
 

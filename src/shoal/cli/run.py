@@ -33,7 +33,9 @@ next: your own reward is one Python function; this writes one, with a recipe and
   {shoal} init mine
 the algorithm in one file: {python} {examples}/one_file_rl.py"""
 STALENESS = "How many steps old the policy of trained work may be; 0 is synchronous."
-SOURCE = "A recipe to start a run: a TOML file, or a name that `shoal init` lists; or a run to resume: its folder or name."
+SOURCE = (
+    "A recipe to start a run (a TOML file, or a name that `shoal init` lists), or a run to resume: its folder or name."
+)
 RUN = "With a recipe: the run's folder, or a name for it under runs/. (default: runs/ and run.name of the recipe)"
 PREPARE = "Make the run's folder, and print the commands that start each role on its own."
 REPLACED = "Where to run: a folder, or a name under runs/. An earlier demo there is replaced. (default: runs/demo)"

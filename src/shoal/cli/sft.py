@@ -33,8 +33,7 @@ from shoal.rewards.classifier import Classifier
 from shoal.run.recipe import Recipe
 from shoal.run.sources import CommandTasks, ModelSource, scorable, task_source
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, write_atomically
 from shoal.runtime.stop import STOPPED_CODE, StopToken
 from shoal.runtime.text import shoal_command
 from shoal.trainer.demonstrations import selection

@@ -27,8 +27,7 @@ from shoal.errors import UserError
 from shoal.protocol import load_or_create_key
 from shoal.run.doctor import gpu_files, torch_version
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, RestartPolicy, Supervisor
 from shoal.runtime.text import count_of

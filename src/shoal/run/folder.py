@@ -20,8 +20,7 @@ from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.config import dump_config, load_config
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import own_address
 

@@ -20,8 +20,8 @@ from shoal.run.folder import RunFolder
 from shoal.run.progress import Display, History, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
 from shoal.runtime import logs
+from shoal.runtime.files import FolderLock
 from shoal.runtime.limits import folder_bytes, show_bytes
-from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import kept_when_finished
 from shoal.runtime.stop import StopToken

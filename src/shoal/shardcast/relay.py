@@ -30,7 +30,7 @@ from blake3 import blake3
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
 from shoal.runtime.clock import Backoff
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach
 from shoal.shardcast import manifest as manifests

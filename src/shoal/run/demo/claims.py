@@ -27,8 +27,7 @@ from shoal.run.ledger.sources import FolderLedger
 from shoal.run.recipe import Recipe
 from shoal.run.roles import role_names
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.manifest import read_manifest

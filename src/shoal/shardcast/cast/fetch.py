@@ -22,8 +22,7 @@ from pathlib import Path
 
 from shoal.errors import BroadcastError, UserError, VersionNotFound
 from shoal.protocol import PolicyRef
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import visible
 from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
