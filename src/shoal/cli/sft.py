@@ -28,7 +28,6 @@ from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.evaluation.records import difference
 from shoal.evaluation.subject import model_digest
 from shoal.models.folder import model_folder, read_files
-from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.rewards.classifier import Classifier
 from shoal.run.recipe import Recipe
 from shoal.run.sources import CommandTasks, ModelSource, scorable, task_source
@@ -107,8 +106,7 @@ class WarmStartRequest:
         with ExitStack() as around:
             pool, judge = None, None
             if choice.verify and environment and self.source:
-                pool = ScoringPool(self.source.settings, environment, self.stop, ScoringPatience(all_s=86_400.0))
-                pool.start()
+                pool = self.source.scoring(environment, self.stop)
                 around.callback(pool.close)
             if choice.rank is not None:
                 judge = Classifier(choice.rank, self.settings.device)

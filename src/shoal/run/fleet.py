@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter
-
 from shoal.errors import UserError
 from shoal.protocol import load_or_create_key
 from shoal.run.doctor import gpu_files, torch_version
@@ -156,10 +154,9 @@ def _spec(request: JoinRequest, folder: Path, place: WorkerPlace, count: int) ->
     limits = request.limits.shared_by(count, place.device == "cpu")
     inner = replace(request, folder=own, device=place.device, name=name, limits=limits, workers=1)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
-    words = (sys.executable, "-m", "shoal.cli", "--enclosed-worker", TypeAdapter(type(inner)).dump_json(inner).decode())
     return ProcessSpec(
-        name=place.name, argv=words, log=own / "worker.log", essential=False, when_done="rest", rests_with=FINAL_CODES,
-        env=threads if place.gpu is None else {**threads, GPU_NAMES: place.gpu},
+        name=place.name, argv=inner.command, log=own / "worker.log", essential=False, when_done="rest",
+        rests_with=FINAL_CODES, env=threads if place.gpu is None else {**threads, GPU_NAMES: place.gpu},
     )  # fmt: skip
 
 

@@ -6,11 +6,14 @@ exit 2      exit 1, 4                    exit 3, else warnings  └─► severa
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from shoal.client import HubClient
 from shoal.client.trust import parse_join_urls, pinned_root, remember_root
@@ -44,6 +47,12 @@ class JoinRequest:
     sandbox: bool = False
     gpu: str | None = None
     workers: int | None = None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """A process of its own that works so."""
+        given = TypeAdapter(JoinRequest).dump_json(self).decode()
+        return (sys.executable, "-m", "shoal.cli", "--enclosed-worker", given)
 
 
 def run_joined_worker(request: JoinRequest) -> int:
