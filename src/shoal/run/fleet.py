@@ -15,8 +15,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -185,12 +184,15 @@ class FleetStatus:
     def line(self, processes: Sequence[ProcessView]) -> str:
         """`2 of 3 workers run: 12,345 tokens (411/s), 5 groups accepted, credit +900 (80 pending); gpu-1: …`."""
         self._read()
-        now_s, tokens, gained = self._clock.monotonic_s(), sum(self._tokens.values()), self._gained()
+        now_s, tokens = self._clock.monotonic_s(), sum(self._tokens.values())
+        spans = [(self._first[name], last) for name, last in self._last.items()]
+        accepted = sum(last.accepted - first.accepted_before for first, last in spans)
+        credit = sum(last.credit - first.credit_before for first, last in spans)
         rate = (tokens - self._said_tokens) / max(now_s - self._said_s, 0.001)
         self._said_s, self._said_tokens = now_s, tokens
         pending = sum(each.pending for each in self._last.values())
         text = f"{tokens:,} tokens ({rate:,.0f}/s), " if processes else f"{tokens:,} tokens, "
-        text += f"{count_of(gained['accepted'], 'group')} accepted, credit +{gained['credit']:,}"
+        text += f"{count_of(accepted, 'group')} accepted, credit +{credit:,}"
         text += f" ({pending:,} pending)" if pending else ""
         if not processes:
             return text
@@ -204,11 +206,3 @@ class FleetStatus:
                 self._tokens[found.start] = found.tokens
                 self._first.setdefault(name, found)
                 self._last[name] = found
-
-    def _gained(self) -> Mapping[str, int]:
-        gained = Counter[str]()
-        for name, last in self._last.items():
-            first = self._first[name]
-            gained["accepted"] += last.accepted - first.accepted_before
-            gained["credit"] += last.credit - first.credit_before
-        return gained

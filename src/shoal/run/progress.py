@@ -34,7 +34,7 @@ SUSPENDED_S = 5.0  # ticks come ten times a second
 
 @dataclass
 class History:
-    """What statuses have shown so far; `elapsed_s` is the time since the run was started here."""
+    """What statuses have shown so far, by step; `elapsed_s` is the time since the run was started here."""
 
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
@@ -53,6 +53,7 @@ class History:
             if "held_out" in report.metrics:
                 self.held_out[report.step] = report.metrics["held_out"]
             self.staleness = report.metrics.get("staleness_mean", self.staleness)
+        self.rewards, self.held_out = (dict(sorted(values.items())) for values in (self.rewards, self.held_out))
         for verdict in sorted(status.verdicts, key=lambda verdict: verdict.decided_at_ms):
             if verdict.outcome == "rejected":
                 self.rejections.setdefault((verdict.unit, verdict.node, verdict.decided_at_ms), verdict)

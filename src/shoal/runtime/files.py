@@ -13,11 +13,11 @@ import os
 import re
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Self
 
 from shoal.errors import DiskError, ResourceError
-from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 _HINTS = {
@@ -125,15 +125,15 @@ def home() -> Path:
 class FolderLock:
     """Held from `acquire` to `release` (or the end of the process). The file contains the pid of the holder."""
 
-    def __init__(self, folder: Path, clock: Clock = SystemClock()) -> None:
-        self._path, self._clock, self._descriptor = folder / ".lock", clock, -1
+    def __init__(self, folder: Path) -> None:
+        self._path, self._descriptor = folder / ".lock", -1
 
     def acquire(self, stop: StopToken, wait_s: float = 0.0) -> Self:
         """Take the lock, waiting up to `wait_s` for a holder that is just ending."""
         ensure_folder(self._path.parent)
-        end = self._clock.monotonic_s() + wait_s
+        end_s = time.monotonic() + wait_s
         while not self._try():
-            if self._clock.monotonic_s() >= end or stop.wait(POLL_S):
+            if time.monotonic() >= end_s or stop.wait(POLL_S):
                 holder = "unknown"
                 with contextlib.suppress(OSError):
                     holder = self._path.read_text().strip() or holder

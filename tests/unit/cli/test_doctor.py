@@ -152,13 +152,6 @@ def test_a_benchmark_for_a_run_takes_its_policy_and_says_the_share(tmp_path, cap
     assert "+ 9 tokens" in shown or "+ 8 tokens" in shown
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--bench", "--selftest"], "three things"), (["--calibrate", "--json"], "leave it out"),
-])  # fmt: skip
-def test_choices_of_the_doctor_that_exclude_each_other_are_refused(capsys, options, message):
-    assert message in told(capsys, 2, "doctor", *options).err
-
-
 def test_model_unknown_to_transformers_is_reported() -> None:
     numbers = {"generate": 100.0, "worker": 90.0, "prefill": 300.0, "transformers": None}
     counts = {"parameters": 5, "rows": 4, "prompt_tokens": 3, "new_tokens": 2, "rounds": 1}

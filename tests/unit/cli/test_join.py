@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, eventually
-from kit.cast import Lab, says
 from kit.cli import one_line, told
 from kit.fork import Forked, clean_environment, run
 from kit.roles import ONE_STEP, ServedRun, prepared, served_run
@@ -170,13 +169,6 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
             code, error = finished(process, tmp_path)
     assert code == 0
     assert error.splitlines()[-1].endswith("stopped (SIGTERM)")
-
-
-def test_a_web_server_that_is_no_hub_is_called_one(lab: Lab, tmp_path: Path) -> None:
-    url = lab.source(says(b"<html>no such page</html>", 404)).url
-    message = one_line(run(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
-    assert message.startswith(f"{url} answers, but it is no shoal hub [HTTP 404]; check the address")
-    assert "<" not in message
 
 
 def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: ServedRun, tmp_path: Path) -> None:
