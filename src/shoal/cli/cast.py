@@ -56,8 +56,7 @@ def relay(
     from shoal.shardcast import RelayConfig
     from shoal.shardcast.cast.serve import run_cast_relay
 
-    disk_gb = options.gigabytes(max_disk)
-    config = RelayConfig(folder, tuple(upstreams), "", "", host, port, tuple(peers or ()), keep, disk_gb)
+    config = RelayConfig(folder, tuple(upstreams), "", "", host, port, tuple(peers or ()), keep, max_disk)
     run_cast_relay(config, lambda: _begin("relay"), CastTerminal())
 
 

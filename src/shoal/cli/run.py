@@ -247,9 +247,10 @@ def relay(
     if origin:
         raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
     from shoal.run.join import run_standalone_relay
+    from shoal.shardcast import RelayConfig
 
-    sources, disk_gb = (tuple(upstreams or ()), tuple(peers or ())), options.gigabytes(max_disk)
-    return run_standalone_relay(where, *sources, folder, (host, port), wait_s, keep, disk_gb)
+    config = RelayConfig(Path(), tuple(upstreams or ()), "", "", host, port, tuple(peers or ()), keep, max_disk)
+    return run_standalone_relay(where, wait_s, folder, config)
 
 
 def join(

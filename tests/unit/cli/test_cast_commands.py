@@ -219,14 +219,16 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
     assert main(["relay", HUB, "--folder", str(tmp_path), *options.split()]) == 0
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
-    assert configs == [RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, peers, 4, 1.5, reach=named)]
+    assert configs == [
+        RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, peers, 4, 15 * 10**8, reach=named)
+    ]
 
 
 def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[RelayConfig], tmp_path: Path) -> None:
     assert main(["relay", HUB, "--folder", str(tmp_path)]) == 0
-    budget_gb, plain = configs[0].disk_budget_gb, RelayConfig(tmp_path, (), "", "")
+    budget, plain = configs[0].disk_bytes, RelayConfig(tmp_path, (), "", "")
     assert (configs[0].keep_versions, configs[0].peers) == (plain.keep_versions, plain.peers)
-    assert budget_gb is not None  # a part of what is free: whoever publishes cannot fill the disk
-    assert 0 < budget_gb < shutil.disk_usage(tmp_path).free / 1e9
+    assert budget is not None  # a part of what is free: whoever publishes cannot fill the disk
+    assert 0 < budget < shutil.disk_usage(tmp_path).free
     assert configs[0].upstreams == ("http://relay:1", "http://origin:1")
     assert configs[0].reach == PUBLIC_ONLY
