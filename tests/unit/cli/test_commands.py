@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from kit import Capture, Patch, fork
-from kit.cast import Lab, reply
+from kit.cast import DEAD, Lab, reply
 from kit.cli import NODE, TINY, report, status, told, wait
 from shoal.cli.help import leaves
 from shoal.cli.main import READERS, app, explain, main
@@ -30,7 +30,6 @@ from shoal.runtime.config import parse_config
 from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
 MOST_COMMANDS = 30  # those of groups included; only goes down, unless a commit says why
 
 
@@ -211,7 +210,7 @@ CERTIFICATE = RoleCertificate(run=RUN, role="hub", public_key=HUB.public_key, is
 RUN_INFO = sign_document(
     RunInfo(
         run=RUN, name="demo", root_key=ROOT.public_key, certificates=(sign_document(CERTIFICATE, ROOT),),
-        sources=(NOWHERE,), environment="sort", environment_digest="e" * 64, group_size=2, max_staleness=1, steps=3,
+        sources=(DEAD,), environment="sort", environment_digest="e" * 64, group_size=2, max_staleness=1, steps=3,
         sampling=SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0),
     ), HUB,
 )  # fmt: skip
@@ -246,7 +245,7 @@ def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: P
     assert any("a part of the path is a file" in line for line in problems)
     assert any("set this machine's clock" in line for line in problems)  # that hub lives in 1970
     assert any("0 of 1 sources answer" in line and "check your network" in line for line in problems)
-    assert "check the address and your network" in told(capsys, 1, "doctor", NOWHERE, "--folder", tmp_path).out
+    assert "check the address and your network" in told(capsys, 1, "doctor", DEAD, "--folder", tmp_path).out
     assert main(["doctor", f"{hub_url}/#{'ab' * 20}", "--folder", str(tmp_path)]) == 1
     assert "another run or an impostor" in capsys.readouterr().out
     assert "is not a hub address" in told(capsys, 1, "doctor", "nonsense", "--folder", tmp_path).out
@@ -287,11 +286,11 @@ sys.exit(begin())
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("words", "module", "supervised", "code"), [
-    (["join", NOWHERE], "shoal.cli.main", False, 0), (["join", NOWHERE], "shoal.run.join", False, 0),
-    (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
+    (["join", DEAD], "shoal.cli.main", False, 0), (["join", DEAD], "shoal.run.join", False, 0),
+    (["--debug", "join", DEAD], "shoal.worker.loop", False, 0),
     (["join", "nowhere"], "shoal.run.roles", True, STOPPED_CODE),
-    (["status", NOWHERE], "shoal.cli.main", False, STOPPED_CODE),
-    (["status", NOWHERE], "shoal.cli.view", False, STOPPED_CODE),
+    (["status", DEAD], "shoal.cli.main", False, STOPPED_CODE),
+    (["status", DEAD], "shoal.cli.view", False, STOPPED_CODE),
 ])  # fmt: skip
 def test_a_signal_while_a_process_starts_ends_it_as_later_and_without_a_traceback(
     words: list[str], module: str, supervised: bool, code: int, number: signal.Signals

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kit import Capture, Patch
+from kit.cast import DEAD
 from kit.cli import NODE, status, told
 from shoal.cli.main import main
 from shoal.models.load import load_model
@@ -17,8 +18,6 @@ from shoal.protocol.node import ModelSize
 from shoal.run import bench, doctor
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.validator.profiles import read_profile
-
-NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +61,8 @@ def test_some_sources_of_weights_will_do(monkeypatch: Patch, problems: list[str]
 
 
 def test_a_source_is_asked_as_a_worker_would_ask_it() -> None:
-    assert "cannot be reached: Connection refused" in doctor._reach(Reach(Nearness.LOOPBACK), NOWHERE)
-    assert "it may not send this machine there" in doctor._reach(PUBLIC_ONLY, NOWHERE)
+    assert "cannot be reached: Connection refused" in doctor._reach(Reach(Nearness.LOOPBACK), DEAD)
+    assert "it may not send this machine there" in doctor._reach(PUBLIC_ONLY, DEAD)
     assert "is not a URL" in doctor._reach(PUBLIC_ONLY, "nonsense")
 
 
@@ -143,7 +142,7 @@ def test_a_benchmark_for_a_run_takes_its_policy_and_says_the_share(tmp_path, cap
     monkeypatch.setattr(bench, "status_of", status_of)
     monkeypatch.setattr(bench, "policy_of_run", lambda *_: (model.files, policy_views(model.model), info))
     monkeypatch.setattr(doctor, "examine", lambda *_, **_options: [])
-    shown = told(capsys, 0, "doctor", NOWHERE, "--bench", "--device", "cpu").out
+    shown = told(capsys, 0, "doctor", DEAD, "--bench", "--device", "cpu").out
     found = re.search(r"generate with proofs +([0-9,]+) ", shown)
     assert found is not None
     mine = int(found[1].replace(",", ""))

@@ -11,13 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from kit import Patch, TempPaths
-from kit.cast import says
+from kit.cast import DEAD, says
 from kit.cli import TINY
 from shoal.adversary import CHEATS
 from shoal.cli.main import main
 
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
-KEYED = f"{NOWHERE}/#{'ab' * 32}"
+KEYED = f"{DEAD}/#{'ab' * 32}"
 FILTER, SFT = "filter tiny sort --out x.parquet", "sft tiny --data demos.jsonl --out out"
 PUBLISH, FETCH = "cast publish --no-serve", "cast fetch"
 
@@ -53,10 +52,10 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("demo --steps -1", 2, "'--steps': '-1' is not a whole number from 1 to 100,000 (see: shoal demo --help)"),
     ("demo file", 2, "file is not a folder; give another RUN"),
     ("hub none", 2, "runs/none is not there; a run is given by its folder, its name under runs/, or its URL"),
-    (f"trainer {NOWHERE}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
+    (f"trainer {DEAD}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
     ("validator . --index x", 2, "'--index': 'x' is not a whole number of at least 0"),
-    (f"relay {NOWHERE} --origin", 2, "--origin: only for the run's folder"),
-    (f"relay . --upstream {NOWHERE}", 2, "--upstream: only for a run's URL"),
+    (f"relay {DEAD} --origin", 2, "--origin: only for the run's folder"),
+    (f"relay . --upstream {DEAD}", 2, "--upstream: only for a run's URL"),
     ("backup", 2, "give the run's folder and the file to write"),
     ("backup --verify none.tar", 2, "there is no backup at none.tar"),
     ("restore file ./again", 1, "the backup file is damaged"),
@@ -64,16 +63,16 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("status localhost:8470", 2, "or its URL, http://"),
     *((f"{command} WEB --wait 600", 4, "answers, but it is no shoal hub [HTTP 404]; check the address")
       for command in ("status", "why 1", "join", "relay", "ledger verify", "ledger show")),
-    *((f"{command} {NOWHERE} --wait 0", 4, f"no usable answer from the hub at {NOWHERE} ")
+    *((f"{command} {DEAD} --wait 0", 4, f"no usable answer from the hub at {DEAD} ")
       for command in ("status", "join", "relay")),
-    (f"why 1 {NOWHERE} --wait 0", 4, "check the address, that the hub is running"),
+    (f"why 1 {DEAD} --wait 0", 4, "check the address, that the hub is running"),
     ("ledger verify none.jsonl", 2, "none.jsonl is no run's folder (here or in runs/), no exported ledger and no URL"),
-    (f"ledger verify {NOWHERE} --recheck 3", 2, "--recheck needs the run's folder"),
+    (f"ledger verify {DEAD} --recheck 3", 2, "--recheck needs the run's folder"),
     ("ledger show . bob --step 3", 2, "leave the node out"),
     ("ledger witness demo", 2, "a witness watches a hub: give its URL"),
     ("admin puase .", 2, "there is no order 'puase' (did you mean 'pause'?): shoal admin --help lists them"),
     ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
-    (f"admin pause {NOWHERE}", 2, "give --keys FOLDER with admin.key and admin.json"),
+    (f"admin pause {DEAD}", 2, "give --keys FOLDER with admin.key and admin.json"),
     ("key new a --from none", 2, "cannot read none: No such file or directory"),
     ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     ("run none.toml", 2, "there is no recipe at none.toml"),
@@ -98,16 +97,16 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("join", 2, "Missing argument 'URL|RUN'. (see: shoal join --help)"),
     ("join example", 2, "runs/example is not there; a run is given by its folder, its name under runs/, or its URL"),
     ("join http://host:1/#abc", 2, "is not a root fingerprint"),
-    (f"join {NOWHERE} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
-    (f"join {NOWHERE} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
+    (f"join {DEAD} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
+    (f"join {DEAD} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
     ("join . --max-disk 1GB", 2, "go with a join URL, not with a run on this machine"),
     (f"join http://a:1/#{'ab' * 20} http://b:1/#{'cd' * 20}", 2, "these URLs are of different runs"),
-    (f"join {NOWHERE} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
-    (f"join {NOWHERE} --engine scripted --dtype foo", 2, "foo"),
-    (f"join {NOWHERE} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch, vllm"),
-    (f"join {NOWHERE} --engine scripted --cheat foo", 2, f"no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
+    (f"join {DEAD} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
+    (f"join {DEAD} --engine scripted --dtype foo", 2, "foo"),
+    (f"join {DEAD} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch, vllm"),
+    (f"join {DEAD} --engine scripted --cheat foo", 2, f"no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
     ("join runs/x --cheat foo", 2, "there is no cheat 'foo'"),
-    (f"join {NOWHERE} runs/x", 2, "give one run on this machine, or the join URLs of one run"),
+    (f"join {DEAD} runs/x", 2, "give one run on this machine, or the join URLs of one run"),
     # environments, data, models
     ("eval tiny", 2, "give a MODEL and --env SPEC, or --rescore FOLDER"),
     ("eval tiny --rescore .", 2, "needs no model: leave tiny out"),
@@ -201,7 +200,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     (PUBLISH, 2, "Missing argument"),
     (f"{FETCH} host:8471 --out out", 2, "is not a URL such as http://host:8471"),
     (f"{FETCH} http://host:1/#12 --out out", 2, "does not end in a key"),
-    (f"{FETCH} {NOWHERE}", 2, "Missing option"),
+    (f"{FETCH} {DEAD}", 2, "Missing option"),
     (f"{FETCH} {KEYED} --out pipe", 2, "neither a file nor a folder"),
     (f"{FETCH} {KEYED} --out /", 2, "cannot be the output"),
     (f"{FETCH} {KEYED} --out file/out", 3, "a part of the path is a file, not a folder"),
