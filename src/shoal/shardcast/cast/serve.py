@@ -21,9 +21,10 @@ from shoal.errors import BroadcastError, ManifestRefused, PolicyMismatch, Resour
 from shoal.protocol import BroadcastHead, SigningKey, load_or_create_key
 from shoal.protocol.policy import name_problem
 from shoal.runtime.files import ensure_folder
+from shoal.runtime.limits import show_bytes
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, run_origin, run_relay
-from shoal.shardcast.cast import Sources, Terminal, megabytes, say_commands
+from shoal.shardcast.cast import Sources, Terminal, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
 from shoal.shardcast.lookup import Lookup
 from shoal.shardcast.manifest import read_head
@@ -144,10 +145,10 @@ def _publish(
     if head is not None and manifest.policy == head.policy:
         terminal.say(f"{name} version {version} is published already, and nothing has changed since")
         return
-    seconds, size = time.monotonic() - started_s, megabytes(manifest.size_bytes)
+    seconds, size = time.monotonic() - started_s, show_bytes(manifest.size_bytes)
     line = f"published {name} version {version}: {size} in {seconds:.1f} s, digest {manifest.policy.digest}"
     for delta in manifest.deltas[:1]:
-        line += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
+        line += f"; as a difference to version {delta.base.version}: {show_bytes(delta.size_bytes)}"
     terminal.say(line)
 
 
