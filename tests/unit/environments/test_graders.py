@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.tables import table
-from shoal.environments.graders import after_thinking
+from shoal.environments.graders import after_thinking, grader
 from shoal.environments.graders.choice import ChoiceGrader, chosen_letter
 from shoal.environments.graders.code import program
 from shoal.environments.graders.code_tests import BadTests, read_tests, same_text, same_value
-from shoal.environments.graders.registry import grader
 
 
 @pytest.mark.parametrize(("completion", "answer"), table("graders", "after thinking"))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.tables import table
+from shoal.environments.graders import grader
 from shoal.environments.graders.mathematics.grader import MathematicsGrader
-from shoal.environments.graders.registry import grader
 from shoal.errors import ScoringFailure
 
 
