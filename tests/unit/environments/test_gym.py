@@ -188,13 +188,10 @@ def test_mathematics_is_let_through(text: str) -> None:
     assert checked_expression(text) == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "x.y", "f(x)", "sin(x, y)", "[1]", "'a'", "x if y else z", "True", "1_0", "x; y", "9" * 101, "9" * 25 + "**2",
-     "9**65", "x**257", "(x+1)**65", "+".join(["9**64"] * 65), "+".join(["9" * 99] * 81), "2**2**2",
-     "((9**9)**9)**9", "x" + "+x" * 2000, "x ∧ y", "10**(64*64*64)", "x[0]", "1 < 2", "~1",
-     "N.func", "-" * 90 + "1", "sin(x)(y)", "1j", "x := 1"],
-)  # fmt: skip
+TOO_LARGE = ["9" * 101, "+".join(["9**64"] * 65), "+".join(["9" * 99] * 81), "x" + "+x" * 2000]
+
+
+@pytest.mark.parametrize("text", [*table("own_environments", "no expressions of reasoning-gym"), *TOO_LARGE])
 def test_anything_else_is_not(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 -- which kind of wrong it is does not matter
         checked_expression(text)
@@ -218,11 +215,7 @@ def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.
     assert gym().task("reasoning-gym/train/0").prompt != first
 
 
-@pytest.mark.parametrize(("completion", "answer"), [
-    ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
-    ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
-    ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
-])  # fmt: skip
+@pytest.mark.parametrize(("completion", "answer"), table("own_environments", "where reasoning-gym reads the answer"))
 def test_where_the_answer_is(completion: str, answer: str) -> None:
     assert final_answer(completion) == answer
 
