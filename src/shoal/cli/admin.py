@@ -31,11 +31,8 @@ EPILOG = "\n".join(
 ORDER = f"The order: {', '.join(ORDERS)}. They are explained below."
 TARGET = "What the order is about: a node's id, the start of it, or its name; a URL, key, file or role."
 KEYS = "A folder with admin.key and admin.json, or root.key. (default: keys/ of the run's folder)"
-PASSPHRASE = "A file that holds the passphrase. (default: SHOAL_PASSPHRASE, or you are asked)"
 FOR = "With suspend: for how long; 0 follows the rules of the hub."
 CERTIFICATE = "With add-validator and a public key: where to write the certificate."
-SEALED = "Do not make a new key, but open this sealed one; - reads standard input."
-CARRIED = "Write the key that is there, sealed with a passphrase, as one line to this file; - writes standard output."
 
 
 def admin(
@@ -78,19 +75,12 @@ key = Typer(
 @key.command(cls=Command, epilog="Example: shoal key new ~/owner.key")
 def new(
     where: Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder, which holds node.key.")],
-    sealed: Annotated[str | None, options.value("--from", "SEALED", SEALED)] = None,
-    out: Annotated[str | None, options.value("--out", "SEALED", CARRIED)] = None,
-    passphrase_file: Annotated[Path | None, options.value("--passphrase-file", "FILE", PASSPHRASE)] = None,
 ) -> None:
-    """Make a key for an owner or a machine, or open a sealed one, and print its node id and its public key, which are
-    no secrets. A key that is there is never overwritten."""
-    from shoal.run.owner import new_key, open_key, seal_key
+    """Make a key for an owner or a machine, and print its node id and its public key, which are no secrets. A key that
+    is there is never overwritten."""
+    from shoal.run.owner import new_key
 
-    if sealed is not None and out is not None:
-        raise UserError("--from opens a sealed key and --out writes one: give one of them")
-    if out is not None:
-        return echo(seal_key(where, out, passphrase_file))
-    return echo("\n".join(new_key(where) if sealed is None else open_key(sealed, where, passphrase_file)))
+    echo("\n".join(new_key(where)))
 
 
 @key.command(cls=Command, epilog="Example: shoal key vouch ~/.shoal/RUN/worker --owner ~/owner.key > vouch.json")

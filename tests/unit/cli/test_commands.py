@@ -58,7 +58,7 @@ OPTIONS = """
     against all allow-leaks assume batch batch-rows bench best calibrate chat cheat check count data device devices
     dry-run dtype engine env epochs every folder for force form from gpu gpu-hour-price head host index json
     keep-versions key keys max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
-    name once order origin out owner parameters pass-rate passphrase-file patience peer port prepare profile rank
+    name once order origin out owner parameters pass-rate patience peer port prepare profile rank
     reason recheck require rescore samples sandbox seed selftest serve set split staleness step steps tasks
     temperature trained-on upstream validation verify version vouch wait without-evidence witness workers
 """
