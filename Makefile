@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-vllm lint format bench clean
+.PHONY: help install demo test test-all test-vllm lint format docs bench clean
 
 help: ## this list
 	@echo "make targets (each installs into $(VENV) on first use):"
@@ -96,10 +96,13 @@ format: $(STAMP) ## put the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP) ## build the documentation as a site, in site/; REPOSITORY_URL=URL makes links to other files lead there
+	$(BIN)/python -m mkdocs build --strict
+
 bench: $(STAMP) ## run every benchmark; results are printed
 	@ls benchmarks/*.py >/dev/null 2>&1 || echo "there are no benchmarks yet"
 	@for script in $(filter-out benchmarks/delta_training.py benchmarks/vllm_overhead.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## remove .venv, caches and runs/demo
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV).log .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs/demo
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV).log .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site runs/demo
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ from shoal.run.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
-TWIN, CALCULATOR = (ROOT / "recipes" / f"{name}.toml" for name in ("intellect2-tiny", "calculator"))
+TWIN, CALCULATOR, GSM8K = (ROOT / "recipes" / f"{name}.toml" for name in ("intellect2-tiny", "calculator", "gsm8k"))
 
 # Parts of it in make test: unit/rewards/test_scoring scores with the example, unit/cli/test_recipe loads every recipe.
 pytestmark = pytest.mark.slow
@@ -113,3 +113,21 @@ def test_calculator_recipe_runs(tmp_path: Path) -> None:
         said = tokenizer.decode(row["token_ids"][start : start + length])
         assert said == f"\n{TOOLS['calculator']([tokenizer.decode(row['token_ids'][:start])])}\n"
         assert set(row["logprobs"][start : start + length]) == {0.0}
+
+
+STAND_IN = (
+    "model.path=tiny", "run.steps=2", "run.groups_per_step=2", "run.group_size=8", "run.max_new_tokens=24",
+    "environment.length.targets=[12]", "environment.length.form=exact", "environment.length.alpha=0.01",
+    "hub.drop_equal=total", *(f"{role}.device=cpu" for role in ("trainer", "validator", "worker")),
+)  # fmt: skip
+"""A tiny policy solves no word problem: its rewards differ by the lengths of its answers."""
+
+
+def test_gsm8k_recipe_trains_a_stand_in_on_its_rows(tmp_path: Path) -> None:
+    with start_run(tmp_path / "run", STAND_IN, recipe=GSM8K) as run:
+        assert run.wait() == 0, run.said()
+    assert [row["groups"] for row in metrics(tmp_path / "run") if "groups" in row] == [2, 2]
+    table = pq.read_table(tmp_path / "run" / "trainer" / "rollouts").to_pylist()
+    assert len(table) == 2 * 2 * 8
+    asked = {json.loads(line)["question"] for line in (GSM8K.parent / "data" / "gsm8k.jsonl").read_text().splitlines()}
+    assert all(any(question in row["prompt"] for question in asked) for row in table)

@@ -223,6 +223,17 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path
     assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
 
 
+def test_the_gsm8k_recipe_is_checked_with_a_model_and_without(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.chdir("/")  # the rows are found from anywhere
+    fitting = ("--set", "model.path=tiny", "--set", "run.max_new_tokens=24")
+    said = told(capsys, 0, "run", "gsm8k", "--dry-run", *fitting).err
+    assert "train: 16 tasks, 16 read, with the model's tokenizer: 16 of mathematics" in said
+    assert "held out: 4 tasks, 4 read" in said
+    said = told(capsys, 0, "run", "gsm8k", "--dry-run").err
+    assert "instruct-model: what needs it was not checked" in said
+    assert main(["run", "gsm8k", "--prepare", "never"]) == 2, "a run needs a model"
+
+
 def test_the_described_recipe_says_what_became_of_its_rows_and_that_nothing_was_scored_here(capsys, monkeypatch):
     def lacks(_environment: object) -> None:
         raise EnvironmentSetupError("no bubblewrap")

@@ -69,6 +69,19 @@ def test_question_and_answer_columns(tmp_path: Path) -> None:
         assert said in data.refused(path, **options)
 
 
+def test_made_rows_as_gsm8k_has_them() -> None:
+    environment = data.open_data(Path(__file__).parents[3] / "recipes" / "data" / "gsm8k.jsonl", held_out_size=1)
+    tasks = data.tasks_of(environment)
+    golds = "4 4 4 4 9 70 1,250 15 4 4 8 45 4 105 6 1,200 11 45 4 600"
+    assert [task.answer for task in tasks] == golds.split()
+    assert not any("<<" in task.prompt or "####" in task.prompt for task in tasks)
+    for said, value in (
+        ("1000+250 = 1250.\n#### 1250", 1.0), ("#### 1,250", 1.0), ("So \\boxed{1250}", 1.0), ("$1,250.00 in all", 1.0),
+        ("#### 1000", 0.0), ("#### 125", 0.0), ("", 0.0),
+    ):  # fmt: skip
+        assert environment.score(tasks[6], said).value == value, said
+
+
 @pytest.mark.parametrize(("text", "answer"), [
     ("so x = \\boxed{\\frac{1}{2}} so \\boxed{3}", "3"), ("8 - 3 = 5 #### 5", "5"), ("plain", "plain"),
 ])  # fmt: skip
