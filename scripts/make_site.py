@@ -4,7 +4,7 @@
                                                              so that relative links between pages hold as they are
     a link to any other file ─► the repository's address, or plain text where none is given
 
-The repository's address is `REPOSITORY_URL` in the environment; nothing else is read from there, and nothing is fetched.
+The repository's address is `REPOSITORY_URL` in the environment. Nothing is fetched.
 mkdocs reads Markdown by other rules than the repository's host: what belongs to an item of a list is indented by four
 columns there and has no fences, and anchors have other names. All three are translated.
 """

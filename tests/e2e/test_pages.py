@@ -19,20 +19,21 @@ from pathlib import Path
 import pytest
 
 from kit import TempPaths
+from kit.run import ledger
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SHARED = "shoal run recipes/tiny.toml runs/mine --set environment.file=examples/custom_reward.py"
-SMALL = "run.steps=1 run.groups_per_step=8 run.group_size=8 trainer.evaluate_every=0 hub.refill_cap=20".split()
+SMALL = ["run.steps=1", "run.groups_per_step=8", "run.group_size=8", "trainer.evaluate_every=0", "hub.refill_cap=20"]
 
 ELSEWHERE = {
     "make demo": "installs over the network; tests/e2e/test_demo.py runs the demo",
-    "shoal join <the join URL>": "another machine's part, while a run is live; tests/e2e/test_kills.py and test_faults.py",
+    "shoal join <the join URL>": "while a run is live, by another machine; tests/adversary/test_join_sandbox.py",
     "kill -9 <a pid from runs/demo/processes.json>": "while a run is live; tests/e2e/test_kills.py",
 }
-"""A command of a page, as it stands there without its comment: why it is not executed here, and what does it instead."""
+"""A command of a page, without its comment: why it is not executed here, and what does it instead."""
 
 MEANT = {
     "shoal eval MODEL --env aime:aime25.jsonl": "shoal eval tiny --env aime:aime25.jsonl --max-new-tokens 8",
@@ -65,7 +66,8 @@ def commands(page: str) -> list[str]:
     return [line for line in plain if re.match(r"(shoal|python|make|kill|pip|hf) \S", line)]
 
 
-def execute(folder: Path, command: str) -> None:
+def execute(folder: Path, command: str) -> str:
+    """What it prints; it must end with 0."""
     program, *words = shlex.split(command)
     small = [word for setting in SMALL for word in ("--set", setting)] if words[0] == "run" and len(words) > 3 else []
     if command.startswith("python examples/one_file_rl.py"):
@@ -82,6 +84,7 @@ def execute(folder: Path, command: str) -> None:
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +95,13 @@ def folder(tmp_path_factory: TempPaths) -> Path:
         (folder / name).symlink_to(ROOT / name)
     execute(folder, SHARED)
     shutil.copytree(folder / "runs" / "mine", folder / "runs" / "demo")
-    shutil.copy(ROOT / "tests/data/formats/aime.jsonl", folder / "aime25.jsonl")
+    rows = [entry.model_dump_json() + "\n" for entry in ledger(folder / "runs" / "demo")]
+    (folder / "runs" / "demo" / "ledger.jsonl").write_text("".join(rows))  # as a demo leaves it
     (folder / "rewards.py").write_text(REWARDS)
-    rows = [{"prompt": f"{number}="} for number in range(1000, 1200)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [json.dumps({"prompt": f"{number}="}) + "\n" for number in range(1000, 1200)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    rows = [json.dumps({"problem": f"What is {number} + 1?", "answer": str(number + 1)}) + "\n" for number in range(8)]
+    (folder / "aime25.jsonl").write_text("".join(rows))
     return folder
 
 
@@ -115,3 +121,10 @@ def test_commands_of_the_page_do_what_they_say(page: str, folder: Path) -> None:
         for shown, meant in MEANT.items():
             command = command.replace(shown, meant)
         execute(folder, command)
+
+
+def test_what_a_run_leaves_is_read_as_the_page_reads_it(folder: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/start/first-run.md").read_text(), re.M | re.S)
+    (folder / "read.py").write_text(program)
+    said = execute(folder, "python read.py")
+    assert "worker-0" in said or "Account" in said, said
