@@ -116,22 +116,18 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
 
 def check_engines(recipe: Recipe) -> None:
     """Names, number formats and profiles: a worker that no validator can judge would get no unit."""
-    for section, settings in (("worker", recipe.worker), ("validator", recipe.validator)):
-        if settings.engine not in ENGINES:
-            known = ", ".join(sorted(ENGINES))
-            raise ConfigError(f"[{section}] engine = {settings.engine!r}: there is no such engine; there are {known}")
-        if (section, settings.engine) == ("validator", "vllm"):
-            raise ConfigError(
-                "[validator] engine = 'vllm': validators check with torch; workers may generate with vLLM"
-            )
+    worker, validator, dtype = recipe.worker, recipe.validator, recipe.trainer.publish_dtype
+    for section, engine, settings in (
+        ("worker", worker.engine, worker), ("validator", worker.checked_with, validator),
+    ):  # fmt: skip
         try:
-            check_engine(settings.engine, settings.device, settings.dtype)
+            check_engine(engine, settings.device, settings.dtype)
         except ConfigError as error:
             raise ConfigError(f"[{section}] {error}") from error
-    validator, dtype = recipe.validator, recipe.trainer.publish_dtype
-    taken = {*profile_keys(validator), *(measurable_kinds(validator, dtype) if validator.engine == "torch" else ())}
-    kinds = possible_kinds(recipe.worker.engine, recipe.worker.device, recipe.worker.dtype)
-    if recipe.worker.count == 0 or kinds & taken:
+    measured = worker.checked_with == "torch"
+    taken = {*profile_keys(validator), *(measurable_kinds(validator, dtype) if measured else ())}
+    kinds = possible_kinds(worker.engine, worker.device, worker.dtype)
+    if worker.count == 0 or kinds & taken:
         return
     coarse = "" if dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
     why = f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that"

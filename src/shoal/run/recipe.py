@@ -32,12 +32,16 @@ class ModelSettings(BaseModel):
 
 class ValidatorSection(ValidatorSettings):
     count: int = Field(default=1, ge=1, le=64, description="validators that `shoal run` starts")
-    engine: str = Field(default="torch", description="what they check with")
 
 
 class WorkerSection(WorkerSettings):
     count: int = Field(default=1, ge=0, le=256, description="workers that `shoal run` starts; more may join")
     engine: str = Field(default="torch", description="what they generate with")
+
+    @property
+    def checked_with(self) -> str:
+        """The engine of validators: torch also for work of vLLM."""
+        return "scripted" if self.engine == "scripted" else "torch"
 
 
 class RelaySection(BaseModel):

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from shoal.errors import CheckpointError
 from shoal.models.load import DTYPES, LoadedModel, model_from_files
 from shoal.models.packed import decoder_layers
+from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies, StateCopy, StoredCheckpoint
@@ -120,7 +121,7 @@ def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
     ranks.use(choose_device(settings.device))
     with within_memory(settings, begin.files, ranks.world):
         learner = _learner(None, settings, begin.files, ranks)
-        while (message := ranks.receive(stop, WAITS * settings.batch_deadline_s)) is not None:
+        while (message := ranks.receive(stop, WAITS * settle(settings).batch_deadline_s)) is not None:
             match msgspec.msgpack.decode(message, type=Train | Copy | Restore):
                 case Train(work=work, check_policy=is_check):
                     (check_policy if is_check else train_step)(learner, work, stop.is_set)

@@ -267,7 +267,7 @@ def test_output_that_is_not_utf_8_ends_nothing() -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "scripted"])
 def test_scripted_work_only_where_validators_are_scripted(tmp_path: Path, engine: str, monkeypatch: Patch) -> None:
-    folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"validator.engine={engine}"]))
+    folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"worker.engine={engine}"]))
     folder.assign_endpoints()
     taken: list[HubConfig] = []
     monkeypatch.setattr("shoal.hub.http.server.run_hub", lambda config, _stop, _ready: taken.append(config))

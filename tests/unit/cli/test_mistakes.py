@@ -69,7 +69,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run TINY --set steps", 2, "expected section.key=value"),
     ("run TINY --set trainer.minibatches=many", 2, "--set trainer.minibatches=many: [trainer] mini"),
     ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),
-    ("run TINY --set worker.engine=steam", 2, "there is no such engine"),
+    ("run TINY --set worker.engine=steam", 2, "there is no engine 'steam'"),
     ("run TINY --set environment.name=sorting", 2, "there is no environment"),
     *((f"run TINY {where}", 3, "a part of the path is a file, not a folder") for where in ("file", "file/run")),
     ("run TINY .", 2, "is not empty and not a run's"),
@@ -150,8 +150,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("plan TINY --set 'trainer.lora.targets=[\"qproj\"]'", 2, "can have an adapter is called 'qproj'; there are: "),
     *((f"plan TINY {name} {value}", 2, f"'{name}': '{value}' is not a number from ")
       for name in ("--parameters", "--memory", "--gpu-hour-price") for value in ("inf", "nan", "-1")),
-    *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in ("speed=3", "link_mbit",
-        "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1", "length_share=5", "length_share=nan")),
+    *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in ("speed=3", "token_s",
+        "token_s=fast", "token_s=0", "token_s=inf", "length_share=-1", "length_share=5", "length_share=nan")),
     # a machine
     ("doctor --selftest --calibrate", 2, "ask for one of them"),
     ("doctor --selftest --against cuda", 2, "write device/format"),

@@ -37,9 +37,9 @@ trainer.objective: normalisation ratio_base clip_high ratio_cap kl entropy
 trainer.memory: precision recompute compile
 trainer.guards.NAME: limit action
 trainer.lora: rank alpha targets
-hub: host port advertise trusted_proxies database storage storage_endpoint lease_s lease_hard_s audit
+hub: host port advertise trusted_proxies database storage storage_endpoint link_mbit lease_s lease_hard_s audit
 hub: newcomer_share refill_cap drop_equal leases_per_node requests_per_key_s requests_per_address_s
-validator: max_audits keep_versions profiles device dtype memory_share count engine
+validator: max_audits keep_versions profiles device dtype memory_share count
 worker: units_per_lease device dtype memory_share count engine
 relay: count keep_versions
 """
