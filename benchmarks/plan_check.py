@@ -47,7 +47,7 @@ from shoal.runtime.sizing import Speeds
 ROOT = Path(__file__).parents[1]
 EVERY_S, LOOKS = 0.1, 5
 GPU_GIB = 141
-RANDOM_DELTA_SHARE = 0.03 / 4**0.83  # measured: a step of four changes more of random weights, which are small
+RANDOM_DELTA_SHARE = 0.022 / 4**0.83  # measured: a step of four changes more of random weights, which are small
 FOLDERS = {
     "trainer: checkpoints": "trainer/checkpoints", "trainer: export": "trainer/export", "origin": "origin",
     "each relay": "relay-0", "each validator": "validator-0", "each worker": "worker-0", "hub": "hub",
@@ -181,12 +181,16 @@ def print_tables(planned: Planning, memory: Sizes, disk: Sizes, ended: Sizes) ->
 def print_table(what: str, rows: dict[str, tuple[float, float]], unit: str = "MB", scale: float = 1e6) -> None:
     print(f"\n| {what} | planned, {unit} | measured, {unit} | planned / measured |\n|---|--:|--:|--:|")
     for name, (planned, measured) in rows.items():
-        digits = 1 if measured >= 50 * scale else 4 if scale > 1 and measured < 0.5 * scale else 2
-        print(f"| {name} | {planned / scale:,.{digits}f} | {measured / scale:,.{digits}f} | {planned / measured:.2f} |")
+        ratio = f"{planned / measured:.2f}" if measured else "-"
+        print(f"| {name} | {cell(planned / scale)} | {cell(measured / scale)} | {ratio} |")
+
+
+def cell(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 SKIPPED = 2
-FETCHED = re.compile(r"policy 0\.(\d+): ([\d.]+) MB \(of ([\d.]+) MB\) in ([\d.]+) s by the local policy")
+FETCHED = re.compile(r"policy 0\.(\d+): [\d.]+ MB \(of [\d.]+ MB\) in ([\d.]+) s by the local policy")
 JUDGED = re.compile(r"(\d+) submissions by policy 0\.(\d+) judged and reported in ([\d.]+) s")
 
 
@@ -201,15 +205,20 @@ def links(planned: Planning) -> Sizes:
 
 
 def seen_links(run: Path) -> Sizes:
-    """Of versions what a worker's log says; of groups what the hub has stored, and what of that was judged."""
-    fetched = FETCHED.findall((run / "logs" / "worker-0.log").read_text())
+    """Of versions what the manifests say that the origin has left; of groups what the hub has stored, and what of that
+    was judged. (A worker's log does not count what an interrupted fetch had brought.)"""
+    deltas, manifests = [], [
+        json.loads(path.read_text())["document"] for path in (run / "origin" / "manifests").glob("*.json")
+    ]  # fmt: skip
+    for manifest in manifests:
+        version = manifest["policy"]["version"]
+        deltas += [each["size_bytes"] for each in manifest["deltas"] if each["base"]["version"] == version - 1 > 0]
     submitted, judged = queried(
         run, "select avg(s.size_bytes), avg(case when v.submission is null then null else s.size_bytes end) "
         "from submissions s left join verdicts v on v.submission = s.submission",
     )[0]  # fmt: skip
-    delta = statistics.median(1e6 * float(size) for version, size, *_ in fetched if int(version) >= SKIPPED)
     return {
-        "delta into each worker": delta, "a whole version": 1e6 * float(fetched[0][2]),
+        "delta into each worker": statistics.median(deltas), "a whole version": manifests[0]["size_bytes"],
         "a group, worker to hub": submitted, "a group, hub to validator": judged,
     }  # fmt: skip
 
@@ -253,7 +262,7 @@ def seen_stages(run: Path) -> Sizes:
         "audit": [seconds for version, seconds in judged.items() if version >= SKIPPED],
         "train": [row["train_s"] for row in later],
         "publish": [row["hidden_s"] - row["save_s"] for row in later],
-        "apply": [float(seconds) for version, _, _, seconds in fetched if int(version) >= SKIPPED],
+        "apply": [float(seconds) for version, seconds in fetched if int(version) >= SKIPPED],
     }
     return {name: statistics.median(seconds) for name, seconds in seen.items()}
 
@@ -292,8 +301,9 @@ def save_plan(path: Path, recipe: Recipe, length: float | None) -> None:
 
 def saved_before(path: Path, run: Path, recipe: Recipe) -> dict[str, Any]:
     plan: dict[str, Any] = json.loads(path.read_text())
-    if plan["settings"] != recipe.model_dump(mode="json", exclude={"model"}):
-        sys.exit(f"{path} is the plan of other settings than the run in {run} had")
+    settings = recipe.model_dump(mode="json", exclude={"model"})
+    if others := [name for name, section in settings.items() if plan["settings"].get(name) != section]:
+        sys.exit(f"{path} is the plan of other settings than the run in {run} had: {', '.join(others)}")
     if plan["made_at_ms"] >= queried(run, "select min(issued_at_ms) from leases")[0][0]:
         sys.exit(f"{path} was made after the run in {run} had begun")
     return plan

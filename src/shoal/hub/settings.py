@@ -66,7 +66,7 @@ class HubSettings(BaseModel):
     storage: str = Field("", description="s3://bucket/prefix for submissions; empty: a folder of the run's")
     storage_endpoint: str = Field("", description="address of an S3-compatible server, if it is not Amazon's")
     link_mbit: float = Field(
-        LINK_MBIT, ge=0.1, le=1e6, description="Mbit/s of the slowest machine: how long policies are waited for follows from it")
+        LINK_MBIT, ge=0.1, le=1e6, description="Mbit/s of the slowest machine: waits for policies follow from it")
     lease_s: float | None = Field(
         None, gt=0, description=f"time a worker has for one lease, from its last sign of progress; {DERIVED} 60")
     lease_hard_s: float | None = Field(

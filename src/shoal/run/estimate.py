@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.trainer.memory import MemoryPlan, Shape
 
 GIB = 2**30
-PROCESS_BYTES = {"hub": 130 * 10**6, "relay": 85 * 10**6}  # resident, of a small run: plan_check.md
+PROCESS_BYTES = {"hub": 113 * 10**6, "relay": 69 * 10**6}  # resident, of a small run: plan_check.md
 BATCH_SHARE = 0.8  # of free GPU memory that a batch takes (engines/memory.py)
 CACHED = 2  # policies on a worker's disk (worker/loop.py)
 PROOF_BYTES = 8  # of a token as submitted; what is trained on has none

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,11 +151,14 @@ def test_advice_of_more_validators_is_for_gpus_only(where: list[str], advised: b
     assert ("raise validator.count" in capsys.readouterr().out) == advised
 
 
-def test_on_a_cpu_only_the_first_process_holds_copies_and_more_processes_save_nothing() -> None:
+@pytest.mark.parametrize(("layer", "bytes_each"), [(10**8, 12), (10**7, 24)])
+def test_on_a_cpu_only_the_first_process_holds_copies_and_more_processes_save_nothing(layer, bytes_each) -> None:
+    """Matrices of small layers, once gathered, leave holes as large as the copies."""
     recipe, given = parse_config(LARGE, Recipe, "test"), settings(objective={"kl": 0.1})
-    found = Planning(recipe, SHAPE, plan(SHAPE, given, 2, kind="cpu"), 2, "cpu", GIB)
+    shape = replace(SHAPE, largest_layer=layer)
+    found = Planning(recipe, shape, plan(shape, given, 2, kind="cpu"), 2, "cpu", GIB)
     first, other = (found.device_bytes(f"trainer, {which} process") for which in ("first", "each other"))
-    assert first - other == 12 * WEIGHTS
+    assert first - other == bytes_each * WEIGHTS
     assert {name: host for name, _, host, _ in found.memory()}["trainer, 2 on one host"] == first + other
     assert not any("processes" in words for words in alternatives(SHAPE, given, 2, kind="cpu"))
 
