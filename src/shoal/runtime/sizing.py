@@ -33,7 +33,7 @@ class Speeds:
     """Assumed speeds of machines and links, each with its source (files are in benchmarks/results). GPU speeds are of
     one H200. `delta_share` is for a policy in bfloat16."""
 
-    delta_share: float = _from(0.0015, "plan_check.md: a step at 1e-6, 0.82 to 1.44 of it seen; by rate^0.86, steps^0.83")
+    delta_share: float = _from(0.0015, "plan_check.md: a step at 1e-6, by run 0.82 to 1.44; by rate^0.86, steps^0.83")
     float32_delta_share: float = _from(0.41, "plan_check.md: at 1e-6; ten times that rate adds 0.1, above 0.6: whole")
     publish_gb_s: float = _from(1.75, "plan_check.md: 1.2 GB; large_shape.md: 2.05 of 16 GB")
     publish_least_s: float = _from(0.08, "plan_check.md: of any version: files, signature, announcement")
