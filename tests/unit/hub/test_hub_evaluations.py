@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, fresh_request, ok, worker_key
+from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, ok, worker_key
 from kit.state import NOW_MS, moment, policy
 from shoal import protocol
 from shoal.environments import Split, Task
@@ -137,8 +137,7 @@ def test_validators_stay_until_the_last_version_is_measured(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("digest", ["f0" * 32, ""])
 def test_a_verdict_of_another_environment_or_of_none_is_refused(bench: Bench, digest: str) -> None:
-    (lease,) = bench.alice.lease(fresh_request(), 1)
-    ok(bench.alice.submit(lease))
+    [lease] = bench.alice.deliver(1)
     (audit,) = bench.audits()
     assert code_of(bench.judge(audit, environment_digest=digest)) == (422, "verdict.environment")
     assert bench.status().submissions["auditing"] == 1, "it changes nothing"

@@ -117,7 +117,7 @@ class TestNodes:
         assert (wait.what, wait.since_ms) == ("policy 0.3 from relay", since_ms)
 
     def test_units_and_submissions_that_wait_are_told_in_one_line_each(self, started: Bench) -> None:
-        first, *rest = started.alice.lease(fresh_request(), 2)
+        first, *rest = started.alice.lease(2)
         ok(started.alice.submit(first))
         waits = {(wait.who, wait.what) for wait in started.status().waits}
         alice = f"worker alice ({started.alice.key.node[:8]})"
@@ -137,18 +137,18 @@ def test_a_lease_says_what_it_is_for_and_how_to_prove_it(started: Bench) -> None
 
 class TestLeases:
     def test_a_released_unit_goes_to_the_next_with_the_same_task_and_seeds(self, started: Bench) -> None:
-        (first,) = started.alice.lease(fresh_request())
+        (first,) = started.alice.lease()
         body = {"leases": [first.lease, "u99a0"], "reason": "stopping"}
         assert started.bob.call("POST", "/leases/release", body).status_code == 403
         for _ in range(2):
             assert started.alice.call("POST", "/leases/release", body).status_code == 204
-        (second,) = started.bob.lease(fresh_request())
+        (second,) = started.bob.lease()
         assert (second.unit, second.task, second.seeds) == (first.unit, first.task, first.seeds)
         assert second.attempt == first.attempt + 1
         assert code_of(started.alice.submit(first)) == (410, "lease.released")
 
     def test_a_worker_that_was_killed_gets_its_units_again_at_once(self, started: Bench) -> None:
-        answered, lost = started.alice.lease(fresh_request(), 2)
+        answered, lost = started.alice.lease(2)
         body = {"request": fresh_request(), "max_units": 2, "held": [answered.lease]}
         for _ in range(2):  # its answer may be lost: asked again, it stands
             (lease,) = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
@@ -156,7 +156,7 @@ class TestLeases:
         assert started.alice.submit(answered).status_code == 201
 
     def test_a_worker_ends_no_lease_but_its_own(self, started: Bench) -> None:
-        (lease,) = started.bob.lease(fresh_request())
+        (lease,) = started.bob.lease()
         body = {"request": fresh_request(), "max_units": 2, "held": []}
         granted = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
         assert [each["document"]["unit"] for each in granted] == [lease.unit + 1]
@@ -164,7 +164,7 @@ class TestLeases:
 
 class TestSubmissions:
     def test_new_then_the_same_then_another_body(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
+        (lease,) = started.alice.lease()
         first, again = started.alice.submit(lease), started.alice.submit(lease)
         assert (first.status_code, again.status_code) == (201, 200)
         assert first.content == again.content, "the same receipt"
@@ -172,7 +172,7 @@ class TestSubmissions:
         assert code_of(started.alice.submit(lease, other)) == (409, "submission.other_body")
 
     def test_malformed_bytes_are_named_and_leave_no_file(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
+        (lease,) = started.alice.lease()
         for body in (b"", b"not zstd", submission_body(lease)[:-3]):
             assert code_of(started.alice.submit(lease, body)) == (422, "submission.malformed")
         assert code_of(started.bob.call("PUT", "/submissions/u77a0", b"x")) == (404, "lease.unknown")
@@ -180,7 +180,7 @@ class TestSubmissions:
         assert started.alice.submit(lease).status_code == 201, "the lease is still good"
 
     def test_a_submission_that_names_something_else_is_refused_by_its_name(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
+        (lease,) = started.alice.lease()
         for name, other in {"run": "other", "node": "0" * 32, "lease": "u1a0", "unit": 7, "format": 9}.items():
             response = started.alice.submit(lease, submission_body(lease, **{name: other}))
             assert code_of(response) == (422, "submission.mismatch")
@@ -191,8 +191,7 @@ class TestSubmissions:
 
 class TestAuditsAndVerdicts:
     def test_an_audit_is_given_out_again_when_its_validator_died(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
-        ok(started.alice.submit(lease))
+        [lease] = started.alice.deliver()
         (audit,) = started.audits()
         assert audit.submission == submission_digest(submission_body(lease))
         assert started.audits(left=[audit]) == ()
@@ -200,15 +199,14 @@ class TestAuditsAndVerdicts:
         assert [again.submission for again in started.audits(left=[audit])] == [audit.submission]
 
     def test_a_validator_that_lost_its_audits_gets_them_again_at_once(self, started: Bench) -> None:
-        for lease in started.alice.lease(fresh_request(), 2):
-            ok(started.alice.submit(lease))
+        started.alice.deliver(2)
         first, second = started.audits()
         ok(started.judge(first))
         assert [again.submission for again in started.audits()] == [second.submission]
         assert started.audits(left=[second]) == ()
 
     def test_verdicts_that_do_not_fit_are_refused_and_the_same_one_again_credits_once(self, started: Bench) -> None:
-        started.alice.submit(started.alice.lease(fresh_request())[0])
+        started.alice.submit(started.alice.lease()[0])
         (audit,) = started.audits()
         assert code_of(started.judge(audit, unit=9)) == (422, "verdict.mismatch")
         assert code_of(started.judge(audit, run="other")) == (422, "verdict.run")
@@ -225,12 +223,11 @@ class TestAuditsAndVerdicts:
         for _ in range(3):
             assert started.judge(audit).status_code == 200
         assert code_of(started.judge(audit, outcome=Outcome.REJECTED)) == (409, "verdict.decided")
-        view = next(view for view in started.status().nodes if view.name == "alice")
+        view = started.view(started.alice)
         assert (view.accepted, view.credit) == (1, 6)
 
     def test_one_verdict_that_does_not_fit_does_not_hold_up_the_others(self, started: Bench) -> None:
-        for lease in started.alice.lease(fresh_request(), 2):
-            ok(started.alice.submit(lease))
+        started.alice.deliver(2)
         first, second = started.audits()
         report = (started.verdict(first, unit=99), started.verdict(second))
         (refused,) = ok(started.report(*report)).json()["refused"]
@@ -239,7 +236,7 @@ class TestAuditsAndVerdicts:
         assert (counts["auditing"], counts["accepted"]) == (1, 1)
 
     def test_a_cheat_is_banned_and_its_units_go_to_others(self, started: Bench) -> None:
-        first, second = started.alice.lease(fresh_request(), 2)
+        first, second = started.alice.lease(2)
         ok(started.alice.submit(first))
         (audit,) = started.audits()
         changes = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.CERTAIN}
@@ -248,7 +245,7 @@ class TestAuditsAndVerdicts:
         assert code_of(response) == (403, "node.banned")
         assert "sampling.seed" in response.json()["message"]
         assert code_of(started.alice.submit(second)) == (403, "node.banned")
-        assert [lease.unit for lease in started.bob.lease(fresh_request(), 2)] == [first.unit, second.unit]
+        assert [lease.unit for lease in started.bob.lease(2)] == [first.unit, second.unit]
         (recent,) = started.status().verdicts
         assert (recent.outcome, recent.reason) == ("rejected", "sampling.seed")
         assert "token 3" in recent.message
@@ -286,11 +283,11 @@ class TestTrainer:
             assert started.batch(step) is not None
             if step < 2:
                 ok(started.announce(step + 1))
-        assert started.alice.lease(fresh_request()) == []
+        assert started.alice.lease() == []
         assert started.audits() == ()
-        ok(started.alice.call("POST", "/heartbeat", {"waiting_for": "work from the hub"}))
+        started.alice.beat(waiting_for="work from the hub")
         assert started.status().waits == ()
-        ok(started.trainer.call("POST", "/heartbeat", {"waiting_for": "a publication"}))
+        started.trainer.beat(waiting_for="a publication")
         assert [wait.what for wait in started.status().waits] == ["a publication"]
 
     def test_steps_come_in_order_and_end_and_reports_are_shown_in_order_and_replaced(self, started: Bench) -> None:
@@ -311,13 +308,13 @@ class TestTrainer:
         assert started.trainer.call("POST", "/steps", endless).status_code == 422
 
     def test_a_new_incarnation_voids_leases_but_not_receipts(self, started: Bench) -> None:
-        first, second = started.alice.lease(fresh_request(), 2)
+        first, second = started.alice.lease(2)
         ok(started.alice.submit(first))
         ok(started.announce(0, incarnation=1))
         assert code_of(started.alice.submit(second)) == (410, "lease.void")
         (audit,) = started.audits()
         ok(started.judge(audit))
-        view = next(view for view in started.status().nodes if view.name == "alice")
+        view = started.view(started.alice)
         assert view.credit == 6, "a receipt is a promise: the work is credited although its group is void"
         assert started.status().units["void_incarnation"] == 2
-        assert [lease.policy.incarnation for lease in started.bob.lease(fresh_request(), 2)] == [1, 1]
+        assert [lease.policy.incarnation for lease in started.bob.lease(2)] == [1, 1]

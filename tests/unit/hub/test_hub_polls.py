@@ -36,7 +36,7 @@ def waiting(bench: Bench, what: str) -> Callable[[], bool]:
 
 
 def test_a_worker_gets_its_lease_when_a_policy_comes_out(bench, begin):
-    poll = begin(lambda: bench.alice.lease(fresh_request(), wait_s=20))
+    poll = begin(lambda: bench.alice.lease(wait_s=20))
     eventually(waiting(bench, "a unit: no policy has been published yet"))
     ok(bench.announce(0))
     assert [lease.unit for lease in poll.result(10)] == [0]
@@ -44,7 +44,7 @@ def test_a_worker_gets_its_lease_when_a_policy_comes_out(bench, begin):
 
 def test_a_validator_gets_a_submission_when_it_arrives(bench, begin):
     ok(bench.announce(0))
-    (lease,) = bench.alice.lease(fresh_request())
+    (lease,) = bench.alice.lease()
     poll = begin(lambda: ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json())
     eventually(waiting(bench, "submissions"))
     ok(bench.alice.submit(lease))
@@ -61,8 +61,8 @@ def test_the_trainer_gets_its_batch_with_the_last_verdict(bench, begin):
 
 def test_a_worker_gets_what_another_let_run_out(bench, begin):
     ok(bench.announce(0))
-    bench.alice.lease(fresh_request(), 2)
-    poll = begin(lambda: bench.bob.lease(fresh_request(), 2, wait_s=20))
+    bench.alice.lease(2)
+    poll = begin(lambda: bench.bob.lease(2, wait_s=20))
     eventually(waiting(bench, "a unit: all 2 units"))
     for _ in range(61):  # a tick in each second: the hub is there, and alice is not heard of
         bench.clock.advance(1)
@@ -72,8 +72,8 @@ def test_a_worker_gets_what_another_let_run_out(bench, begin):
 
 def test_a_worker_gets_what_another_lost(bench, begin):
     ok(bench.announce(0))
-    bench.alice.lease(fresh_request(), 2)
-    poll = begin(lambda: bench.bob.lease(fresh_request(), wait_s=20))
+    bench.alice.lease(2)
+    poll = begin(lambda: bench.bob.lease(wait_s=20))
     eventually(waiting(bench, "a unit: all 2 units of step 0"))
     ok(bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1, "held": []}))
     assert [lease.unit for lease in poll.result(10)] == [1]
@@ -87,7 +87,7 @@ def test_a_poll_ends_at_its_deadline_with_a_reason(bench: Bench) -> None:
 
 
 def test_polls_end_when_the_hub_stops(bench, begin):
-    poll = begin(lambda: bench.alice.lease(fresh_request(), wait_s=30))
+    poll = begin(lambda: bench.alice.lease(wait_s=30))
     eventually(waiting(bench, "a unit"))
     bench.hub.context.changes.close()
     assert poll.result(10) == []

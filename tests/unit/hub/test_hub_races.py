@@ -24,19 +24,19 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def test_no_unit_goes_to_two_nodes(bench: Bench) -> None:
-    calls = [lambda who=who: who.lease(fresh_request(), 2) for who in (bench.alice, bench.bob) for _ in range(4)]
+    calls = [lambda who=who: who.lease(2) for who in (bench.alice, bench.bob) for _ in range(4)]
     granted = [lease.unit for leases in at_once(*calls) for lease in leases]
     assert sorted(granted) == list(range(12)), "every unit once, and no more than the cap"
 
 
 def test_one_request_sent_twice_at_once_gets_one_set_of_leases(bench: Bench) -> None:
     request = fresh_request()
-    first, second = at_once(*[lambda: bench.alice.lease(request, 3)] * 2)
+    first, second = at_once(*[lambda: bench.alice.lease(3, request=request)] * 2)
     assert [lease.lease for lease in first] == [lease.lease for lease in second] == ["u0a0", "u1a0", "u2a0"]
 
 
 def test_two_bodies_for_one_lease(bench: Bench) -> None:
-    (lease,) = bench.alice.lease(fresh_request())
+    (lease,) = bench.alice.lease()
     bodies = [submission_body(lease, engine=name) for name in ("a", "b", "a")]
     answers = at_once(*[lambda body=body: bench.alice.submit(lease, body) for body in bodies])
     statuses = [answer.status_code for answer in answers]
@@ -50,7 +50,7 @@ class TestFailures:
     """The hub's own troubles reach the caller as a `Problem`, and promise nothing."""
 
     def test_a_full_disk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        (lease,) = bench.alice.lease(fresh_request())
+        (lease,) = bench.alice.lease()
 
         full = ResourceError("cannot write blobs/x: the disk is full: free some space")
         monkeypatch.setattr(bench.hub.context.blobs, "put", Mock(side_effect=full))

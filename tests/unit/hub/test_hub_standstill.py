@@ -19,8 +19,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def beat(bench: Bench, **counters: float) -> None:
-    ok(bench.trainer.call("POST", "/heartbeat", {}))
-    ok(bench.validator.call("POST", "/heartbeat", {"counters": counters}))
+    bench.trainer.beat()
+    bench.validator.beat(counters=counters)
 
 
 def alarms(bench: Bench) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def test_a_validator_whose_audits_say_little_alarms_once(bench: Bench, counters:
 
 def test_what_could_not_be_scored_is_counted_in_status_and_metrics(bench: Bench) -> None:
     beat(bench, unscored=3, unsure=3, canaries_caught=1)
-    ok(bench.alice.call("POST", "/heartbeat", {"counters": {"unscored": 40}}))
+    bench.alice.beat(counters={"unscored": 40})
     assert bench.status().unscored == 3
     assert "shoal_hub_unscored 3.0" in bench.http.get("/metrics").text
 
@@ -70,12 +70,11 @@ class TestStandstill:
         return list(bench.status().standstill)
 
     def work(self, bench: Bench) -> None:
-        ok(bench.alice.call("POST", "/heartbeat", {}))
+        bench.alice.beat()
 
     def test_the_only_worker_was_banned(self, bench: Bench) -> None:
         self.work(bench)
-        (lease,) = bench.alice.lease(fresh_request())
-        ok(bench.alice.submit(lease))
+        [lease] = bench.alice.deliver()
         (audit,) = bench.audits()
         ok(bench.judge(audit, (), outcome=Outcome.REJECTED, reason="proofs.drift", severity=Severity.CERTAIN))
         (sentence,) = self.told(bench)
@@ -101,7 +100,7 @@ class TestStandstill:
         for _ in range(2):
             beat(bench)
             for worker in (bench.alice, bench.bob):
-                ok(worker.call("POST", "/heartbeat", {}))
+                worker.beat()
                 ok(worker.call("POST", "/leases", {"request": fresh_request(), "profile": coarse}))
             said.append(self.told(bench))
             bench.clock.advance(121)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kit.hub import Actor, Bench, fresh_request, ok, worker_key
+from kit.hub import Actor, Bench, ok, worker_key
 from kit.machine import Play
 from shoal.hub.service.measuring import CALIBRATION
 from shoal.hub.service.reporting import read_figures
@@ -169,8 +169,7 @@ def newer(bench: Bench) -> Suspicion:
 
 
 def audit_of(bench: Bench, actor: Actor) -> Audit:
-    [lease] = actor.lease(fresh_request())
-    ok(actor.submit(lease))
+    [lease] = actor.deliver()
     [audit] = bench.audits()
     return audit
 
