@@ -68,16 +68,15 @@ def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench)
     assert not leaks(0)  # accepted, and may still be pulled
     ok(bench.judge(second, **FAILED))
     assert not leaks(1)  # rejected: open again
-    [again] = bench.bob.deliver()
-    ok(bench.judge(bench.audits()[0]))
+    bench.bob.deliver()
+    bench.accept()
     assert bench.batch(0) is not None
     assert leaks(0)
     assert unit_story(bench, 1).seeds == leases[1].seeds
 
 
 def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_have_what_an_appeal_needs(bench) -> None:
-    [lease] = bench.alice.deliver()
-    ok(bench.judge(bench.audits()[0], **FAILED))
+    ok(bench.judge(bench.audit_of(bench.alice), **FAILED))
     story = unit_story(bench, 0)
     assert story.sentence == "waits for a worker again, after 1 lease"
     [submission] = story.submissions
@@ -91,7 +90,7 @@ def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_ha
     assert story.sentence.startswith("banned: sampling.seed: token 3")
     assert (story.certain, story.node.state.value, story.node.name) == (1, "banned", "alice")
     [refused] = story.refused
-    assert refused.lease == lease.lease
+    assert refused.lease == "u0a0"
     assert refused.verdict is not None
     assert story.ledger == (), "nothing of it was ever accepted: only the hub's database tells of it"
     assert [each.state for each in story.leases] == ["submitted"]
@@ -99,8 +98,7 @@ def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_ha
 
 def test_the_ban_of_a_node_that_earned_is_in_the_ledger_with_its_cause(bench: Bench) -> None:
     bench.accept_groups(1)
-    ok(bench.alice.submit(bench.alice.lease()[0]))
-    ok(bench.judge(bench.audits()[0], **FAILED))
+    ok(bench.judge(bench.audit_of(bench.alice), **FAILED))
     story = node_story(bench, ALICE)
     [sanction] = [entry for entry in story.ledger if entry.kind == "sanction"]
     [cause] = behind(sanction, story.ledger)
@@ -129,8 +127,7 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
     ranks = (("trusted", 2), ("sanctioned", 1), ("credit", 1), ("seen", 6))
     monkeypatch.setattr(reporting, "RANKS", ranks)
     bench.accept_groups(1)
-    ok(bench.bob.submit(bench.bob.lease()[0]))
-    ok(bench.judge(bench.audits()[0], **FAILED))
+    ok(bench.judge(bench.audit_of(bench.bob), **FAILED))
     for number in range(3, 12):
         ok(bench.actor(worker_key(number)).register(name=f"n{number}"))
     status = bench.status()
@@ -143,18 +140,12 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
 
 def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(bench, monkeypatch):
     monkeypatch.setattr(reporting, "VERDICTS_SHOWN", 1)
-    bad, good = bench.alice.lease(1), bench.bob.lease(1)
-    ok(bench.alice.submit(bad[0]))
-    (audit,) = bench.audits()
-    refusal = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.STATISTICAL}
-    ok(bench.judge(audit, **refusal))
-    assert [verdict.unit for verdict in bench.status().verdicts] == [bad[0].unit]
-    bench.clock.advance(1)
-    ok(bench.bob.submit(good[0]))
-    (audit,) = bench.audits()
-    ok(bench.judge(audit))
-    shown = [(verdict.unit, verdict.outcome) for verdict in bench.status().verdicts]
-    assert shown == [(good[0].unit, "accepted"), (bad[0].unit, "rejected")]
+    shown = []
+    for actor, changes in ((bench.alice, {**FAILED, "severity": Severity.STATISTICAL}), (bench.bob, {})):
+        ok(bench.judge(bench.audit_of(actor), **changes))
+        shown.append([(verdict.node, verdict.outcome) for verdict in bench.status().verdicts])
+        bench.clock.advance(1)
+    assert shown == [[(ALICE, "rejected")], [(BOB, "accepted"), (ALICE, "rejected")]]
 
 
 OWNER, OTHER = SigningKey.from_seed(b"o" * 32), SigningKey.from_seed(b"p" * 32)
@@ -175,8 +166,7 @@ def vouches(bench: Bench) -> list[dict[str, Any]]:
 
 def works(bench: Bench, key: SigningKey) -> None:
     """The node has a group accepted, with which it comes into the ledger."""
-    actor = bench.actor(key)
-    ok(actor.submit(actor.lease()[0]))
+    bench.actor(key).deliver()
     bench.accept()
 
 

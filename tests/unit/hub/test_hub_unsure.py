@@ -168,15 +168,9 @@ def newer(bench: Bench) -> Suspicion:
     return Suspicion() if stored is None else Suspicion.model_validate_json(stored)
 
 
-def audit_of(bench: Bench, actor: Actor) -> Audit:
-    [lease] = actor.deliver()
-    [audit] = bench.audits()
-    return audit
-
-
 def judged(bench: Bench, actor: Actor, differences: Sequence[float], **changes: Any) -> Audit:
     """The next group of a node, with branches that showed these differences."""
-    audit = audit_of(bench, actor)
+    audit = bench.audit_of(actor)
     shown = Branches(looked=len(differences), tokens=3 * len(differences), differences=tuple(differences))
     fields = {"rewards": [0.0, 1.0] * 8, "branches": shown, **changes}
     assert bench.judge(audit, **fields).status_code == 200
@@ -190,7 +184,7 @@ def test_a_nodes_evidence_grows_comes_with_its_next_audit_and_the_same_verdict_a
     assert judged(bench, bench.alice, []).gains == GainEvidence().after([1.0, -0.5])
     assert bench.row(bench.bob).gains == GainEvidence()
 
-    audit = audit_of(bench, bench.bob)
+    audit = bench.audit_of(bench.bob)
     verdict = bench.verdict(audit, [0.0, 1.0] * 8, branches=Branches(looked=1, differences=(1.0,)))
     for _ in range(2):
         ok(bench.report(verdict))
