@@ -11,11 +11,11 @@ from typing import Literal
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from shoal.errors import KeyFileError
 from shoal.protocol.identity import SigningKey
-from shoal.protocol.signing import PublicKey, canonical_json
+from shoal.protocol.signing import Message, PublicKey, canonical_json
 
 LEAST_PASSPHRASE = 8
 COST = 2**17
@@ -24,10 +24,8 @@ BLOCK = 8
 MAX_TEXT = 16 * 1024
 
 
-class SealedKey(BaseModel):
+class SealedKey(Message):
     """`salt`, `nonce` and `sealed` are hex."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shoal_key: Literal[1] = 1
     node: str

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from shoal import protocol
 from shoal.client import HubClient
@@ -296,20 +296,21 @@ class FileLedger(LedgerSource):
         return "" if path.is_file() else f"there is no {path.name} beside {self.path}"
 
     def pins(self, run: str, root_key: str) -> list[Pin]:
+        """The head of an export, if a hub of this very run signed it. The run's id holds the root key's fingerprint."""
         name, found = head_file(self.path).name, self.signed_head()
         if found is None:
             self.notes.append(f"there is no {name} beside it, with the hub's signed head: anybody may have written it")
             return []
-        self._head = found.opened(run, root_key, name)
+        try:
+            opened = [protocol.open_document(each, protocol.RoleCertificate, root_key) for each in found.certificates]
+            keys = {each.public_key for each in opened if (each.run, each.role) == (run, "hub")}
+            self._head = protocol.open_document(found.head, protocol.LedgerHead, keys)
+        except ProtocolError as error:
+            raise LedgerError(f"{name} was not signed by a hub of run {run}: {error}") from error
         return [Pin(self._head, name)]
 
     def signed_head(self) -> CertifiedHead | None:
-        try:
-            return CertifiedHead.model_validate_json(head_file(self.path).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as error:
-            raise LedgerError(f"{head_file(self.path)} is damaged, or no head of an export: {error}") from error
+        return read_kept(head_file(self.path), CertifiedHead, "it is damaged, or no head of an export", LedgerError)
 
     def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:  # noqa: ARG002  no row behind it is proven
         return self._head
@@ -336,8 +337,17 @@ def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-class KeptHead(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+def read_kept(path: Path, kind: type[M], remedy: str, raised: type[ShoalError] = ConfigError) -> M | None:
+    """What shoal has written to `path`; None if there is no such file."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise raised(f"cannot read {path}: {error}; {remedy}") from error
+
+
+class KeptHead(protocol.Message):
     run: str
     root_key: str
     index: int
@@ -350,21 +360,11 @@ class KeptHead(BaseModel):
         return protocol.LedgerHead(run=self.run, index=self.index, hash=self.hash)
 
 
-class CertifiedHead(BaseModel):
+class CertifiedHead(protocol.Message):
     """Beside an exported ledger: the hub's signed head, and what the root key says of the key that signed it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     head: protocol.SignedDocument
     certificates: tuple[protocol.SignedDocument, ...]
-
-    def opened(self, run: str, root_key: str, source: str) -> protocol.LedgerHead:
-        """The head, if a hub of this very run signed it. The run's id holds the root key's fingerprint."""
-        try:
-            opened = [protocol.open_document(each, protocol.RoleCertificate, root_key) for each in self.certificates]
-            keys = {each.public_key for each in opened if (each.run, each.role) == (run, "hub")}
-            return protocol.open_document(self.head, protocol.LedgerHead, keys)
-        except ProtocolError as error:
-            raise LedgerError(f"{source} was not signed by a hub of run {run}: {error}") from error
 
 
 def kept_path(run: str) -> Path:
@@ -372,14 +372,7 @@ def kept_path(run: str) -> Path:
 
 
 def load_kept(run: str) -> KeptHead | None:
-    path = kept_path(run)
-    try:
-        return KeptHead.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        remedy = "restore it, or remove it to begin again"
-        raise ConfigError(f"cannot read the kept head {path}: {error}; {remedy}") from error
+    return read_kept(kept_path(run), KeptHead, "restore it, or remove it to begin again")
 
 
 def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocument | None) -> None:
