@@ -1,6 +1,5 @@
 """What every storage must do, run against each implementation."""
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
+from kit import at_once
 from kit.storage import POLICY, apply, lease, leased, node, post, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
@@ -57,16 +57,6 @@ def test_rows_are_read_as_written(storage: Storage) -> None:
         assert reader.nodes() == [known, node(2)]
 
 
-def test_row_in_another_state_is_not_overwritten(storage: Storage) -> None:
-    apply(storage, *leased(0))
-    row = UnitRow(0, "task-0", UnitState.SUBMITTED)
-    with pytest.raises(StaleRow):
-        apply(storage, Save(row, UnitState.OPEN))
-    apply(storage, Save(row, UnitState.LEASED))
-    with pytest.raises(StaleRow):
-        apply(storage, Save(row, UnitState.LEASED))
-
-
 def test_failed_transaction_changes_nothing(storage: Storage) -> None:
     apply(storage, Record("run", {}, 1))
 
@@ -89,7 +79,8 @@ def test_failed_transaction_changes_nothing(storage: Storage) -> None:
 
 
 BATCH = Batch(step=0, groups=(), written_at_ms=1)
-
+SUBMITTED = UnitRow(0, "task-0", UnitState.SUBMITTED)
+SHOWN = ShownRow("u0a0", 0, (32, 0), b"a")
 
 CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
     "the same unit twice": ([], Save(UnitRow(0, "t"), None)),
@@ -108,6 +99,10 @@ CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
     "two verdicts on a submission": ([Save(submission(0), None), AddVerdict(submission(0).submission, "{}")],
         AddVerdict(submission(0).submission, "{}")),
     "a node registered twice": ([], Save(node(1), None)),
+    "a row that is not in that state yet": ([], Save(SUBMITTED, UnitState.OPEN)),
+    "a row that has left that state": ([Save(SUBMITTED, UnitState.LEASED)], Save(SUBMITTED, UnitState.LEASED)),
+    "two bodies of one part": ([SHOWN], replace(SHOWN, body=b"other")),
+    "a part of no lease": ([], replace(SHOWN, lease="u9a0")),
 }  # fmt: skip
 
 
@@ -406,11 +401,7 @@ def test_exclusive_writers_wait_for_each_other(storage: Storage) -> None:
                 seen = int(transaction.setting("count") or 0)
                 transaction.put_setting("count", str(seen + 1))
 
-    threads = [threading.Thread(target=count_up) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    at_once(*[count_up] * 4)
     with storage.read() as reader:
         assert reader.setting("count") == "40"
 
@@ -461,10 +452,6 @@ def test_shown_progress_is_kept_in_parts(storage: Storage) -> None:
         assert reader.last_shown("u0a0") == parts[1]
         assert (reader.shown("u2a0"), reader.last_shown("u2a0")) == ([], None)
         assert [row.lease for row in reader.showing()] == ["u1a0", "u0a0"]
-    with pytest.raises(StaleRow):
-        apply(storage, replace(parts[1], body=b"other"))
-    with pytest.raises(StaleRow):
-        apply(storage, replace(parts[0], lease="u9a0"))
 
 
 def test_shown_progress_is_dropped_after_the_verdict(storage: Storage) -> None:

@@ -1,26 +1,17 @@
 """Calls at the same moment, over real storage: the constraints and the write lock let only one of them win."""
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from kit import at_once
 from kit.hub import Bench, code_of, fresh_request, submission_body
 from shoal.errors import ResourceError
 from shoal.hub.http.app import HEADER_REQUEST
 
 pytestmark = pytest.mark.hub(run={"groups_per_step": 12})
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of calls that start together."""
-    barrier = threading.Barrier(len(calls))
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(lambda call: (barrier.wait(10), call())[1], calls, timeout=20))
 
 
 def test_no_unit_goes_to_two_nodes(bench: Bench) -> None:
