@@ -202,8 +202,6 @@ class VerdictReport(Message):
 
 
 class RefusedVerdict(Message):
-    """A verdict that was not taken: its status, code and message."""
-
     submission: str
     status: int
     code: str

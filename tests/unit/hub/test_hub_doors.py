@@ -98,7 +98,7 @@ def test_an_order_that_is_old_or_was_given_before_stops_nobody(bench, owner, mon
     assert code_of(owner.post(pause)) == (403, "admin.revoked")
     assert not ok(owner.post(again)).json()["changed"]
     assert code_of(owner.post(late)) == (401, "admin.skew")
-    assert not [call for call in write.mock_calls if True in (*call.args[1:], call.kwargs.get("exclusive"))]
+    assert not [call for call in write.call_args_list if True in (*call.args[1:], call.kwargs.get("exclusive"))]
 
 
 @pytest.fixture

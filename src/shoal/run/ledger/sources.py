@@ -75,6 +75,16 @@ class LedgerSource(LedgerReader):
         """What a witness published at the sources, not yet verified."""
         return []
 
+    def fetch(self, url: str, name: str, max_bytes: int, reach: Reach | None = None) -> list[bytes]:
+        """Nothing if a server does not have it, or does not answer (which is noted)."""
+        try:
+            with closing(Connection(url, StopToken(), Timeouts(ASK_S, ASK_S, reach=reach))) as connection:
+                found = get_document(connection, name, max_bytes, Deadline(ASK_S))
+        except (BroadcastError, ConfigError) as error:
+            self.notes.append(str(error))
+            return []
+        return [] if found is None else [found]
+
     def missing_evidence(self) -> str:
         return ""
 
@@ -115,8 +125,7 @@ class HubLedger(LedgerSource):
         return self._run.info.certificates
 
     def witnessed(self, public_key: str) -> list[bytes]:
-        found = [self._download(source, witness_key(public_key), MAX_WITNESS_BYTES) for source in self._sources]
-        return [data for data in found if data is not None]
+        return [data for url in self._sources for data in self._fetch(url, witness_key(public_key), MAX_WITNESS_BYTES)]
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         found = self._manifests()
@@ -139,23 +148,17 @@ class HubLedger(LedgerSource):
         run, key = self._run.run, self._run.trainer_key
         for source in self._sources:
             try:
-                head = self._download(source, HEAD, MAX_HEAD_BYTES)
-                labels = () if head is None else read_head(head, run, key).versions
+                heads = self._fetch(source, HEAD, MAX_HEAD_BYTES)
+                labels = [label for head in heads for label in read_head(head, run, key).versions]
                 keys = [manifest_key(place) for label in labels if (place := parse_label(label)) is not None]
-                kept = [self._download(source, name, MAX_MANIFEST_BYTES) for name in keys]
-                if found := [data for data in kept if data is not None]:
+                if found := [data for name in keys for data in self._fetch(source, name, MAX_MANIFEST_BYTES)]:
                     return _pins_of(found, run, key)
             except (BroadcastError, ProtocolError) as error:
                 self.notes.append(f"{source}: {error}")
         return None
 
-    def _download(self, source: str, name: str, max_bytes: int) -> bytes | None:
-        """None if a source does not have it, or does not answer (which is noted)."""
-        try:
-            return download(source, name, max_bytes, self._run.reach)
-        except (BroadcastError, ConfigError) as error:
-            self.notes.append(str(error))
-            return None
+    def _fetch(self, source: str, name: str, max_bytes: int) -> list[bytes]:
+        return self.fetch(source, name, max_bytes, self._run.reach)
 
     def close(self) -> None:
         self._client.close()
@@ -171,12 +174,6 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.L
                 return
             yield entry
             after = entry.index
-
-
-def download(source: str, name: str, max_bytes: int, reach: Reach | None = None) -> bytes | None:
-    """None if the source does not have it."""
-    with closing(Connection(source, StopToken(), Timeouts(ASK_S, ASK_S, reach=reach))) as connection:
-        return get_document(connection, name, max_bytes, Deadline(ASK_S))
 
 
 def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:

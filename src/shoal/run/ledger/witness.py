@@ -18,10 +18,10 @@ from pydantic import ValidationError
 
 from shoal import protocol
 from shoal.client import HubClient
-from shoal.errors import BroadcastError, ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
+from shoal.errors import HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.run.folder import hub_address
-from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, download, read_kept, save_proof, served_rows
+from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, read_kept, save_proof, served_rows
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.lock import FolderLock
@@ -120,11 +120,7 @@ def witness_pins(source: LedgerSource, witness: str, run: str, given: Sequence[P
     found, said = source.witnessed(key), [pin.statement for pin in given if pin.statement is not None]
     found += [statement.model_dump_json().encode() for statement in said if statement.signed_by == key]
     if url:
-        try:
-            published = download(url, witness_key(key), MAX_WITNESS_BYTES)
-            found += [] if published is None else [published]
-        except (BroadcastError, ConfigError) as error:
-            source.notes.append(str(error))
+        found += source.fetch(url, witness_key(key), MAX_WITNESS_BYTES)
     pins = []
     for data in found:
         try:
