@@ -11,13 +11,13 @@ from typing import Any
 import httpx2
 
 from kit.asgi import AppTransport
+from kit.storage import Stored, apply, changed
 from shoal import protocol
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.http.app import App
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import NodeRow
 from shoal.ledger.accounts import Accounts
 from shoal.runtime.clock import Clock, ManualClock
@@ -229,16 +229,16 @@ class Bench:
         return hub
 
     def row(self, who: Actor) -> NodeRow:
-        with self.hub.context.storage.read() as reader:
-            row = reader.node(who.key.node)
-        assert row is not None
+        row: NodeRow = self.stored.node(who.key.node)
         return row
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.hub.context.storage)
 
     def change(self, who: Actor, **changes: Any) -> None:
         """Let the hub know other things of a node."""
-        row = self.row(who)
-        with self.hub.context.storage.write() as transaction:
-            transaction.apply([Save(replace(row, **changes), row.state)])
+        apply(self.hub.context.storage, changed(self.row(who), **changes))
 
     def close(self) -> None:
         self.http.close()

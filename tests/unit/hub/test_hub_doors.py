@@ -54,8 +54,7 @@ def test_a_key_that_is_revoked_while_it_registers_is_not_taken_in(bench, owner, 
     signed = certificate(SECOND, "validator")
     registration = Registration(public_key=SECOND.public_key, role="validator", certificate=signed)
     assert refusal_of(lambda: hub.membership.register(registration)) == (403, "auth.revoked")
-    with hub.context.storage.read() as reader:
-        assert reader.node(SECOND.node) is None
+    assert bench.stored.node(SECOND.node) is None
     assert code_of(bench.actor(SECOND).register()) == (403, "auth.revoked"), "nor does it come back as a worker"
 
 
@@ -113,8 +112,7 @@ def test_readers_make_the_hub_post_now_and_then_only(bench: Bench) -> None:
     page = posting._post_all = Mock(wraps=posting._post_all)  # type: ignore[method-assign]
 
     def recorded() -> None:
-        with hub.context.storage.write() as transaction:
-            transaction.apply([Record("sanction", {"node": "0" * 32}, 1)])
+        bench.stored.apply([Record("sanction", {"node": "0" * 32}, 1)])
 
     posting.post()
     before = page.call_count

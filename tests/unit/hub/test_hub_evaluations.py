@@ -87,8 +87,7 @@ def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
     assert slice_of(ask(bench)).first == lost.first, "it was restarted, and asks again"
     bench.clock.advance(5 * 60 + 1)
     bench.hub.upkeep.tick()
-    with bench.hub.context.storage.read() as reader:
-        assert {row.state for row in reader.evaluations_under_way()} == {"open"}, "nobody has to ask for that"
+    assert {row.state for row in bench.stored.evaluations_under_way()} == {"open"}, "nobody has to ask for that"
     ok(send(bench, report(again := slice_of(ask(bench, other)), [1.0] * 8), other))
     assert again.first == 32, "its claim ran out once, that of the other slice was lost before"
     assert slice_of(ask(bench, other)).first == lost.first, "it is gone for good: its claim ran out"

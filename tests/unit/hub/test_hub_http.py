@@ -117,8 +117,7 @@ class TestNodes:
         }[fault]  # fmt: skip
         body = Registration(public_key=key.public_key, role="validator", certificate=signed)
         assert code_of(calm.actor(key).call("POST", "/nodes", body)) == (403, "auth.certificate")
-        with calm.hub.context.storage.read() as reader:
-            assert reader.presence(key.node) is None, "it leaves no trace"
+        assert calm.stored.presence(key.node) is None, "it leaves no trace"
 
     def test_a_heartbeat_shows_in_the_status(self, calm: Bench) -> None:
         body = {"doing": "generating", "waiting_for": "policy 0.3 from relay", "counters": {"tokens": 5}}

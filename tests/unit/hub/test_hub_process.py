@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kit import eventually
 from kit.hub import TRAINER, Actor, Bench, make_config, ok, policy, submission_body, worker_key
 from kit.smalldisk import in_own_namespace, small_disk
+from kit.storage import Stored
 from shoal.errors import ConfigError, DiskError, EnvironmentSetupError, ResourceError
 from shoal.hub import HubConfig
 from shoal.hub.http import server
@@ -193,20 +194,14 @@ def test_a_full_database_is_undone_and_works_again_when_there_is_room(tmp_path, 
         return
     with small_disk(tmp_path / "disk", "4m") as disk:
         storage = SqliteStorage(disk.path / "hub.db")
-
-        def put() -> None:
-            with storage.write() as transaction:
-                transaction.put_setting("a", "x" * 100_000)
-
+        stored, long = Stored(storage), ("a", "x" * 100_000)
         disk.fill()
         with pytest.raises(DiskError, match=rf"cannot write to the database {disk.path}/hub\.db: {FULL}"):
-            put()
-        with storage.read() as reader:
-            assert reader.setting("a") is None
+            stored.put_setting(*long)
+        assert stored.setting("a") is None
         disk.free()
-        put()
-        with storage.read() as reader:
-            assert reader.setting("a") is not None
+        stored.put_setting(*long)
+        assert stored.setting("a") is not None
         storage.close()
 
 

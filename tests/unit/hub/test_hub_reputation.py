@@ -12,7 +12,7 @@ from shoal import ledger, protocol
 from shoal.hub.state import draws, reputation
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
-from shoal.hub.state.rows import Moment, NodeRow, RunProgress, SubmissionRow, SubmissionState
+from shoal.hub.state.rows import Moment, NodeRow, RunProgress, SubmissionState
 
 SETTINGS, TIMES = {"audit": "reputation"}, {"credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}
@@ -27,12 +27,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench.change(bench.alice, streak=200, passed=200, accepted=200)
     yield bench
     bench.close()
-
-
-def row_of(bench: Bench, audit: protocol.Audit) -> SubmissionRow:
-    with bench.hub.context.storage.read() as reader:
-        row: SubmissionRow = reader.submission(audit.submission)
-    return row
 
 
 class TestDepth:
@@ -69,7 +63,7 @@ class TestPulls:
     def test_what_was_audited_lightly_is_pulled_and_generated_again(self, bench: Bench) -> None:
         audits = self.fail(bench, protocol.Severity.STATISTICAL)
         assert self.states(bench) == {"pulled": 2, "accepted": 1, "rejected": 1, "received": 2}
-        pulled = row_of(bench, audits[0])
+        pulled = bench.stored.submission(audits[0].submission)
         assert (pulled.state, pulled.reason) == (SubmissionState.PULLED, "node.failed")
         assert "failed the audit of unit 3 (sampling.seed)" in pulled.message
         units = bench.status().units

@@ -114,10 +114,8 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePla
         return _wait(waiting, short="everywhere")
     count = min(count, left, count if allowed is None else allowed)
     chosen = tuple(sorted(again, key=lambda unit: unit.unit)[:count])
-    held_back = len(again) < len(open_units)
-    return LeasePlan(
-        why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=min(count - len(chosen), room), policy=policy
-    )
+    held_back, fresh = len(again) < len(open_units), min(count - len(chosen), room)
+    return LeasePlan(why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=fresh, policy=policy)
 
 
 def _crowded(moment: Moment, ask: Demand) -> LeasePlan:
