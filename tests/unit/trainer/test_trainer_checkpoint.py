@@ -37,7 +37,7 @@ def test_restored_learner_continues_bit_for_bit(tmp_path: Path, groups: list[Tra
 
     resumed = learner(seed=9, tie_word_embeddings=tied)  # other weights: everything must come from the checkpoint
     assert stored_in(tmp_path).progress == TrainerProgress(RUN, 2, 0)
-    restore(resumed, stored_in(tmp_path))
+    restore(resumed, stored_in(tmp_path).folder)
     assert torch.equal(torch.rand(4), drawn), "generators are restored"
     train(resumed, groups, range(2, 4))
     assert same(weights(whole), weights(resumed))
@@ -51,7 +51,7 @@ def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(tmp_path, g
     parts = sorted(path.name for path in folder.glob("training*"))
     assert len(parts) > 2
     assert parts == [checkpoint.part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
-    restore(other, stored_in(tmp_path))
+    restore(other, stored_in(tmp_path).folder)
     assert same(weights(other), weights(made))
     assert same(other.moments(), made.moments())
     flip(folder / parts[1])
