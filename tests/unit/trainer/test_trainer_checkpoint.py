@@ -199,26 +199,14 @@ class Late(CopyStream):
     before_update = wait
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    transfer = Late()
-    monkeypatch.setattr(Copies, "_new_stream", lambda *_: transfer)
-    return transfer
-
-
-def test_taking_a_copy_waits_for_nothing(late: Late) -> None:
-    copied = Copies().take(made := learner(), with_training=False)
-    assert len(late.begun) == len(copied.weights)
-    copied.arrived()
-    assert same(copied.weights, weights(made))
-
-
-def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late, groups: list[TrainingGroup]) -> None:
-    made, copies = learner(), Copies()
+def test_taking_a_copy_waits_for_nothing_and_no_update_changes_it_on_its_way(groups, monkeypatch) -> None:
+    made, copies, late = learner(), Copies(), Late()
+    monkeypatch.setattr(Copies, "_new_stream", lambda *_: late)
     train(made, groups)
     before = weights(made)
     moments = {f"{MOMENTS}{name}": value.clone() for name, value in made.moments().items()}
     copied = copies.take(made, with_training=True)
+    assert len(late.begun) == len(copied.weights) + sum(map(len, copied.captured.values()))
     train(made, groups, range(1, 2))
     assert not late.begun
     assert not same(weights(made), before)
