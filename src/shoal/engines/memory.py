@@ -68,12 +68,15 @@ def cached_token_bytes(config: Any, itemsize: int) -> int:
     return ALLOWANCE * 2 * layers * _count(config, "num_key_value_heads", heads) * size * itemsize
 
 
-def computed_token_bytes(config: Any, itemsize: int, widest: int, longest: int) -> int:
-    """What one token takes while a layer is computed of many at once, in rows of up to `longest`; `widest` is what the
-    weights show (`width`)."""
-    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-    scores = 8 * heads * longest if config._attn_implementation == "eager" else 0  # written out in float32, twice
-    return (8 * hidden + 4 * max(widest, _count(config, "intermediate_size", 4 * hidden))) * itemsize + scores
+def computed_token_bytes(config: Any, itemsize: int, widest: int = 0) -> int:
+    """What one token takes while a layer is computed of many at once; `widest` is what the weights show (`width`)."""
+    hidden = _count(config, "hidden_size")
+    return (8 * hidden + 4 * max(widest, _count(config, "intermediate_size", 4 * hidden))) * itemsize
+
+
+def scores_bytes(config: Any) -> int:
+    """What one token takes for each token that it attends to, where attention is written out (in float32, twice)."""
+    return 8 * _count(config, "num_attention_heads") if config._attn_implementation == "eager" else 0
 
 
 def width(model: Any) -> int:

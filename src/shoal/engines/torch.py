@@ -8,7 +8,7 @@
                   the hidden states of every `rows` steps are folded into proofs (`plain`)
 
 A batch for which memory does not suffice is halved: finished rows are kept, the others are continued from their last
-whole chunk. The limit is remembered; a group may be split over batches, down to one row.
+whole chunk. The limit is remembered; a group is split over batches where it must be, down to one row.
 
 Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
 share long prompts is each prompt computed once, and the completions after its cache.
@@ -221,8 +221,9 @@ class TorchEngine(DrawingEngine):
 
     def _computable(self, longest: int) -> int:
         """How many tokens of rows of up to so many fit into memory while a layer is computed of them; at least one."""
-        config, size = self._model.config.get_text_config(), self._model.dtype.itemsize
-        return max(1, self._usable // memory.computed_token_bytes(config, size, self._width, longest))
+        config = self._model.config.get_text_config()
+        computed = memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
+        return max(1, self._usable // (computed + memory.scores_bytes(config) * longest))
 
     def _drawn(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool) -> Groups:
         self._measure_cache()
@@ -247,18 +248,37 @@ class TorchEngine(DrawingEngine):
                     most = min(most, len(left)) // 2
                     self._paged_tokens = most * tokens or self._paged_tokens  # what does not fit is remembered
                     log.warning("memory did not suffice for all rows at once: trying %d", most)
-            samplings = [repr(request.sampling) for request in requests]
-
-            def phase(row: DrawnRow) -> tuple[int, str]:
-                return len(row.tokens), samplings[row.group]
-
-            left.sort(key=lambda row: (*phase(row), row.longest, row.group))
-            while left:  # together: equal sampling, as far along, of similar length, as many as fit
-                alike = [row for row in left if phase(row) == phase(left[0])]
-                alike = alike[: self._fitting_rows(alike[0].longest)]
-                batch = alike[: self._fitting_rows(alike[-1].longest)]
-                left = self._try_draw(batch, groups, proof) + left[len(batch) :]
+            for begun in sorted({len(row.tokens) for row in left}):
+                for rows in self._batches([row for row in left if len(row.tokens) == begun]):
+                    waiting = [rows]  # where memory runs out, half as many at once, from what was kept of them
+                    while waiting:
+                        rows = waiting.pop()
+                        size = self._fitting_rows(max(row.longest for row in rows))
+                        left_over = self._try_draw(rows[:size], groups, proof)
+                        waiting += [part for part in (rows[size:], left_over) if part]
         return [[row.completion() for row in group] for group in groups]
+
+    def _batches(self, rows: Sequence[DrawnRow]) -> Iterator[list[DrawnRow]]:
+        """Rows that can be decoded together: equal sampling, similar length, as many as fit. Groups stay whole if they
+        fit; each next batch goes by what the last one showed."""
+        groups: dict[int, list[DrawnRow]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(row)
+        asked = {group: own[0].request for group, own in groups.items()}
+        batch: list[DrawnRow] = []
+        for index in sorted(groups, key=lambda i: (repr(asked[i].sampling), len(asked[i].prompt_ids))):
+            own = groups[index]
+            fitting = self._fitting_rows(own[0].longest)
+            if batch and (len(batch) + len(own) > fitting or asked[index].sampling != batch[0].request.sampling):
+                yield batch
+                batch = []
+            while len(own) > (fitting := self._fitting_rows(own[0].longest)):
+                size = -(-len(own) // -(-len(own) // fitting))
+                yield own[:size]
+                own = own[size:]
+            batch = batch + own
+        if batch:
+            yield batch
 
     def _fitting_rows(self, tokens_each: int) -> int:
         own = self._kept[1] // self._token_bytes() if self._kept else 0
