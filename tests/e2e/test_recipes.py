@@ -18,7 +18,7 @@ from kit.run import ledger, metrics, rows, start_run
 from kit.sandbox import needs_bubblewrap
 from kit.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal.environments import Environment, build
-from shoal.environments.composed import inner_of
+from shoal.environments.settings import inner_of
 from shoal.environments.tools import TOOLS
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.run.recipe import load_recipe
