@@ -100,6 +100,7 @@ def worked(
         return pool
 
     with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
+        echo(f"{what}, in {folder}", err=True)  # the first batch may take minutes
         found = work(processes, folder, stop, report)
     if found is None:
         echo(f"stopped; {kept.format(folder)}", err=True)

@@ -98,7 +98,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
         return
 
     def say(url: str) -> None:
-        say_commands(terminal, url, request.host, key.public_key, request.own_name)
+        say_commands(terminal, url, key.public_key, request.own_name)
 
     run_origin(request.directory, request.host, request.port, begin(), say)
 
@@ -185,4 +185,4 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
                 log.warning("%s; still trying", error)
     served = request.host, request.port, peers, request.keep_versions, request.disk_budget_gb
     config = RelayConfig(folder, sources.urls, run, sources.key, *served)
-    run_relay(config, stop, lambda url: say_commands(terminal, url, request.host, sources.key, run))
+    run_relay(config, stop, lambda url: say_commands(terminal, url, sources.key, run))
