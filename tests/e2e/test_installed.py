@@ -82,7 +82,7 @@ def test_first_steps_from_an_empty_folder(python: Path, tmp_path: Path, monkeypa
     where = ran(python, "-c", "import os; os.chdir('/'); import shoal; print(shoal.__file__)")
     assert Path(where).is_relative_to(python.parents[1])
     assert "shoal init mine" in ran(python.with_name("shoal"), "--help")
-    assert "intellect2" in shoal("recipes")
+    assert "intellect2" in shoal("init"), "the recipes"
     assert "runs/tiny is ready" in shoal("run", "tiny", "--prepare")
     assert (tmp_path / "runs" / "tiny" / "recipe.toml").is_file()
 

@@ -49,7 +49,3 @@ def say_commands(terminal: Terminal, url: str, key: str, output: str) -> None:
     where = f"{url}/#{key}"
     terminal.say(f"fetch it:  shoal cast fetch {where} --out {shlex.quote(output)}")
     terminal.say(f"relay it:  shoal cast relay --upstream {where}")
-
-
-def megabytes(size_bytes: int) -> str:
-    return f"{size_bytes} bytes" if size_bytes < 10_000 else f"{size_bytes / 1e6:,.2f} MB"
