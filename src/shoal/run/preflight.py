@@ -19,6 +19,7 @@ from shoal.environments.protocol import SPLITS
 from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.http.limits import Addresses
+from shoal.hub.storage import check_places
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import BUILTIN, check_targets, check_weights, read_config
 from shoal.rewards.chat import check_address
@@ -44,6 +45,7 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
     the checked tasks, and a missing model or sandbox stops no other check."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
+    check_places(recipe.hub.database, recipe.hub.storage, recipe.hub.storage_endpoint)
     files = None if say is not None and not has_model(recipe) else _check_model(recipe)
     length, most = recipe.environment.length, recipe.run.max_new_tokens
     if length is not None and max(length.targets) > most:

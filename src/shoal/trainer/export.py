@@ -19,7 +19,7 @@ from typing import Literal
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import ConfigError
 from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
 from shoal.models.lora import merged
@@ -192,7 +192,7 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
     """The checkpoint asked for, and a phrase that says why it is this one."""
     places = store.places()
     if not places:
-        raise CheckpointError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
+        raise ConfigError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
     if which == "newest":
         stored = store.newest()
         assert stored is not None, "there are checkpoints"

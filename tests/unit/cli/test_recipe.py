@@ -104,6 +104,26 @@ def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(tmp_path: Pa
     assert parse_config(dump_config(given), Recipe, "dump") == given
 
 
+def test_paths_inside_a_table_of_an_override_are_meant_from_here(tmp_path: Path, monkeypatch: Patch) -> None:
+    (tmp_path / "recipes").mkdir()
+    path, judge = tmp_path / "recipes" / "mine.toml", "{label = 'a', path = 'a'}"
+    path.write_text(f"[environment]\njudges = [{judge}]\n")
+    monkeypatch.chdir(tmp_path)
+    for overrides, place in (
+        ([], "recipes/a"), ([f"environment.judges=[{judge}]"], "a"), (["environment.judges.0.path=b"], "b"),
+        (["environment.judges.0.weight=2.0"], "recipes/a"),
+    ):  # fmt: skip
+        assert load_recipe(path, overrides).environment.judges[0].path == tmp_path / place, overrides
+
+
+def test_a_shipped_recipe_looks_here_for_what_it_does_not_bring(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(Path("gym")).model.path == str(tmp_path / "runs" / "gym-start")
+    recipe = load_recipe(Path("intellect2"))
+    assert recipe.model.path == str(tmp_path / "models" / "QwQ-32B")
+    assert recipe.environment.data == ROOT / "recipes" / "data" / "described.jsonl"
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("[trainer]\nclip_delta = 1.1", r"clip_delta \(1.1\) must be above 1 \+ clip_epsilon"),
     ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
