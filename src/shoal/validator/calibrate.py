@@ -133,8 +133,10 @@ class Catch:
 class Measurement:
     """The limits of one kind and their basis. By validator: `bands`, `seen` (its honest cases by kernel or batch size)
     and `failures` (reasons for which honest groups would be rejected). `problems`: why the limits must not be used.
-    `choices`: the share of tokens with a neighbour that would pass, and bits per token to choose by. `under` judges the
-    same work by other limits."""
+    `choices`: the share of tokens with a neighbour that would pass, and bits per token to choose by. `untested`: cheats
+    for which there was no block of enough tokens and nats. A policy that leaves so few nats gives nearly the same
+    tokens to every seed and temperature, so the limits are not refused, but said to be untested. `under` judges the same
+    work by other limits."""
 
     profile: Profile
     bands: Mapping[str, Bands]
@@ -143,6 +145,7 @@ class Measurement:
     failures: Mapping[str, list[str]]
     catches: tuple[Catch, ...]
     problems: tuple[str, ...]
+    untested: tuple[str, ...]
     seconds: float
     choices: Mapping[str, tuple[float, float]]
     under: Callable[[Profile], Measurement]
@@ -203,8 +206,15 @@ def measure(
             for machine, reasons in failures.items()
             if len(reasons) > HONEST_FAILING * groups
         ]
-        seconds = round(time.monotonic() - began, 1)
-        return Measurement(profile, bands, seen, groups, failures, catches, tuple(problems), seconds, choices, under)
+        tested = {(catch.cheat, catch.validator) for catch in catches if catch.tokens == bar[catch.cheat]}
+        untested = tuple(
+            f"{name}, {bar[name]} tokens{' and nats' if name in IN_NATS else ''}, by {machine}"
+            for name, machine in sorted(caught.keys() - tested)
+        )
+        return Measurement(
+            profile, bands, seen, groups, failures, catches, tuple(problems), untested,
+            round(time.monotonic() - began, 1), choices, under,
+        )  # fmt: skip
 
     widest = functools.reduce(Bands.joined, bands.values())
     measured = Measured(
