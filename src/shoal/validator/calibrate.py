@@ -134,9 +134,8 @@ class Measurement:
     """The limits of one kind and their basis. By validator: `bands`, `seen` (its honest cases by kernel or batch size)
     and `failures` (reasons for which honest groups would be rejected). `problems`: why the limits must not be used.
     `choices`: the share of tokens with a neighbour that would pass, and bits per token to choose by. `untested`: cheats
-    for which there was no block of enough tokens and nats. A policy that leaves so few nats gives nearly the same
-    tokens to every seed and temperature, so the limits are not refused, but said to be untested. `under` judges the same
-    work by other limits."""
+    for which there was no block of enough tokens and nats; that refuses nothing, because a policy of so few nats gives
+    nearly the same tokens by every seed and temperature. `under` judges the same work by other limits."""
 
     profile: Profile
     bands: Mapping[str, Bands]

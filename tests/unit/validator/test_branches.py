@@ -172,11 +172,32 @@ def test_no_more_time_is_taken_than_its_share() -> None:
     assert looked == 2  # 5 s each, of 210 s; none in the first 120 s
 
 
-def test_an_engine_that_fails_ends_no_audit() -> None:
-    class Full(ScriptedEngine):
-        def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
-            raise ResourceError("no memory")
+def test_look_without_time_or_that_fails_is_made_up_for_with_later_groups_of_its_node() -> None:
+    clock, case, other = ManualClock(), nth_case(0), nth_case(1)
+    other.lease = other.lease.model_copy(update={"node": "another"})
+    branch_checker, every = (
+        BranchChecker(clock=clock, rng=random.Random(4)),
+        len(list(BranchChecker()._chosen(case, 1.0))),
+    )
 
+    def looked(of: Case, share: float, by: ScriptedEngine | None = None) -> int:
+        return branch_checker.look([(of, rewards_of(of), share)], by or engine(), by_length)[0].looked
+
+    assert [looked(case, 0.25) for _ in range(6)] == [0] * 6  # in the first seconds
+    clock.advance(1000.0)
+    assert looked(case, 0.25, Full()) == 0
+    assert looked(other, 0.0) == 0, "nothing is owed to it"
+    assert looked(case, 0.25) == every, "of 2.0 groups that are owed"
+    assert looked(case, 0.0) == every
+    assert looked(case, 0.0) == 0
+
+
+class Full(ScriptedEngine):
+    def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
+        raise ResourceError("no memory")
+
+
+def test_an_engine_that_fails_ends_no_audit() -> None:
     case = nth_case(0)
     assert BranchChecker(time_share=1e9).look([(case, rewards_of(case), 1.0)], Full(), by_length) == [Branches()]
 
