@@ -3,12 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/honest_groups.py [--groups 10000] [--group-size 16] [--tokens 10]
     python benchmarks/honest_groups.py --model FOLDER --device cuda --dtype bfloat16 --calibrate --groups 2000
                       --tokens 128 --against cuda/float32 cuda/bfloat16 [--endless] [--nodes 4] [--out FILE.json]
+                      [--looks FOLDER]
 
 A worker's engine draws groups by a key-value cache; the engine of each validator, given their bytes, judges them as in
 a run: with all checks, with the record of the node that they are from (`--nodes` nodes take turns), and with a second
 look in the worker's own number format. Limits are the built-in ones, those of `--profile`, or (`--calibrate`) what a
-validator of a run would have measured before the first group. `--endless`: no completion ends before its last token.
-Reports what was rejected and why, what was unsure, and the bytes of proof per token.
+validator of a run would have measured before the first group. `--endless`: no completion ends before its last token;
+the channels are also reported by position. `--looks` keeps the sums of both looks at every group (3 KB), from which
+evidence.py resamples nodes. Reports what was rejected and why, what was unsure, and the bytes of proof per token.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evidence import Looks
 
 from shoal.engines import Engine, GenerationRequest, build
 from shoal.engines.memory import keep_to_share
@@ -35,10 +38,13 @@ from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
 from shoal.validator.calibrate import OPENINGS, Plan, measure
-from shoal.validator.case import replay_all
+from shoal.validator.case import Case, replay_all
+from shoal.validator.evidence import Kept, Measures
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import Profiles, load_profiles
+from shoal.validator.profiles import NoiseLimits, Profiles, load_profiles
 from shoal.validator.verdicts import POLICY, AuditJob, LeaseTemplate, Machine, audit_job_of
+
+POSITIONS = (128, 1024, 8192)
 
 
 class Bench:
@@ -62,6 +68,9 @@ class Bench:
         profiles = load_profiles(options.profile)
         if options.calibrate:
             profiles = {**profiles, **self.calibrated(loaded, worker)}
+        self.others, self.looks = others, dict[str, Looks]()
+        self.folder, self.positions = options.looks, POSITIONS if options.endless else ()
+        self.by_position = collections.defaultdict[tuple[int, str], list[float]](lambda: [0.0, 0.0])
         self.judge = Judge(
             build_environment(EnvironmentSettings(name="sort")),
             profiles,
@@ -100,6 +109,48 @@ class Bench:
                 print(f"  {self.machine}, group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
             self.records[place] = recent(self.records[place].plus(verdict.tally))
         self.seconds += time.monotonic() - began_s
+        if self.folder or self.positions:
+            self.look(audit_jobs)
+
+    def look(self, audit_jobs: Sequence[AuditJob]) -> None:
+        """Both looks at every group, whether or not a second one was needed, as sums."""
+        loaded = LoadedPolicy(POLICY, self.engine, self.files)
+        opened = [self.judge._open(self.judge.named(each), loaded).case for each in audit_jobs]  # type: ignore[union-attr]
+        first = replayed(self.engine, opened)
+        for case in first:
+            self.add_positions(case)
+        if not self.folder:
+            return
+        theirs = audit_jobs[0].lease.profile.rpartition("/")[2]
+        second = self.others.get(theirs if self.machine.dtype != theirs else "float32", self.engine)
+        for name, cases in (("first", first), ("second", replayed(second, opened))):
+            seen = Looks.of(cases)
+            self.looks[name] = self.looks[name].plus(seen) if name in self.looks else seen
+        columns = {f"{name}/{key}": value for name, looks in self.looks.items() for key, value in vars(looks).items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(self.folder / f"{str(self.machine).replace('/', '-')}.npz", **columns)
+
+    def add_positions(self, case: Case) -> None:
+        """What the channels saw, and what is expected at most, in the first tokens of every rollout."""
+        position_T = np.arange(len(case.tokens)) - np.repeat(case.starts, case.lengths)
+        for most in self.positions:
+            is_near = case.part < -(-most // case.lease.proof.rows)
+            kept = Kept(case.kept.tokens & (position_T < most), case.kept.chunks & is_near)
+            measures = Measures.of(case.replayed, case.claimed, case.starts, kept, case.profile.noise)
+            for name in NoiseLimits.model_fields:
+                sums = self.by_position[most, name]
+                sums[0] += float(measures.seen(name, case.profile.logprobs).sum())
+                sums[1] += float(measures.expected(name, getattr(case.profile.noise, name)).sum())
+
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """By position and channel: seen by expected."""
+        return {
+            f"first {most} tokens": {
+                name: round(self.by_position[most, name][0] / max(self.by_position[most, name][1], 1e-300), 3)
+                for name in NoiseLimits.model_fields
+            }
+            for most in self.positions
+        }
 
     def keep(self, audit_job: AuditJob) -> None:
         """All that the checks look at, for a closer look without this machine."""
@@ -114,6 +165,15 @@ class Bench:
             self.kept / name, **columns, claimed=case.claimed, lengths=case.lengths, chunk_of=case.chunk_of,
             part=case.part, profile=profile,
         )  # fmt: skip
+
+
+def replayed(engine: Engine, cases: Sequence[Case]) -> list[Case]:
+    found = []
+    for case, replay in zip(cases, replay_all(engine, cases), strict=True):
+        if isinstance(replay, Exception):
+            raise replay
+        found.append(dataclasses.replace(case, replay=replay))
+    return found
 
 
 def main() -> None:
@@ -167,7 +227,7 @@ def main() -> None:
             "validators": {
                 str(bench.machine): {
                     "outcomes": dict(bench.outcomes), "judged_s": round(bench.seconds, 1), "limits": bench.measured,
-                    "record": str(bench.records[0]),
+                    "record": str(bench.records[0]), "seen_by_expected": bench.ratios(),
                 }
                 for bench in benches
             },
@@ -200,6 +260,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--memory-share", type=float, default=1.0, help="of the GPU, where it is shared with others")
     parser.add_argument("--limit-s", type=float, default=0, help="end after that, with what there is")
     parser.add_argument("--keep", type=Path, help="a folder for all that is known of groups that were not accepted")
+    parser.add_argument("--looks", type=Path, help="a folder for the sums of both looks at every group")
     parser.add_argument("--out", type=Path, help="where the figures are written, as JSON")
     return parser.parse_args()
 
