@@ -211,9 +211,7 @@ def report_looks(path: Path, options: argparse.Namespace, random: np.random.Gene
         looks = [{name: archive[f"{which}/{name}"] for name in Looks.__annotations__} for which in ("first", "second")]
     first, second = (Looks(**columns) for columns in looks)
     both = int((first.rejected & second.rejected).sum())
-    print(
-        f"{path.stem}: {len(first.sums)} groups; rejected alone: {first.rejected.sum()}, twice: {both}"
-    )
+    print(f"{path.stem}: {len(first.sums)} groups; rejected alone: {first.rejected.sum()}, twice: {both}")
     for name, looks in (("first", first), ("second", second)):
         seen, expected, _ = looks.sums.sum(axis=0).T
         shares = "  ".join(f"{c} {s / e:.2f}" for c, s, e in zip(CHANNELS, seen, expected, strict=True) if e)
