@@ -58,7 +58,7 @@ class Bench:
         others: dict[str, Engine],
         options: argparse.Namespace,
     ) -> None:
-        self.machine, self.files, self.begin = machine, loaded.files, options.begin
+        self.machine, self.files = machine, loaded.files
         same = str(machine) == f"{options.device}/{options.dtype}"
         self.engine = worker if same else build("torch", loaded.files, machine.device, machine.dtype)
         if not same:
@@ -66,27 +66,27 @@ class Bench:
         others.setdefault(machine.dtype, self.engine)
         self.measured: dict[str, Any] = {}
         profiles = load_profiles(options.profile)
+        environment = build_environment(EnvironmentSettings(name="sort"))
         if options.calibrate:
-            profiles = {**profiles, **self.calibrated(loaded, worker)}
+            texts = [options.begin + text for text in OPENINGS]
+            if options.model == "tiny":
+                texts = [task.prompt for task in environment.tasks("train")[:128]]
+            profiles = {**profiles, **self.calibrated(loaded, worker, texts, options.tokens)}
         self.others, self.looks = others, dict[str, Looks]()
         self.folder, self.positions = options.looks, POSITIONS if options.endless else ()
         self.by_position = collections.defaultdict[tuple[int, str], list[float]](lambda: [0.0, 0.0])
-        self.judge = Judge(
-            build_environment(EnvironmentSettings(name="sort")),
-            profiles,
-            second_engine=lambda _, dtype: others.get(dtype),
-        )
+        self.judge = Judge(environment, profiles, second_engine=lambda _, dtype: others.get(dtype))
         self.records, self.kept = [Tally()] * options.nodes, options.keep
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.seconds = 0.0
 
-    def calibrated(self, loaded: LoadedModel, worker: Engine) -> Profiles:
-        """What this validator would measure at the start of a run."""
+    def calibrated(self, loaded: LoadedModel, worker: Engine, texts: Sequence[str], tokens: int) -> Profiles:
+        """What this validator would measure at the start of a run, with prompts as the run has them."""
         assert isinstance(self.engine, TorchEngine)
         copy = self.engine.copied(loaded.files, worker.kind.rpartition("/")[2])
         second = worker.kind.partition("/")[2]
-        prompts = [tuple(loaded.tokenizer.encode(self.begin + text)) for text in OPENINGS]
-        plan = Plan(prompts, loaded.eos_token_id)
+        prompts = [tuple(loaded.tokenizer.encode(text)) for text in texts]
+        plan = Plan(prompts, loaded.eos_token_id, tokens=min(Plan.tokens, tokens))
         found = measure(copy, {second: copy, str(self.machine): self.engine}, plan)
         self.measured = {"seconds": found.seconds, "problems": found.problems, "choices": dict(found.choices)}
         print(f"{self.machine}: limits measured in {found.seconds} s; {found.problems or 'accepted'}", flush=True)

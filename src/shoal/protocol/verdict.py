@@ -9,7 +9,7 @@ negative ones (up to `MARGIN`), the wealth exceeds 10⁶ at most once in 10⁶ g
 one looks (Ville's inequality). A part of the wealth is staked at each difference, so that a node that was honest for
 long is found out as well: 1/2 at the first, 1/6 at the second, 1/(n(n+1)) at the nth; each part is spread evenly over
 five sizes of bets. How many differences are looked for may depend on all that was seen before, so a second gambler, who
-begins again with 1 whenever he has lost (`recent`), says how many: who was honest for long is noticed as soon as others.
+begins again with 1 whenever he has less (`recent`), says how many: who was honest for long is noticed as soon.
 
 Evaluation while training: held-out tasks that validators answer with a published policy, slice by slice.
 

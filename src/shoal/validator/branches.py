@@ -49,9 +49,7 @@ JudgedCase = tuple[Case, Sequence[RolloutReward] | None, float]
 
 def by_tolerance(case: Case) -> npt.NDArray[np.bool_]:
     """Which tokens pass only by the tolerance: u is outside the interval that this validator computes."""
-    replay = case.replayed
-    inside = (replay.low <= replay.uniforms) & (replay.uniforms < replay.high)
-    return case.drawn & ~inside
+    return case.drawn & case.replayed.outside
 
 
 def block_around(position: int, size: int, phase: int) -> tuple[int, int]:
@@ -138,8 +136,8 @@ class BranchChecker:
     def look(self, judged: Sequence[JudgedCase], engine: Engine, score: Score) -> list[Branches]:
         """What the branches of each case showed. Dialogues are left out, because the tool would answer otherwise."""
         began_s, nothing = self.clock.monotonic_s(), [NO_BRANCHES] * len(judged)
-        scored = [(case, share) for case, rewards, share in judged if rewards is not None]
-        able = [(case, share) for case, share in scored if case.replay is not None and not case.dialogue]
+        able = [(case, share) for case, rewards, share in judged if rewards is not None and case.replay is not None]
+        able = [(case, share) for case, share in able if not case.dialogue]
         if self._spent_s > self.time_share * (began_s - self._began_s):
             self._owe(able)
             return nothing

@@ -242,10 +242,9 @@ def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) ->
 def _means(seen: Replay) -> tuple[float, float, float]:
     """The values named in `LEAST_MOVED`, for one group."""
     compared = seen.comparisons
-    outside = ~((seen.low <= seen.uniforms) & (seen.uniforms < seen.high))
     values, others = int(compared.k.sum()), int(compared.exp_mismatches.sum())
     mantissa = float(compared.mant_err_sum.sum()) / max(1, values - others)
-    return float(outside.mean()), others / max(1, values), mantissa
+    return float(seen.outside.mean()), others / max(1, values), mantissa
 
 
 def _bands(seen: Mapping[str, Sequence[Case]]) -> Bands:
