@@ -7,11 +7,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from honest import EOS, SAMPLING, LengthEnvironment, audit_job, engine, lease, loaded, rounding, submission
+from honest import EOS, SAMPLING, LengthEnvironment, audit_job, cases, engine, lease, loaded, rounding, submission
 
 from kit import Patch
 from shoal.engines import GenerationRequest
-from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import ResourceError, ScoringFailure
 from shoal.protocol import Lease, Outcome, RolloutReward, Severity
@@ -19,7 +18,7 @@ from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.validator import branches
 from shoal.validator.branches import Branch, BranchChecker, block_around, branch_of, by_tolerance, differences
-from shoal.validator.case import Case, replay_all
+from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 from shoal.validator.rewards import Group, Scored
@@ -30,13 +29,7 @@ WIDE = EXACT.model_copy(update={"sampling": replace(EXACT.sampling, distance=1.0
 
 
 def case_of(of: Lease, by: ScriptedEngine | None = None, profile: Profile = WIDE) -> Case:
-    worker, clean = by or rounding(), engine()
-    [group] = worker.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)], of.proof)
-    case = Case(of, submission_of(of, group, "scripted"), "", clean.vocabulary_size, clean.hidden_size, profile)
-    [replay] = replay_all(clean, [case])
-    assert not isinstance(replay, Exception)
-    case.replay = replay
-    return case
+    return cases([of], by or rounding(), profile)[0]
 
 
 @cache
