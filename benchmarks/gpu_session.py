@@ -43,7 +43,7 @@ def steps(out: Path, smollm2: Path, gemma: Path) -> Iterator[tuple[str, float, l
         yield f"{name}-long", 420, script("honest_groups", "--model", *model, *ON_GPU, *BOTH, *long)
     for name in models:  # needs no GPU: it may also be run later
         looks = [out / f"{name}-looks" / f"cuda-{dtype}.npz" for dtype in ("float32", "bfloat16")]
-        yield f"{name}-nodes", 200, script("evidence", "--looks", *looks)
+        yield f"{name}-nodes", 200, script("evidence", "--scales", 1, 1.2, "--looks", *looks)
 
 
 def main() -> None:

@@ -37,14 +37,37 @@ from shoal.hub.state.reputation import recent
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
+from shoal.validator import judge as judge_module
 from shoal.validator.calibrate import OPENINGS, Plan, measure
-from shoal.validator.case import Case, replay_all
+from shoal.validator.case import Case, Replay, replay_all
 from shoal.validator.evidence import Kept, Measures
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import NoiseLimits, Profiles, load_profiles
 from shoal.validator.verdicts import POLICY, AuditJob, LeaseTemplate, Machine, audit_job_of
 
 POSITIONS = (128, 1024, 8192)
+
+
+class Prefills:
+    """The replays that validators compute, by engine and group: the first look of one is the second of another."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, int], Replay | Exception] = {}
+
+    def all(self, engine: Engine, cases: Sequence[Case]) -> list[Replay | Exception]:
+        """In place of `replay_all` in the judge."""
+        found = replay_all(engine, cases)
+        for case, replay in zip(cases, found, strict=True):
+            self._kept.setdefault((id(engine), case.lease.unit, len(case.tokens)), replay)
+        return found
+
+    def of(self, engine: Engine, cases: Sequence[Case]) -> list[Case]:
+        keys = [(id(engine), case.lease.unit, len(case.tokens)) for case in cases]
+        self.all(engine, [case for key, case in zip(keys, cases, strict=True) if key not in self._kept])
+        return [dataclasses.replace(case, replay=self._kept[key]) for key, case in zip(keys, cases, strict=True)]
+
+    def forget(self) -> None:
+        self._kept.clear()
 
 
 class Bench:
@@ -109,21 +132,19 @@ class Bench:
                 print(f"  {self.machine}, group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
             self.records[place] = recent(self.records[place].plus(verdict.tally))
         self.seconds += time.monotonic() - began_s
-        if self.folder or self.positions:
-            self.look(audit_jobs)
 
-    def look(self, audit_jobs: Sequence[AuditJob]) -> None:
+    def look(self, audit_jobs: Sequence[AuditJob], prefills: Prefills) -> None:
         """Both looks at every group, whether or not a second one was needed, as sums."""
         loaded = LoadedPolicy(POLICY, self.engine, self.files)
         opened = [self.judge._open(self.judge.named(each), loaded).case for each in audit_jobs]  # type: ignore[union-attr]
-        first = replayed(self.engine, opened)
+        first = prefills.of(self.engine, opened)
         for case in first:
             self.add_positions(case)
         if not self.folder:
             return
         theirs = audit_jobs[0].lease.profile.rpartition("/")[2]
         second = self.others.get(theirs if self.machine.dtype != theirs else "float32", self.engine)
-        for name, cases in (("first", first), ("second", replayed(second, opened))):
+        for name, cases in (("first", first), ("second", prefills.of(second, opened))):
             seen = Looks.of(cases)
             self.looks[name] = self.looks[name].plus(seen) if name in self.looks else seen
         columns = {f"{name}/{key}": value for name, looks in self.looks.items() for key, value in vars(looks).items()}
@@ -167,17 +188,9 @@ class Bench:
         )  # fmt: skip
 
 
-def replayed(engine: Engine, cases: Sequence[Case]) -> list[Case]:
-    found = []
-    for case, replay in zip(cases, replay_all(engine, cases), strict=True):
-        if isinstance(replay, Exception):
-            raise replay
-        found.append(dataclasses.replace(case, replay=replay))
-    return found
-
-
 def main() -> None:
-    options = parse_options()
+    options, prefills = parse_options(), Prefills()
+    judge_module.replay_all = prefills.all
     keep_to_share(f"torch/{options.device}/{options.dtype}", options.memory_share)
     loaded = load_model(options.model, options.dtype)
     worker = build("torch", loaded.files, options.device, options.dtype)
@@ -213,6 +226,10 @@ def main() -> None:
         audit_jobs = [audit_job_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]
         for bench in benches:
             bench.judged(start, audit_jobs)
+        if options.looks or options.endless:
+            for bench in benches:
+                bench.look(audit_jobs, prefills)
+        prefills.forget()
         tokens += sum(len(completion.token_ids) for group in groups for completion in group)
         proof_bytes += sum(len(completion.proofs) for group in groups for completion in group)
         body_bytes += sum(len(audit_job.body) for audit_job in audit_jobs)
