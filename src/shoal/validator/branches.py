@@ -13,8 +13,8 @@ taken, and a branch counts only if it ends in the same block.
 
 The hub says of which share of a node's tokens branches are decoded (`Audit.look_share`): a little of everybody's, more
 at first and where the evidence grows. They take at most `TIME_SHARE` of this validator's time. A share for which there
-is no time is owed: later groups of the node are looked at so much more, in one call, which costs hardly more time than
-a call for a few branches.
+is no time is owed: later groups of the node are looked at so much more, as far as one call for many branches costs
+hardly more time than one for a few.
 """
 
 import logging
@@ -41,6 +41,8 @@ TIME_SHARE = 0.1
 LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
 FIRST_S = 12.0  # counted as spent at first, so that the first verdicts come soon
 MOST_NODES = 10_000  # that looks are owed to
+REPAID = 0.25  # of a group's tokens at first; doubled after quick calls, halved after slow ones
+QUICK_S, SLOW_S = 2.0, 10.0
 
 Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
 JudgedCase = tuple[Case, Sequence[RolloutReward] | None, float]
@@ -131,7 +133,7 @@ class BranchChecker:
 
     def __post_init__(self) -> None:
         self._began_s, self._spent_s = self.clock.monotonic_s(), FIRST_S
-        self._owed: dict[str, float] = {}  # by node, in groups
+        self._owed, self._repaid = dict[str, float](), REPAID  # by node, in groups
 
     def look(self, judged: Sequence[JudgedCase], engine: Engine, score: Score) -> list[Branches]:
         """What the branches of each case showed. Dialogues are left out, because the tool would answer otherwise."""
@@ -162,14 +164,17 @@ class BranchChecker:
                 gained = differences([each.value for each in rewards], pairs)
                 shown = shown.model_copy(update={"differences": gained})
             found.append(shown)
-        self._spent_s += self.clock.monotonic_s() - began_s
+        took_s = self.clock.monotonic_s() - began_s
+        self._repaid = min(1.0, self._repaid * (2.0 if took_s < QUICK_S else 0.5 if took_s > SLOW_S else 1.0))
+        self._spent_s += took_s
         return found
 
     def _due(self, node: str, share: float) -> float:
         wanted = share + self._owed.pop(node, 0.0)
-        if wanted > 1:
-            self._owed[node] = wanted - 1
-        return min(1.0, wanted)
+        given = min(wanted, max(share, self._repaid))
+        if given < wanted:
+            self._owed[node] = wanted - given
+        return given
 
     def _owe(self, cases: Sequence[tuple[Case, float]]) -> None:
         for case, share in cases:
