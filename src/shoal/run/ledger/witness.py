@@ -23,8 +23,7 @@ from shoal.ledger import Chain, Keys, Pin
 from shoal.run.folder import hub_address
 from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, download, save_proof, served_rows
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.manifest import MAX_WITNESS_BYTES
 from shoal.shardcast.tree import Tree, witness_key
