@@ -166,7 +166,7 @@ def measure(
     began = time.monotonic()
     subject = Subject(worker, plan, report)
     honest = subject.honest()
-    cheats = {name: subject.cheating(name, cheat) for name, cheat in CHEATS.items()}
+    cheats = {name: subject.cheating(name) for name in (*ROUNDED, COOLER_NAME)}
     seen: dict[str, dict[str, list[Case]]] = {}
     caught: dict[tuple[str, str], list[Case]] = {}
     for machine, engine in validators.items():
@@ -180,9 +180,8 @@ def measure(
     bands = {machine: _bands(each) for machine, each in seen.items()}
     every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
     bar = dict(BAR)
-    for name, cases in cheats.items():
-        if CHEATS[name].weights is not None:  # with few tokens, one block of them all
-            bar[name] = min(bar[name], _tokens(cases))
+    for name in ROUNDED:  # with few tokens, one block of them all
+        bar[name] = min(bar[name], _tokens(cheats[name]))
     groups = sum(len(cases) for cases in honest.values())
     choices = {name: choice_bits(cases, 2 * bands[name].outside_distance) for name, cases in every.items()}
 
@@ -259,17 +258,7 @@ def _tokens(cases: Sequence[Case]) -> int:
     return sum(case.generated for case in cases)
 
 
-@dataclass(frozen=True)
-class Cheating:
-    weights: Quantization | None = None
-    temperature: float = 1.0
-
-
-CHEATS: Mapping[str, Cheating] = {
-    INT8_NAME: Cheating(weights=INT8),
-    INT4_NAME: Cheating(weights=INT4),
-    COOLER_NAME: Cheating(temperature=COOLER),
-}
+ROUNDED: Mapping[str, Quantization] = {INT8_NAME: INT8, INT4_NAME: INT4}
 MAIN = "main"
 
 
@@ -321,11 +310,11 @@ class Subject:
                 log.debug("attention by %s cannot be measured here: %s", name, error)
         return found
 
-    def cheating(self, name: str, how: Cheating) -> list[Case]:
+    def cheating(self, name: str) -> list[Case]:
         """What a cheat submits, of at most as many tokens as honest groups."""
-        tokens = min(CHEAT_TOKENS, self._plan.tokens)
-        with nullcontext() if how.weights is None else rounded(weights_of(self._worker), how.weights):
-            return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, how.temperature)
+        tokens, temperature = min(CHEAT_TOKENS, self._plan.tokens), 1.0 if name in ROUNDED else COOLER
+        with rounded(weights_of(self._worker), ROUNDED[name]) if name in ROUNDED else nullcontext():
+            return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, temperature)
 
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
         """Groups of so many sequences in all, drawn at `temperature` times that of their leases."""

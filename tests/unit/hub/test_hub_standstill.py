@@ -41,7 +41,7 @@ def test_a_missed_canary_alarms_once_for_each(bench: Bench) -> None:
     assert len(alarms(bench)) == 1
 
 
-def test_of_two_validators_that_disagree_the_first_stands_and_the_status_alarms(bench: Bench) -> None:
+def test_first_of_two_opposite_verdicts_stands_and_the_status_alarms(bench: Bench) -> None:
     """The second one had claimed the group before the first, whose claim it was, judged it after all."""
     second = bench.actor(worker_key(9))
     ok(second.register("validator"))
