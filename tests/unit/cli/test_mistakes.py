@@ -73,7 +73,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("admin puase .", 2, "there is no order 'puase' (did you mean 'pause'?): shoal admin --help lists them"),
     ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
     (f"admin pause {DEAD}", 2, "give --keys FOLDER with admin.key and admin.json"),
-    ("key new a --from none", 2, "cannot read none: No such file or directory"),
     ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     ("run none.toml", 2, "there is no recipe at none.toml"),
     ("run TINY --set steps", 2, "expected section.key=value"),

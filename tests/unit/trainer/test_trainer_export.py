@@ -94,7 +94,7 @@ def test_the_folder_that_one_is_in_may_be_used(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("there", [False, True])
 def test_an_export_that_fails_leaves_no_hidden_folder_and_the_older_one(tmp_path, monkeypatch, there):
     before = sorted(export(learner(), tmp_path / "out").iterdir()) if there else []
-    monkeypatch.setattr("shoal.trainer.export.save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr("shoal.trainer.export.save_tensors", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(ResourceError, match="the disk is full"):
         export(learner(), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if there else [])

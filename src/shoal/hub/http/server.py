@@ -58,9 +58,7 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
         is_new, is_alone = not config.folder.exists(), not config.settings.database
         if is_alone and not is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
-        listener = stack.enter_context(
-            contextlib.closing(bind(config.settings.host, config.settings.port, "hub.", stop))
-        )
+        listener = stack.enter_context(bind(config.settings.host, config.settings.port, "hub.", stop))
         if is_alone and is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         yield listener
