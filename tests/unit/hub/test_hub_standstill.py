@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.hub import Bench, fresh_request, ok, verdict_on, worker_key
+from kit.hub import Bench, ok, verdict_on, worker_key
 from shoal.protocol import Outcome, Severity, VerdictReply, VerdictReport, sign_document
 
 
@@ -40,7 +40,7 @@ def test_a_missed_canary_alarms_once_for_each(bench: Bench) -> None:
 def test_first_of_two_opposite_verdicts_stands_and_the_status_alarms(bench: Bench) -> None:
     second = bench.actor(worker_key(9))
     ok(second.register("validator"))
-    [lease] = bench.alice.lease(fresh_request())
+    [lease] = bench.alice.lease()
     ok(bench.alice.submit(lease))
     [audit] = bench.audits()
     ok(bench.judge(audit))
