@@ -2,21 +2,18 @@
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
 
 from kit import Capture, Patch
-from kit.cli import TINY, told
+from kit.cli import ALWAYS, TINY, command_line, mistake, told
 from shoal.cli.help import leaves
-from shoal.cli.main import app, main
+from shoal.cli.main import main
 from shoal.errors import EnvironmentSetupError
 from shoal.protocol import ModelSize
 from shoal.run.preflight import advice
@@ -65,7 +62,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PAST = ("CHANGELOG.md", "log.md")  # they tell what was: files and commands may be gone
 FENCE = re.compile(r"^ *```\w*\n(.*?)^ *```", re.M | re.S)
 COMMAND = r"(shoal (?:--debug )?[a-z-]+(?:\s[^`|>]*)?)"
-ALWAYS = {"--help", "-h", "--debug"}
 
 
 def prose(page: Path) -> str:
@@ -98,24 +94,6 @@ def shown_commands(page: Path) -> Iterator[str]:
         found = (re.match(rf"\s*(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?{COMMAND}(?=[|>]|$)", line) for line in lines)
         yield from (match.group(1) for match in found if match is not None)
     yield from re.findall(rf"`(?:\.venv/bin/)?{COMMAND}`", prose(page))
-
-
-command_line = cache(partial(typer.main.get_command, app))
-
-
-def mistake(shown: str) -> str:
-    """What is wrong with a command as it is shown; empty if nothing is."""
-    words, command = shlex.split(shown, comments=True)[1:], command_line()
-    while words and hasattr(command, "commands"):
-        word = words.pop(0)
-        if word.startswith("-"):
-            continue
-        if word not in command.commands:
-            return f"{shown}: there is no command {word}"
-        command = command.commands[word]
-    there = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]} | ALWAYS
-    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in there]
-    return f"{shown}: there is no option {', '.join(unknown)}" if unknown else ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
