@@ -6,6 +6,7 @@ worker ── TLS ──► nginx ──► hub ──► PostgreSQL, an S3 serv
 import os
 import re
 import shlex
+import shutil
 import ssl
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def test_commands_of_compose_run_until_a_group_is_accepted(tmp_path: Path, datab
     proxy, certificate = nginx_in_front(tmp_path / "nginx", int(hub), int(tls))
     here = {
         "postgresql://shoal@postgres:5432/shoal": database_url, "s3://shoal/run": shop.url,
-        "http://s3:9000": shop.endpoint, "/srv/shoal/run": str(run), "/srv/shoal/tasks": str(tasks), "/var/lib/shoal": str(tmp_path / "home"),
+        "http://s3:9000": shop.endpoint, "/var/lib/shoal": str(tmp_path / "home"),
+        "/srv/shoal/run": str(run), "/srv/shoal/tasks": str(tasks),
         "https://127.0.0.1": f"https://127.0.0.1:{tls}", "//hub:": "//127.0.0.1:", "//origin:": "//127.0.0.1:",
         "172.30.84.2": "127.0.0.1", "0.0.0.0": "127.0.0.1", "8470": hub, "8471": origin, "8472": relay,
     }  # fmt: skip
@@ -70,9 +72,7 @@ def test_commands_of_compose_run_until_a_group_is_accepted(tmp_path: Path, datab
     def command(name: str) -> list[str]:
         service = compose(variables)["services"][name]
         words = [*service.get("entrypoint", ["shoal"]), *service["command"]]
-        for ours, theirs in here.items():
-            words = [word.replace(ours, theirs) for word in words]
-        return words
+        return [re.sub("|".join(map(re.escape, here)), lambda found: here[found[0]], word) for word in words]
 
     prepared = subprocess.run(command("prepare"), env=env, capture_output=True, text=True, timeout=120)
     assert prepared.returncode == 0, prepared.stdout + prepared.stderr
@@ -93,11 +93,18 @@ def test_commands_of_compose_run_until_a_group_is_accepted(tmp_path: Path, datab
     def said() -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(logs.iterdir()))
 
+    alone = tmp_path / "validator"  # what compose mounts for it is enough
+    for volume in compose(variables)["services"]["validator"]["volumes"][1:]:
+        name = volume.partition(":")[0].removeprefix("/srv/shoal/run/")
+        (alone / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (run / name).is_dir() else shutil.copy2)(run / name, alone / name)
+
     with ExitStack() as stack:
         http = stack.enter_context(
             httpx2.Client(base_url=f"https://127.0.0.1:{tls}", verify=ssl.create_default_context(cafile=certificate))
         )
         processes = {name: command(name) for name in ("hub", "origin", "trainer", "relay", "validator")}
+        processes["validator"] = [word.replace(str(run), str(alone)) for word in processes["validator"]]
         processes |= {"proxy": proxy, "worker": ["shoal", "join", join, "--engine", "scripted", "--wait", "120"]}
         for name, words in processes.items():
             log = stack.enter_context((logs / name).open("wb"))
