@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,8 +182,9 @@ def row_of(hub: Hub, key: protocol.SigningKey) -> NodeRow:
     return row
 
 
-def hub_at(folder: Path, database: str, clock: ManualClock) -> Hub:
-    return Hub(kit.make_config(folder, settings={"database": database}), clock)
+def hub_at(folder: Path, database: str, clock: ManualClock, run_id: str = kit.RUN_ID) -> Hub:
+    config = kit.make_config(folder, settings={"database": database})
+    return Hub(replace(config, run_id=run_id), clock)
 
 
 def test_second_hub_takes_over_the_lead(tmp_path: Path, database_url: str) -> None:
@@ -250,6 +252,8 @@ def test_hub_with_another_secret_or_blob_folder_is_refused(tmp_path: Path, datab
     hub_at(tmp_path / "a", database_url, clock).close()
     with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy another hub's"):
         hub_at(tmp_path / "b", database_url, clock)
+    with pytest.raises(ConfigError, match=rf"holds another run, {kit.RUN_ID}, not other-1: give each run a database"):
+        hub_at(tmp_path / "c", database_url, clock, "other-1")
     secret.parent.mkdir(exist_ok=True)
     secret.write_text("ab" * 32)
     with pytest.raises(ConfigError, match="secret from the hub that began the run"):

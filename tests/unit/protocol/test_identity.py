@@ -1,6 +1,6 @@
 """Keys: files, signatures, weak points."""
 
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit import at_once
 from shoal.errors import KeyFileError, SignatureError
 from shoal.protocol import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
 from shoal.protocol.identity import store_key
@@ -62,19 +63,9 @@ def test_a_missing_file_and_an_impossible_folder(tmp_path: Path) -> None:
 
 def test_threads_that_race_end_with_the_same_key(tmp_path: Path) -> None:
     for turn in range(20):
-        path, keys = tmp_path / f"{turn}.key", []
-        gate = threading.Barrier(4)
-
-        def create(path: Path = path, keys: list[str] = keys, gate: threading.Barrier = gate) -> None:
-            gate.wait(10)
-            keys.append(load_or_create_key(path).public_key)
-
-        threads = [threading.Thread(target=create) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert keys == [load_key(path).public_key] * 4
+        path = tmp_path / f"{turn}.key"
+        keys = at_once(*[partial(load_or_create_key, path)] * 4)
+        assert [key.public_key for key in keys] == [load_key(path).public_key] * 4
 
 
 def test_names_are_derived_from_the_public_key_and_a_key_never_shows_itself() -> None:

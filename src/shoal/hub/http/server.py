@@ -12,7 +12,7 @@ from shoal.runtime.files import FolderLock
 from shoal.runtime.http import OpenConnections, bind
 from shoal.runtime.limits import allow_files
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.server import local_url
+from shoal.shardcast.server import public_url
 
 GRACE_S = 4.0
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
@@ -45,7 +45,7 @@ async def _serve(
         hub = app.hub.context
         await connections.serve(
             listener, ended=lambda: hub.failure is not None or stop.is_set(),
-            on_ready=lambda: on_ready(local_url(settings.host, listener.getsockname()[1])),
+            on_ready=lambda: on_ready(public_url(settings.host, listener.getsockname()[1])),
             on_end=hub.changes.close, drain_s=GRACE_S,
         )  # fmt: skip
 
@@ -58,9 +58,7 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
         is_new, is_alone = not config.folder.exists(), not config.settings.database
         if is_alone and not is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
-        listener = stack.enter_context(
-            contextlib.closing(bind(config.settings.host, config.settings.port, "hub.", stop))
-        )
+        listener = stack.enter_context(bind(config.settings.host, config.settings.port, "hub.", stop))
         if is_alone and is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         yield listener
