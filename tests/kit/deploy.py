@@ -13,6 +13,7 @@ import yaml
 DEPLOY = Path(__file__).parents[2] / "deploy"
 NGINX = """
 daemon off;
+master_process off;
 pid {scratch}/nginx.pid;
 error_log {scratch}/error.log;
 events {{ worker_connections 256; }}

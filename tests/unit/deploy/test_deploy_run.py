@@ -19,7 +19,7 @@ import pytest
 from kit import eventually
 from kit.deploy import compose, nginx_in_front
 from kit.fork import clean_environment, free_port
-from kit.run import REWARD
+from kit.run import REWARD, end
 from kit.s3 import KEYS, Shop
 
 RECIPE = """
@@ -34,18 +34,9 @@ file = "reward.py"
 [trainer]
 evaluate_every = 0
 guards.divergence.action = "off"
-[validator]
+[worker]
 engine = "scripted"
 """
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.slow
@@ -100,16 +91,16 @@ def test_commands_of_compose_run_until_a_group_is_accepted(tmp_path: Path, datab
         (shutil.copytree if (run / name).is_dir() else shutil.copy2)(run / name, alone / name)
 
     with ExitStack() as stack:
-        http = stack.enter_context(
-            httpx2.Client(base_url=f"https://127.0.0.1:{tls}", verify=ssl.create_default_context(cafile=certificate))
-        )
+        trusting = ssl.create_default_context(cafile=certificate)
+        http = stack.enter_context(httpx2.Client(base_url=f"https://127.0.0.1:{tls}", verify=trusting))
         processes = {name: command(name) for name in ("hub", "origin", "trainer", "relay", "validator")}
         processes["validator"] = [word.replace(str(run), str(alone)) for word in processes["validator"]]
         processes |= {"proxy": proxy, "worker": ["shoal", "join", join, "--engine", "scripted", "--wait", "120"]}
         for name, words in processes.items():
             log = stack.enter_context((logs / name).open("wb"))
             own = env | compose(variables)["services"].get(name, {}).get("environment", {})
-            stack.callback(end, subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=own))
+            process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=own)
+            stack.callback(end, process, tmp_path)
         eventually(accepted, 240, said)
         status = http.get("/status").json()
     assert [key for key in shop.keys() if key.startswith("runs/one/blobs/")]  # noqa: SIM118
