@@ -152,8 +152,8 @@ def test_queries_are_ordered_and_limited(storage: Storage) -> None:
         assert [held.lease.unit for held in reader.overdue_holdings(60)] == [1, 2]
         assert [row.unit for row in reader.submissions_in([SubmissionState.RECEIVED], 2)] == [0, 1]
         assert reader.submissions_in([SubmissionState.AUDITING], 2) == []
-        assert [row.unit for row in reader.requested_leases(node(1).node, "request-1")] == [0, 1, 2]
-        assert reader.requested_leases(node(2).node, "request-1") == []
+        assert [held.lease.unit for held in reader.holdings(node(1).node, "request-1")] == [0, 1, 2]
+        assert reader.holdings(node(2).node, "request-1") == []
         assert reader.submission_counts()["received"] == 3
 
 

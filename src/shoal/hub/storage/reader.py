@@ -1,7 +1,7 @@
 """Reading rows inside one transaction: one consistent view.
 
-The statements are text that both databases understand. SQLite's driver is called directly: SQLAlchemy would cost ten
-times what SQLite needs for most of them.
+The statements are text that both databases understand. Their drivers are called directly: SQLAlchemy would cost as much
+as PostgreSQL's, and ten times what SQLite needs for most of them.
 """
 
 import json
@@ -73,10 +73,10 @@ class Reader:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        if connection.dialect.name == "sqlite":
-            self._execute: Callable[[str, dict[str, Any]], Any] = driver_of(connection).execute
-        else:
-            self._execute = lambda sql, values: self._connection.exec_driver_sql(_with_percent(sql), values)
+        execute = driver_of(connection).execute
+        self._execute: Callable[[str, dict[str, Any]], Any] = execute
+        if connection.dialect.name != "sqlite":
+            self._execute = lambda sql, values: execute(with_percent(sql), values)
 
     def _rows(self, sql: str, **values: Any) -> Sequence[Sequence[Any]]:
         found: Sequence[Sequence[Any]] = self._execute(sql, values).fetchall()
@@ -122,6 +122,10 @@ class Reader:
         newest = None if digest is None else PolicyRef(incarnation=incarnation, version=version, digest=digest)
         alive = sum(self.alive_counts().values()) if counted else 0
         return rows.RunProgress(newest, int(step), int(unit), alive, int(dropped), int(failed))
+
+    def standing(self) -> rows.RunProgress:
+        """The newest policy and the next step; nothing else of it is to be relied on."""
+        return self.progress(counted=False)
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
         query = "SELECT digest FROM policies WHERE incarnation = :incarnation AND version = :version"
@@ -191,12 +195,13 @@ class Reader:
         return bool(self._rows(query, since_ms=since_ms))
 
     def newcomers_in_hand(self, node: str) -> rows.InHand:
-        # joined from what is in hand: that is little, fresh keys may be many
-        query = f"""SELECT nodes.network, count(*), sum(CASE WHEN passed = 0 THEN 1 ELSE 0 END),
-            sum(CASE WHEN passed = 0 AND NOT hands.brief THEN 1 ELSE 0 END),
-            sum(CASE WHEN nodes.node = :node THEN 1 ELSE 0 END)
-            FROM ({IN_HAND}) AS hands JOIN nodes ON nodes.node = hands.node WHERE {NEWCOMER} GROUP BY nodes.network"""
-        found = self._rows(query, node=node)
+        # Not a condition of the join: a planner that takes newcomers for few looks at all that is in hand for each.
+        query = f"""SELECT nodes.network, sum(CASE WHEN {NEWCOMER} THEN 1 ELSE 0 END),
+            sum(CASE WHEN {NEWCOMER} AND passed = 0 THEN 1 ELSE 0 END),
+            sum(CASE WHEN {NEWCOMER} AND passed = 0 AND NOT hands.brief THEN 1 ELSE 0 END),
+            sum(CASE WHEN {NEWCOMER} AND nodes.node = :node THEN 1 ELSE 0 END)
+            FROM ({IN_HAND}) AS hands JOIN nodes ON nodes.node = hands.node GROUP BY nodes.network"""
+        found = [row for row in self._rows(query, node=node) if row[1]]
         by_network = ({row[0]: int(row[place]) for row in found} for place in (1, 2, 3))
         return rows.InHand(sum(int(row[4]) for row in found), *by_network)
 
@@ -220,7 +225,10 @@ class Reader:
     def units_named(self, units: Sequence[int]) -> dict[int, rows.UnitRow]:
         return {row.unit: row for row in self._named(table.UNITS, units)}
 
-    def open_units(self, limit: int, entrusted: bool = False) -> list[rows.UnitRow]:
+    def open_units(
+        self, limit: int, entrusted: bool = False, among: Sequence[int] | None = None  # noqa: ARG002
+    ) -> list[rows.UnitRow]:
+        """`among`, where hubs share a database: those that somebody had before, and these."""
         side = f"failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
         query = f"WHERE state = '{UnitState.OPEN}' AND {side} ORDER BY unit LIMIT :most"
         return self._find(table.UNITS, f"{query}{self._lock('units', skip=True)}", most=limit)
@@ -255,12 +263,15 @@ class Reader:
         found = self._held("leases.lease = :lease", lock=True, lease=lease)
         return found[0] if found else None
 
-    def holdings(self, node: str | None = None) -> list[rows.Holding]:
-        """Active leases, oldest first; of one node, or of all."""
+    def holdings(self, node: str | None = None, request: str = "") -> list[rows.Holding]:
+        """Active leases, oldest first; of one node, or of all. Of a `request` also those that have ended."""
         order = "ORDER BY leases.issued_at_ms, leases.unit"
         if node is None:
             return self._held(f"{_ACTIVE} {order}")
-        return self._held(f"{_ACTIVE} AND leases.node = :node {order}", lock=True, node=node)
+        which = f"{_ACTIVE} AND leases.node = :node"
+        if request:
+            which = f"(({which}) OR (leases.node = :node AND leases.request = :request))"
+        return self._held(f"{which} {order}", lock=True, node=node, request=request)
 
     def leases_held(self, node: str) -> list[rows.LeaseRow]:
         return self._find(table.LEASES, f"WHERE {_ACTIVE} AND node = :node{self._lock('leases')}", node=node)
@@ -277,10 +288,6 @@ class Reader:
         gone = f"SELECT held.node FROM leases AS held WHERE held.state = '{LeaseState.ACTIVE}' AND NOT EXISTS ({heard})"
         which = f"{_ACTIVE} AND leases.issued_at_ms < :since_ms AND leases.node IN ({gone})"
         return self._held(f"{which} ORDER BY leases.unit", since_ms=since_ms)
-
-    def requested_leases(self, node: str, request: str) -> list[rows.LeaseRow]:
-        where = "WHERE node = :node AND request = :request ORDER BY unit"
-        return self._find(table.LEASES, where, node=node, request=request)
 
     def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
         where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_SHOWN}"
@@ -439,5 +446,5 @@ def among(values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
 
 
 @lru_cache(1024)
-def _with_percent(sql: str) -> str:
-    return re.sub(r":(\w+)", r"%(\1)s", sql)
+def with_percent(sql: str) -> str:
+    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql)
