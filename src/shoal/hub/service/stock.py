@@ -2,9 +2,9 @@
 
     few left ─► tasks are made ─► frontier lock: as many new units as there is room for, `STOCK` at most ─► open units
 
-Open units count as alive, so pacing holds; a unit's task still follows from its number and from what is in batches. Each
-hub takes its own first, whose prompts it has; another one's if there is no room for more, or if they are far behind:
-then their hub may be gone.
+Open units count as alive, so pacing holds; a unit's task still follows from its number and from what is in batches.
+Each hub takes its own first, whose prompts it has; another one's if there is no room for more, or if they are far
+behind: then their hub may be gone.
 """
 
 import threading
@@ -61,7 +61,7 @@ class Stock:
         count = 0 if is_halted else min(STOCK, pacing.room(context.rules, progress))
         if count:
             self._drawing.prepare(progress.next_unit, count)
-            with context.storage.write(durable=False) as transaction:  # a lease of one of them is durable, and all before
+            with context.storage.write(durable=False) as transaction:  # a lease on one is
                 moment = replace(context.moment(transaction), progress=transaction.frontier())
                 count = min(STOCK, pacing.room(context.rules, moment.progress))
                 try:

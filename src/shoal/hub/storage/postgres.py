@@ -142,7 +142,7 @@ class PostgresStorage(Storage):
         """In one trip: the values are put into the text here."""
         with self._connected() as connection, self._driver.ClientCursor(driver_of(connection)) as cursor:
             cursor.execute(_NONCE, {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms})
-            return any([cursor.rowcount == 1 and cursor.statusmessage.startswith("INSERT") for _ in cursor.results()])
+            return any(cursor.statusmessage == "INSERT 0 1" for _ in cursor.results())
 
     def now_ms(self) -> int:
         with self._failures(), self._engine.begin() as connection:

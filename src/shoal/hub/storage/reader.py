@@ -226,7 +226,10 @@ class Reader:
         return {row.unit: row for row in self._named(table.UNITS, units)}
 
     def open_units(
-        self, limit: int, entrusted: bool = False, among: Sequence[int] | None = None  # noqa: ARG002
+        self,
+        limit: int,
+        entrusted: bool = False,
+        among: Sequence[int] | None = None,  # noqa: ARG002
     ) -> list[rows.UnitRow]:
         """`among`, where hubs share a database: those that somebody had before, and these."""
         side = f"failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
