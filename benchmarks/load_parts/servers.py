@@ -68,20 +68,27 @@ def delay_trips(milliseconds: float) -> None:
     """As if the database were that far away. A commit or rollback of nothing makes no trip."""
     import psycopg
 
-    def delayed(call: Callable[..., Any], is_idle: Callable[[Any], bool] = lambda _: False) -> Callable[..., Any]:
+    def delayed(owner: Any, name: str, is_free: Callable[[Any], bool] = lambda _: False) -> None:
+        call = getattr(owner, name)
+
         def late(self: Any, *arguments: Any, **named: Any) -> Any:
-            if not is_idle(self):
+            if not is_free(self):
                 time.sleep(milliseconds / 1000)
             return call(self, *arguments, **named)
 
-        return late
+        setattr(owner, name, late)
 
     def is_idle(connection: Any) -> bool:
         return bool(connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE)
 
-    psycopg.Cursor.execute = delayed(psycopg.Cursor.execute)  # type: ignore[method-assign]
-    psycopg.Connection.commit = delayed(psycopg.Connection.commit, is_idle)  # type: ignore[method-assign]
-    psycopg.Connection.rollback = delayed(psycopg.Connection.rollback, is_idle)  # type: ignore[method-assign]
+    def is_piped(cursor: Any) -> bool:
+        return bool(cursor.connection.info.pipeline_status)
+
+    delayed(psycopg.Cursor, "execute", is_piped)
+    delayed(psycopg.Cursor, "executemany")
+    delayed(psycopg.Pipeline, "__exit__")
+    delayed(psycopg.Connection, "commit", is_idle)
+    delayed(psycopg.Connection, "rollback", is_idle)
 
 
 def serve_bare() -> None:

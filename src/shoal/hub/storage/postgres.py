@@ -42,6 +42,7 @@ CONNECTIONS = 24  # of one hub; a server lets a hundred in unless told otherwise
 DURABLE = {"synchronous_commit": "on"}  # whatever the server, the database or the role say: a receipt is a promise
 LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
 NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
+MANY = 3  # commands that are sent in one trip: it costs the processor as much as two by themselves
 NODES_KEPT = 20_000
 KNOWN_S = 20.0  # what other hubs did to a node is seen with its second request at the latest, and by each decision
 RUN, FRONTIER = 1, 2
@@ -195,6 +196,7 @@ class PostgresWriter(Writer):
         self._begin = "BEGIN" if durable else f"BEGIN{_RELAXED}"
         self._exclusive, self._is_locked, self._moved = exclusive, False, False
         self._storage, self._standing = storage, Standing()
+        self._sent: list[tuple[Any, str]] | None = None
         super().__init__(connection)
         self._run = self._execute
         self._execute = self._locked
@@ -202,6 +204,8 @@ class PostgresWriter(Writer):
             self._lock_run()
 
     def _lock_run(self) -> None:
+        if self._is_locked:
+            return
         self._is_locked = True
         begin, self._begin = self._begin, "SELECT 1"
         found = driver_of(self._opened).execute(f"{begin}{_EXCLUSIVE if self._exclusive else _SHARED}")
@@ -215,14 +219,12 @@ class PostgresWriter(Writer):
         self._standing = self._storage.standing
 
     def _locked(self, sql: str, values: dict[str, Any]) -> Any:
-        if not self._is_locked:
-            self._lock_run()
+        self._lock_run()
         return self._run(sql, values)
 
     @property
     def _connection(self) -> Connection:
-        if not self._is_locked:
-            self._lock_run()
+        self._lock_run()
         return self._opened
 
     @_connection.setter
@@ -264,13 +266,13 @@ class PostgresWriter(Writer):
         return self.progress()
 
     def standing(self) -> RunProgress:
-        self._connection  # noqa: B018  the epoch comes with the lock
+        self._lock_run()  # the epoch comes with it
         if self._standing.progress is None:
             self._standing.progress = self.progress(counted=False)
         return self._standing.progress
 
     def setting(self, key: str) -> str | None:
-        self._connection  # noqa: B018
+        self._lock_run()
         if key not in self._standing.settings:
             self._standing.settings[key] = super().setting(key)
         return self._standing.settings[key]
@@ -278,6 +280,26 @@ class PostgresWriter(Writer):
     def put_setting(self, key: str, value: str) -> None:
         super().put_setting(key, value)
         self._moved, self._standing = True, Standing()
+
+    def apply(self, wanted: Iterable[Command]) -> None:
+        """Many commands make one trip."""
+        commands = list(wanted)
+        if len(commands) < MANY:
+            super().apply(commands)
+            return
+        self._lock_run()
+        with driver_of(self._opened).pipeline():
+            self._sent = sent = list[tuple[Any, str]]()
+            super().apply(commands)
+            self._sent = None
+        for changed, sentence in sent:
+            self._require_one(changed, sentence)
+
+    def _require_one(self, changed: Any, sentence: str) -> None:
+        if self._sent is None:
+            super()._require_one(changed, sentence)
+        else:  # answers come later
+            self._sent.append((changed, sentence))
 
     def _apply(self, command: Command) -> None:
         super()._apply(command)

@@ -56,9 +56,10 @@ class Writer(Reader):
                 values = mapped.write(row)
                 if was is None:
                     self._execute(mapped.insert, values)
-                elif self._execute(mapped.update, {**values, "was": was.value}).rowcount != 1:
+                else:
                     named = " ".join(str(values[key]) for key in mapped.keys)
-                    raise StaleRow(f"{mapped.name} {named} is no longer {was.value}")
+                    sentence = f"{mapped.name} {named} is no longer {was.value}"
+                    self._require_one(self._execute(mapped.update, {**values, "was": was.value}), sentence)
             case rows.TaskRow():
                 self._execute(TASKS.upsert, TASKS.write(command))
             case commands.AddPolicy(policy, announced_at_ms):
@@ -74,6 +75,10 @@ class Writer(Reader):
             case commands.Record(kind, body, at_ms):
                 ledger.append(None, kind, body, at_ms)  # what cannot be chained fails here
                 self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
+
+    def _require_one(self, changed: Any, sentence: str) -> None:
+        if changed.rowcount != 1:
+            raise StaleRow(sentence)
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         """Until the end no other transaction decides about these nodes. To decide about several, lock them together."""
