@@ -28,7 +28,7 @@ from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point
 
 ENTRUSTED = 4  # units that a validator gets at once to generate: enough for an engine, and audits do not wait long
-AHEAD = 4  # requests' worth of tasks that an overtaken request makes: others are likely to be overtaken just now, too
+AHEAD = 24  # requests' worth of tasks that an overtaken request makes: as many may be decided at once
 
 
 class Work:

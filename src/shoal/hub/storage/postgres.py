@@ -30,7 +30,7 @@ from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Refusal
 from shoal.hub.state.rows import NodeRow, RunProgress, UnitRow, UnitState
 from shoal.hub.state.units import TRUSTED_AFTER
 from shoal.hub.storage import tables
-from shoal.hub.storage.arrivals import Arrived, Noted
+from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.reader import Reader, among, driver_of, with_percent
 from shoal.hub.storage.writer import INSERT_NONCE, StaleRow, Storage, Writer, is_overtaken
 from shoal.runtime.extras import of_extra
@@ -104,9 +104,15 @@ class PostgresStorage(Storage):
         self._known |= {row.node: (row, time.monotonic() + KNOWN_S) for row in found if row.role == "worker"}
 
     def flush(self) -> None:
-        """And look at the nodes that were heard of, so that their next requests need not wait for it."""
-        heard = list(self.arrivals.waiting())
-        super().flush()
+        """Under no lock: it concerns nobody else. And look at the nodes that were heard of, so that their next requests
+        need not wait for it."""
+        heard, noted = list(self.arrivals.waiting()), self.arrivals.take()
+        try:
+            with self._connected() as connection:
+                PostgresWriter(connection, self, durable=False, lock="").note(noted)
+        except BaseException:
+            self.arrivals.back(noted)
+            raise
         if heard:
             with self.read() as reader:
                 self._keep(reader.nodes_named(heard).values())
@@ -120,7 +126,7 @@ class PostgresStorage(Storage):
     @contextmanager
     def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[Writer]:
         with self._connected() as connection:
-            writer = PostgresWriter(connection, self, durable, exclusive)
+            writer = PostgresWriter(connection, self, durable, _EXCLUSIVE if exclusive else _SHARED)
             yield writer
             writer.finish()
 
@@ -189,72 +195,21 @@ class Standing:
 
 
 class PostgresWriter(Writer):
-    """Single rows that it reads stay locked until the end, unless it is `exclusive`. With its first statement it takes
-    the run's lock, unless that concerns nobody else: a nonce and a sign of life come with every request."""
+    """Single rows that it reads stay locked until the end, unless it is exclusive. Beginning, taking the run's `lock`
+    and looking at the epoch is one trip."""
 
-    def __init__(self, connection: Connection, storage: PostgresStorage, durable: bool, exclusive: bool) -> None:
-        self._begin = "BEGIN" if durable else f"BEGIN{_RELAXED}"
-        self._exclusive, self._is_locked, self._moved = exclusive, False, False
-        self._storage, self._standing = storage, Standing()
-        self._sent: list[tuple[Any, str]] | None = None
+    def __init__(self, connection: Connection, storage: PostgresStorage, durable: bool, lock: str) -> None:
         super().__init__(connection)
-        self._run = self._execute
-        self._execute = self._locked
-        if exclusive:
-            self._lock_run()
-
-    def _lock_run(self) -> None:
-        if self._is_locked:
-            return
-        self._is_locked = True
-        begin, self._begin = self._begin, "SELECT 1"
-        found = driver_of(self._opened).execute(f"{begin}{_EXCLUSIVE if self._exclusive else _SHARED}")
-        if self._exclusive:
-            return
-        while found.nextset():
-            pass
-        epoch = str(found.fetchone()[0] or "")
-        if self._storage.standing.epoch != epoch:
-            self._storage.standing = Standing(epoch)
-        self._standing = self._storage.standing
-
-    def _locked(self, sql: str, values: dict[str, Any]) -> Any:
-        self._lock_run()
-        return self._run(sql, values)
-
-    @property
-    def _connection(self) -> Connection:
-        self._lock_run()
-        return self._opened
-
-    @_connection.setter
-    def _connection(self, connection: Connection) -> None:
-        self._opened = connection
-
-    @contextmanager
-    def _unlocked(self) -> Iterator[None]:
-        begin, self._begin = self._begin, "SELECT 1"
-        if begin != self._begin:
-            driver_of(self._opened).execute(begin)
-        before, self._is_locked = self._is_locked, True
-        yield
-        self._is_locked = before
-
-    def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
-        with self._unlocked():
-            return super().take_nonce(node, nonce, expires_at_ms)
-
-    def touch_presence(self, node: str, now_ms: int) -> None:
-        with self._unlocked():
-            super().touch_presence(node, now_ms)
-
-    def note(self, noted: Noted) -> None:
-        with self._unlocked():
-            super().note(noted)
-
-    def forget_nonces(self, before_ms: int, limit: int) -> int:
-        with self._unlocked():
-            return super().forget_nonces(before_ms, limit)
+        self._storage, self._exclusive, self._standing, self._moved = storage, lock == _EXCLUSIVE, Standing(), False
+        self._sent: list[tuple[Any, str]] | None = None
+        found = driver_of(connection).execute(f"BEGIN{'' if durable else _RELAXED}{lock}")
+        if lock == _SHARED:
+            while found.nextset():
+                pass
+            epoch = str(found.fetchone()[0] or "")
+            if storage.standing.epoch != epoch:
+                storage.standing = Standing(epoch)
+            self._standing = storage.standing
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         listed, values = among(sorted(set(nodes)))
@@ -266,13 +221,11 @@ class PostgresWriter(Writer):
         return self.progress()
 
     def standing(self) -> RunProgress:
-        self._lock_run()  # the epoch comes with it
         if self._standing.progress is None:
             self._standing.progress = self.progress(counted=False)
         return self._standing.progress
 
     def setting(self, key: str) -> str | None:
-        self._lock_run()
         if key not in self._standing.settings:
             self._standing.settings[key] = super().setting(key)
         return self._standing.settings[key]
@@ -287,8 +240,7 @@ class PostgresWriter(Writer):
         if len(commands) < MANY:
             super().apply(commands)
             return
-        self._lock_run()
-        with driver_of(self._opened).pipeline():
+        with driver_of(self._connection).pipeline():
             self._sent = sent = list[tuple[Any, str]]()
             super().apply(commands)
             self._sent = None

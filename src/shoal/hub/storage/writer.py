@@ -161,13 +161,6 @@ class Storage(Protocol):
 
     def flush(self) -> None:
         """Write what has arrived to the database, so that it can be read there."""
-        if noted := self.arrivals.take():
-            try:
-                with self.write(durable=False) as transaction:
-                    transaction.note(noted)
-            except BaseException:
-                self.arrivals.back(noted)
-                raise
 
     def read(self) -> AbstractContextManager[Reader]: ...
 
