@@ -107,8 +107,7 @@ def test_a_forged_reward(worker: Caller) -> None:
 
 
 def test_another_answer_after_the_first(worker: Caller) -> None:
-    [lease] = worker.lease()
-    ok(worker.submit(lease))
+    [lease] = worker.deliver()
     other = submission(lease, engine="another")
     assert refusal(worker.submit(lease, packed(other))) == (409, "submission.other_body")
 
@@ -171,8 +170,7 @@ def test_sybil_keys_after_a_ban(tmp_path_factory: TempPaths) -> None:
         cheat, honest = hub.worker(), hub.worker()
         establish(hub, [honest])
         validator = hub.caller(hub.folder.key("validator-0"))
-        [lease] = cheat.lease()
-        ok(cheat.submit(lease))
+        cheat.deliver()
         [audit] = validator.audits()
         validator.judge(audit, **FAILED)
         assert refusal(cheat.call("POST", "/leases", {"request": "request-again"})) == (403, "node.banned")

@@ -24,8 +24,8 @@ from shoal.models.load import load_model, model_from_files
 from shoal.models.state import policy_views
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters, SignedDocument
+from shoal.runtime.files import FolderLock
 from shoal.runtime.limits import MachineLimits, folder_bytes
-from shoal.runtime.lock import FolderLock
 from shoal.shardcast import Content
 from shoal.shardcast.cache import PartFiles
 from shoal.shardcast.content import chunk_of

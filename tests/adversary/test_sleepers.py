@@ -55,8 +55,7 @@ class Sleeping:
 
     def unit(self, cheats: bool) -> tuple[int, bool]:
         """One unit from lease to verdict: its number, and whether it was looked at closely."""
-        [lease] = self.worker.lease()
-        ok(self.worker.submit(lease))
+        [lease] = self.worker.deliver()
         [audit] = self.validator.audits()
         self.validator.judge(audit, **(CERTAIN if cheats and audit.depth == "full" else {}))
         return lease.unit, audit.depth == "full"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kit.served_hub import Caller, Hub, ok, running_hub
+from kit.served_hub import Caller, Hub, running_hub
 from shoal import protocol
 from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest
@@ -202,8 +202,7 @@ def wide_hub(folder: Path) -> Iterator[Hub]:
 
 def handed_over(worker: Caller, validator: Caller, seen: Iterator[Branches]) -> protocol.Audit:
     """One group at a real hub: the validator has seen of its branches what the judge above saw of a steered one."""
-    [lease] = worker.lease()
-    ok(worker.submit(lease))
+    worker.deliver()
     [audit] = validator.audits()
     shown = next(seen)
     if audit.gains.after(shown.differences).suffices:

@@ -7,7 +7,7 @@ import pytest
 
 from kit import Request
 from kit.postgres import Cluster
-from kit.storage import apply, node, on_postgres
+from kit.storage import Stored, apply, node, on_postgres
 from shoal.hub.state.commands import Save
 from shoal.hub.storage import SqliteStorage, Storage
 from shoal.hub.storage.postgres import PostgresStorage
@@ -28,3 +28,8 @@ def storage(request: Request, tmp_path: Path) -> Iterator[Storage]:
     apply(storage, Save(node(1), None), Save(node(2), None))
     yield storage
     storage.close()
+
+
+@pytest.fixture
+def stored(storage: Storage) -> Stored:
+    return Stored(storage)

@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 
-from kit import Logs, Patch, Request
+from kit import Logs, Patch, Request, at_once
 from kit.postgres import Cluster
 from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.errors import ConfigError, ResourceError
@@ -93,23 +94,19 @@ def test_exclusive_writer_excludes_other_writers(storage: Storage) -> None:
 def test_deadlock_is_a_stale_row(request: Request, storage: Storage, monkeypatch: Patch) -> None:
     monkeypatch.undo()  # time enough for the database to see the deadlock
     patient = PostgresStorage(request.getfixturevalue("prepared_url"))
-    barrier, ended = threading.Barrier(2), list[str]()
+    barrier = threading.Barrier(2)
 
-    def lock_both(first: int, second: int) -> None:
+    def lock_both(first: int, second: int) -> str:
         try:
             with patient.write() as transaction:
                 transaction.node(node(first).node)
                 barrier.wait(10)
                 transaction.node(node(second).node)
-            ended.append("got both")
+            return "got both"
         except StaleRow as error:
-            ended.append(str(error))
+            return str(error)
 
-    threads = [threading.Thread(target=lock_both, args=order) for order in ((1, 2), (2, 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    ended = at_once(partial(lock_both, 1, 2), partial(lock_both, 2, 1))
     patient.close()
     assert sorted(ended) == ["got both", "somebody else was at the same rows: deadlock detected"]
 

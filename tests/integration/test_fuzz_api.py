@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kit import Patch
-from kit.hub import RUN_ID, Bench, fresh_request, ok, submission_body, worker_key
+from kit.hub import RUN_ID, Bench, ok, submission_body, worker_key
 from shoal.hub.service.calls import TABLE, Call
 from shoal.ledger import fold, verify
 from shoal.ledger.accounts import Account
@@ -185,7 +185,7 @@ def assert_undamaged(bench: Bench) -> None:
         assert len(held) == len(set(held))
         units = sum(count for state, count in reader.unit_counts().items() if not state.startswith("void_"))
         assert units == reader.progress().next_unit
-    bench.alice.lease(fresh_request(), 4)
+    bench.alice.lease(4)
     assert bench.status().run == RUN_ID
 
 
@@ -205,7 +205,7 @@ def test_random_requests_do_not_break_the_hub(bench, examples, record_property):
 def test_submissions_with_changed_bytes_are_refused(bench: Bench) -> None:
     """Bytes replaced, cut out or put in between, inside and outside of the frame: refused by name, or another body."""
     noise = random.Random(6)
-    [lease] = bench.alice.lease(fresh_request(), 1)
+    [lease] = bench.alice.lease(1)
     whole = submission_body(lease)
     raw = zstandard.ZstdDecompressor().decompress(whole)
     for number in range(80):

@@ -11,13 +11,13 @@ from typing import Any
 import httpx2
 
 from kit.asgi import AppTransport
+from kit.storage import Stored, apply, changed
 from shoal import protocol
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.http.app import App
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import NodeRow
 from shoal.ledger.accounts import Accounts
 from shoal.runtime.clock import Clock, ManualClock
@@ -109,13 +109,26 @@ class Actor:
         fields = {"name": name, "role": role, "certificate": signed, **changes}
         return self.call("POST", "/nodes", protocol.Registration(public_key=self.key.public_key, **fields))
 
-    def lease(self, request: str, max_units: int = 1, wait_s: float = 0) -> list[protocol.Lease]:
-        body = {"request": request, "max_units": max_units, "wait_s": wait_s}
-        reply = protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
-        return [protocol.open_document(signed, protocol.Lease, self.hub_key) for signed in reply.leases]
+    def ask(self, max_units: int = 1, **fields: Any) -> protocol.LeaseReply:
+        body = {"request": fresh_request(), "max_units": max_units, **fields}
+        return protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
+
+    def lease(self, max_units: int = 1, **fields: Any) -> list[protocol.Lease]:
+        leases = self.ask(max_units, **fields).leases
+        return [protocol.open_document(signed, protocol.Lease, self.hub_key) for signed in leases]
 
     def submit(self, lease: protocol.Lease, body: bytes | None = None) -> httpx2.Response:
         return self.call("PUT", f"/submissions/{lease.lease}", submission_body(lease) if body is None else body)
+
+    def deliver(self, max_units: int = 1) -> list[protocol.Lease]:
+        """Lease so many units, and submit their groups."""
+        leases = self.lease(max_units)
+        for lease in leases:
+            ok(self.submit(lease))
+        return leases
+
+    def beat(self, **said: Any) -> protocol.HeartbeatReply:
+        return protocol.HeartbeatReply.model_validate_json(ok(self.call("POST", "/heartbeat", said)).content)
 
 
 _requests = itertools.count()
@@ -216,24 +229,24 @@ class Bench:
         return hub
 
     def row(self, who: Actor) -> NodeRow:
-        with self.hub.context.storage.read() as reader:
-            row = reader.node(who.key.node)
-        assert row is not None
+        row: NodeRow = self.stored.node(who.key.node)
         return row
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.hub.context.storage)
 
     def change(self, who: Actor, **changes: Any) -> None:
         """Let the hub know other things of a node."""
-        row = self.row(who)
-        with self.hub.context.storage.write() as transaction:
-            transaction.apply([Save(replace(row, **changes), row.state)])
+        apply(self.hub.context.storage, changed(self.row(who), **changes))
 
     def close(self) -> None:
         self.http.close()
 
-    def restarted(self) -> Bench:
-        """The same folder under a new app object."""
+    def restart(self) -> None:
+        """Another app over the same folder."""
         self.close()
-        return Bench(self.folder, self.run, self.settings, self.clock, self.changes)
+        self.__post_init__()
 
     def announce(self, version: int, incarnation: int = 0, digest: str | None = None) -> httpx2.Response:
         ref = policy(version, incarnation, digest)
@@ -276,12 +289,23 @@ class Bench:
 
     def accept_groups(self, count: int) -> list[protocol.Lease]:
         """`count` units leased, submitted and accepted with rewards that differ."""
-        leases = self.alice.lease(fresh_request(), count)
-        for lease in leases:
-            ok(self.alice.submit(lease))
-        for audit in self.audits(64):
-            ok(self.judge(audit))
+        leases = self.alice.deliver(count)
+        self.accept()
         return leases
+
+    def accept(self, **changes: Any) -> None:
+        """Accept all that waits, with rewards that differ."""
+        for audit in self.audits(64):
+            ok(self.judge(audit, **{"depth": audit.depth, **changes}))
+
+    def audit_of(self, actor: Actor) -> protocol.Audit:
+        """The audit of a new group of this node; nothing else waits for one."""
+        actor.deliver()
+        [audit] = self.audits()
+        return audit
+
+    def view(self, actor: Actor) -> protocol.NodeView:
+        return next(node for node in self.status().nodes if node.node == actor.key.node)
 
 
 ADMIN = protocol.SigningKey.from_seed(b"a" * 32)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kit import hub as kit
+from kit.storage import Stored, apply, changed
 from shoal import protocol
 from shoal.hub.service import Hub, retry
-from shoal.hub.state.commands import Command, Refusal, Save
+from shoal.hub.state.commands import Command, Refusal
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import SqliteStorage
 from shoal.runtime.clock import ManualClock
@@ -21,6 +22,7 @@ class Play:
     def __init__(self, folder: Path, run: dict[str, Any], settings: dict[str, Any], **changes: Any) -> None:
         self.clock = ManualClock()
         self.storage = SqliteStorage(None)
+        self.stored = Stored(self.storage)
         self.config = replace(kit.make_config(folder, run, settings), **changes)
         self.blobs = MemoryBlobs()
         self.restart()
@@ -42,25 +44,21 @@ class Play:
         return self._node(self.hub.membership.register(body).node)
 
     def _node(self, node: str) -> NodeRow:
-        with self.storage.read() as reader:
-            row = reader.node(node)
-        assert row is not None
+        row: NodeRow = self.stored.node(node)
         return row
 
     def join(self, streak: int = 0, passed: int = 1) -> NodeRow:
         """A new worker that has passed one full audit; with a `streak`, so many before the play begins."""
         key = kit.worker_key(len(self.workers) + 1)
         row = self._node(self.hub.membership.register(protocol.Registration(public_key=key.public_key)).node)
-        with self.storage.write() as transaction:
-            transaction.apply([Save(replace(row, streak=streak, passed=max(streak, passed)), row.state)])
+        apply(self.storage, changed(row, streak=streak, passed=max(streak, passed)))
         self.workers.append(self._node(row.node))
         return self.workers[-1]
 
     def lease(
         self, worker: NodeRow, count: int, request: str | None = None, profile: str = "torch/cpu/float32"
     ) -> list[protocol.Lease]:
-        with self.storage.write() as transaction:
-            transaction.touch_presence(worker.node, self.hub.context.clock.now_ms())  # as `auth` does
+        self.stored.touch_presence(worker.node, self.hub.context.clock.now_ms())  # as `auth` does
         asked = protocol.LeaseRequest(request=request or kit.fresh_request(), max_units=count, profile=profile)
         reply = attempt(lambda: retry(lambda: self.hub.work.lease(worker, asked)))
         if isinstance(reply, Refusal):
@@ -114,8 +112,7 @@ class Play:
 
     def entrust(self, left: tuple[str, ...] = ()) -> list[protocol.Lease]:
         """What the validator is to generate itself."""
-        with self.storage.write() as transaction:
-            transaction.touch_presence(self.validator.node, self.hub.context.clock.now_ms())
+        self.stored.touch_presence(self.validator.node, self.hub.context.clock.now_ms())
         known = tuple(audit.submission for audit in self.audits)
         request = protocol.AuditRequest(max_audits=1, generates="torch/cpu/float32", left=(*known, *left))
         reply = self.hub.checking.audits(self.validator, request)

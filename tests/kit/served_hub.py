@@ -11,7 +11,7 @@ import msgspec
 import zstandard
 
 from kit import eventually
-from kit.hub import Actor, code_of, fresh_request, ok, submission, verdict_on
+from kit.hub import Actor, code_of, ok, submission, verdict_on
 from kit.roles import Sections, prepared, running_roles
 from shoal import protocol
 from shoal.run.folder import RunFolder
@@ -68,13 +68,6 @@ class Caller(Actor):
     def signed(self, method: str, path: str, body: bytes, run: str | None = None) -> dict[str, str]:
         return dict(protocol.sign_request(self.key, run or self.run, method, path, body, self.clock.now_ms()))
 
-    def ask(self, max_units: int = 1, **changes: Any) -> protocol.LeaseReply:
-        body = {"request": fresh_request(), "max_units": max_units, **changes}
-        return protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
-
-    def lease(self, max_units: int = 1) -> list[protocol.Lease]:
-        return super().lease(fresh_request(), max_units)
-
     def audits(self) -> tuple[protocol.Audit, ...]:
         answer = ok(self.call("POST", "/audits", {"max_audits": 64}))
         return protocol.AuditReply.model_validate_json(answer.content).audits
@@ -122,7 +115,6 @@ def establish(hub: Hub, workers: Sequence[Caller], units: int = 8) -> None:
     validator = hub.trusted("validator-0", "validator")
     for worker in workers:
         for _ in range(units):
-            [lease] = worker.lease()
-            ok(worker.submit(lease))
+            worker.deliver()
             for audit in validator.audits():
                 validator.judge(audit)

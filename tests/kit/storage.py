@@ -1,12 +1,15 @@
 """Rows to store, and storages to store them in: what the tests of storage share."""
 
+from dataclasses import replace
+from typing import Any
+
 from sqlalchemy import text
 
 from kit import Request
 from shoal import ledger
 from shoal.hub.state.commands import Command, Save
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow, UnitState
-from shoal.hub.storage import Storage, tables
+from shoal.hub.storage import Reader, Storage, tables
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.hub.storage.tables import Outgoing
 from shoal.protocol import LedgerEntry, PolicyRef
@@ -56,6 +59,24 @@ def post(storage: Storage, limit: int = 1000) -> list[Outgoing]:
         if entries:
             transaction.post(entries, outgoing[-1].id)
     return outgoing
+
+
+class Stored:
+    """The calls of a reader or a writer, each in a transaction of its own."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self._storage.read() if hasattr(Reader, name) else self._storage.write() as transaction:
+                return getattr(transaction, name)(*arguments, **options)
+
+        return call
+
+
+def changed(row: NodeRow, **changes: Any) -> Save[NodeRow]:
+    return Save(replace(row, **changes), row.state)
 
 
 def apply(storage: Storage, *commands: Command) -> None:

@@ -161,8 +161,7 @@ def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
 
 CHEATS = (
     steer(),
-    cheating("branch",
-        "decodes neighbours of such tokens, and submits the branch that pays best",
+    cheating("branch", "decodes neighbours of such tokens, and submits the branch that pays best",
         {"sampling.seed", "sampling.drift", "sampling.steered"},
         engine=lambda engine, context: Branching(engine, RewardOracle(context).of, REACH)),
 )  # fmt: skip

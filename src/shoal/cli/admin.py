@@ -31,10 +31,8 @@ EPILOG = "\n".join(
 ORDER = f"The order: {', '.join(ORDERS)}. They are explained below."
 TARGET = "What the order is about: a node's id, the start of it, or its name; a URL, key, file or role."
 KEYS = "A folder with admin.key and admin.json, or root.key. (default: keys/ of the run's folder)"
-PASSPHRASE = "A file that holds the passphrase. (default: SHOAL_PASSPHRASE, or you are asked)"
 FOR = "With suspend: for how long; 0 follows the rules of the hub."
 CERTIFICATE = "With add-validator and a public key: where to write the certificate."
-SEALED = "Do not make a new key, but open this exported one; - reads standard input."
 
 
 def admin(
@@ -72,33 +70,17 @@ key = Typer(
     name="key", help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.", cls=CommandGroup,
     context_settings=CONTEXT,
 )  # fmt: skip
-Where = Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder, which holds node.key.")]
-PassphraseFile = Annotated[Path | None, options.value("--passphrase-file", "FILE", PASSPHRASE)]
 
 
 @key.command(cls=Command, epilog="Example: shoal key new ~/owner.key")
 def new(
-    where: Where,
-    sealed: Annotated[str | None, options.value("--from", "SEALED", SEALED)] = None,
-    passphrase_file: PassphraseFile = None,
+    where: Annotated[Path, Argument(metavar="FILE", help="A key file, or a worker's folder, which holds node.key.")],
 ) -> None:
-    """Make a key for an owner or a machine, or open an exported one, and print its node id and its public key, which
-    are no secrets. A key that is there is never overwritten."""
-    from shoal.run.owner import import_key, new_key
+    """Make a key for an owner or a machine, and print its node id and its public key, which are no secrets. A key that
+    is there is never overwritten."""
+    from shoal.run.owner import new_key
 
-    echo("\n".join(new_key(where) if sealed is None else import_key(sealed, where, passphrase_file)))
-
-
-@key.command(name="export", cls=Command, epilog="Example: shoal key export ~/owner.key --out sealed.txt")
-def export_(
-    where: Where,
-    out: Annotated[Path | None, options.value("--out", "FILE", "The file to write. (default: standard output)")] = None,
-    passphrase_file: PassphraseFile = None,
-) -> None:
-    """Write a key, sealed with a passphrase, as one line of text, to keep it or to move it to another machine."""
-    from shoal.run.owner import export_key
-
-    echo(export_key(where, out, passphrase_file))
+    echo("\n".join(new_key(where)))
 
 
 @key.command(cls=Command, epilog="Example: shoal key vouch ~/.shoal/RUN/worker --owner ~/owner.key > vouch.json")

@@ -53,11 +53,11 @@ def relay(
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it to others."""
     from shoal.cli.printing import CastTerminal
-    from shoal.shardcast.cast.serve import RelayRequest, run_cast_relay
+    from shoal.shardcast import RelayConfig
+    from shoal.shardcast.cast.serve import run_cast_relay
 
-    disk_gb = options.gigabytes(max_disk)
-    request = RelayRequest(tuple(upstreams), tuple(peers or ()), folder, host, port, keep, disk_gb)
-    run_cast_relay(request, lambda: _begin("relay"), CastTerminal())
+    config = RelayConfig(folder, tuple(upstreams), "", "", host, port, tuple(peers or ()), keep, max_disk)
+    run_cast_relay(config, lambda: _begin("relay"), CastTerminal())
 
 
 @cast.command(cls=Command, epilog="Example: shoal cast fetch http://HOST:8471/#KEY --out model.safetensors")

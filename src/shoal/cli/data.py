@@ -182,8 +182,8 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
 
 
 def _drawn(environment: Environment, seed: int, unit: int, count: int) -> str:
-    from shoal.environments.composed import inner_of
     from shoal.environments.dataset import DatasetEnvironment
+    from shoal.environments.settings import inner_of
     from shoal.hub.state.draws import candidates
 
     inner, tasks = inner_of(environment), environment.tasks("train")

@@ -22,7 +22,7 @@ from shoal.cli.eval import compare, evaluate, filter_tasks, sft
 from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
-from shoal.cli.run import demo, hub, init, join, recipes, relay, run, trainer, validator
+from shoal.cli.run import demo, hub, init, join, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
@@ -115,7 +115,7 @@ def _options(
 
 
 READERS: dict[str, dict[str, tuple[Callable[..., object], str] | Typer]] = {
-    "Try it": {"demo": (demo, "shoal demo"), "recipes": (recipes, "shoal recipes")},
+    "Try it": {"demo": (demo, "shoal demo")},
     "Train": {
         "init": (init, "shoal init mine"),
         "run": (run, "shoal run tiny mine --set run.steps=60"),

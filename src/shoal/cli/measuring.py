@@ -25,9 +25,8 @@ from shoal.evaluation.subject import EngineChoice, open_subject, plain_name
 from shoal.evaluation.summary import MAX_FAILURES, missing_lines, summary_of, table_lines
 from shoal.models import BUILTIN
 from shoal.models.folder import model_folder, read_config, read_files
-from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.sources import CommandTasks, ModelSource, model_source, scorable, task_source
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
 from shoal.runtime.text import count_of
 
@@ -90,17 +89,10 @@ def worked(
     what: str, folder: Path, source: CommandTasks, environment: Environment, work: Callable[..., Any],
     kept: str = "what is done is kept in {}, and the same command continues",
 ) -> Any:  # fmt: skip
-    """The result of `work(processes, folder, stop, report)`; told to stop, the command ends. A reward function, or a
-    program under test, may do anything: processes beside this one score."""
+    """The result of `work(processes, folder, stop, report)`; told to stop, the command ends."""
     stop = stop_on_signals()
-
-    def processes() -> ScoringPool:
-        pool = ScoringPool(source.settings, environment, stop, ScoringPatience(all_s=86_400.0))
-        pool.start()
-        return pool
-
     with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
-        found = work(processes, folder, stop, report)
+        found = work(partial(source.scoring, environment, stop), folder, stop, report)
     if found is None:
         echo(f"stopped; {kept.format(folder)}", err=True)
         raise Exit(STOPPED_CODE)

@@ -59,6 +59,12 @@ def ledger_place(text: str) -> str:
     return place if Path(place := run_place(text)).exists() else text
 
 
+def disk_bytes(text: str) -> int:
+    from shoal.runtime.limits import parse_size
+
+    return parse_size(str(text), "--max-disk")
+
+
 FOLDER_HELP = "The run: its folder, or its name under runs/."
 PLACE_HELP = "The run: its folder, its name under runs/, or its hub's URL."
 LEDGER_HELP = "The ledger: a run's folder, its name under runs/, its hub's URL, or an exported file."
@@ -106,10 +112,4 @@ PEER_HELP = "Exchange chunks with this relay of the same level. Repeatable."
 Peers = Annotated[list[str] | None, value("--peer", "URL", PEER_HELP)]
 DISK_HELP = "Most disk for weights, for example 40GB. (default: 80 % of the free)"
 MIRROR_DISK_HELP = "Most disk for versions, for example 40GB. (default: no limit; of a run elsewhere 80 % of the free)"
-MaxDisk = Annotated[str | None, value("--max-disk", "SIZE", MIRROR_DISK_HELP)]
-
-
-def gigabytes(size: str | None) -> float | None:
-    from shoal.runtime.limits import parse_size
-
-    return None if size is None else parse_size(size, "--max-disk") / 1e9
+MaxDisk = Annotated[int | None, Option("--max-disk", metavar="SIZE", help=MIRROR_DISK_HELP, parser=disk_bytes)]

@@ -33,7 +33,9 @@ next: your own reward is one Python function; this writes one, with a recipe and
   {shoal} init mine
 the algorithm in one file: {python} {examples}/one_file_rl.py"""
 STALENESS = "How many steps old the policy of trained work may be; 0 is synchronous."
-SOURCE = "A recipe to start a run: a TOML file, or a name of `shoal recipes`; or a run to resume: its folder or name."
+SOURCE = (
+    "A recipe to start a run (a TOML file, or a name that `shoal init` lists), or a run to resume: its folder or name."
+)
 RUN = "With a recipe: the run's folder, or a name for it under runs/. (default: runs/ and run.name of the recipe)"
 PREPARE = "Make the run's folder, and print the commands that start each role on its own."
 REPLACED = "Where to run: a folder, or a name under runs/. An earlier demo there is replaced. (default: runs/demo)"
@@ -186,22 +188,18 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
     return int(not all(claim["holds"] for claim in found))
 
 
-def recipes() -> None:
-    """List the recipes that come with shoal."""
+def init(name: Annotated[Path | None, Argument(metavar="NAME", help=PROJECT)] = None) -> None:
+    """Write a commented recipe, a reward file and a README into a new folder: the start of a run of your own. Without
+    NAME, list the recipes that come with shoal."""
     from shoal.cli.printing import console, sheet
-    from shoal.run.recipe import shipped, shipped_recipes
+    from shoal.run.recipe import make_project, shipped, shipped_recipes
 
-    console().print(sheet(["recipe", "what it is"], [*shipped_recipes().items()], ["what it is"]))
-    echo(f"to start one: {shoal_command()} run tiny (changed: --set SECTION.KEY=VALUE); to write your own: shoal init")
-    echo(f"the files are in {shipped('recipes')}")
-
-
-def init(name: Annotated[Path, Argument(metavar="NAME", help=PROJECT)]) -> None:
-    """Write a commented recipe, a reward file and a README into a new folder: the start of a run of your own."""
-    from shoal.run.recipe import make_project
-
+    if name is None:
+        console().print(sheet(["recipe", "what it is"], [*shipped_recipes().items()], ["what it is"]))
+        echo(f"to start one: {shoal_command()} run tiny (changed: --set SECTION.KEY=VALUE)")
+        return echo(f"to write your own: {shoal_command()} init NAME; the files are in {shipped('recipes')}")
     echo("\n".join(f"wrote {path}" for path in make_project(name)))
-    echo(f"next: cd {shlex.quote(str(name))} && {shoal_command()} run {name.name}.toml")
+    return echo(f"next: cd {shlex.quote(str(name))} && {shoal_command()} run {name.name}.toml")
 
 
 def hub(directory: options.Run) -> None:
@@ -249,9 +247,10 @@ def relay(
     if origin:
         raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
     from shoal.run.join import run_standalone_relay
+    from shoal.shardcast import RelayConfig
 
-    sources, disk_gb = (tuple(upstreams or ()), tuple(peers or ())), options.gigabytes(max_disk)
-    return run_standalone_relay(where, *sources, folder, (host, port), wait_s, keep, disk_gb)
+    config = RelayConfig(Path(), tuple(upstreams or ()), "", "", host, port, tuple(peers or ()), keep, max_disk)
+    return run_standalone_relay(where, wait_s, folder, config)
 
 
 def join(

@@ -28,13 +28,11 @@ from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.evaluation.records import difference
 from shoal.evaluation.subject import model_digest
 from shoal.models.folder import model_folder, read_files
-from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.rewards.classifier import Classifier
 from shoal.run.recipe import Recipe
 from shoal.run.sources import CommandTasks, ModelSource, scorable, task_source
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, write_atomically
 from shoal.runtime.stop import STOPPED_CODE, StopToken
 from shoal.runtime.text import shoal_command
 from shoal.trainer.demonstrations import selection
@@ -108,8 +106,7 @@ class WarmStartRequest:
         with ExitStack() as around:
             pool, judge = None, None
             if choice.verify and environment and self.source:
-                pool = ScoringPool(self.source.settings, environment, self.stop, ScoringPatience(all_s=86_400.0))
-                pool.start()
+                pool = self.source.scoring(environment, self.stop)
                 around.callback(pool.close)
             if choice.rank is not None:
                 judge = Classifier(choice.rank, self.settings.device)

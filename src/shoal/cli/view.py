@@ -115,7 +115,7 @@ class PlainDisplay:
 
     def _say_progress(self, scene: RunView, status: RunStatus) -> None:
         silent = scene.silent_s >= progress.SILENT_S
-        rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
+        rewards, scores = (list(values.values()) for values in (scene.history.rewards, scene.history.held_out))
         stale = scene.history.staleness
         numbers = {"reward": rewards[-1:], "held out": scores[-1:], "staleness": [] if stale is None else [stale]}
         parts = [f"step {status.step}/{status.steps}"]
@@ -146,10 +146,6 @@ def groups_line(status: RunStatus) -> str:
     accepted, rejected, unsure = (status.submissions.get(state, 0) for state in ("accepted", "rejected", "unsure"))
     missed = f" ({status.unscored} could not be scored)" if status.unscored else ""
     return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} unsure" if unsure else "") + missed
-
-
-def _by_step(values: dict[int, float]) -> list[float]:
-    return [values[step] for step in sorted(values)]
 
 
 def frame(scene: RunView, width: int) -> Group:
@@ -185,7 +181,7 @@ def frame(scene: RunView, width: int) -> Group:
 
 
 def _numbers(scene: RunView, status: RunStatus) -> Iterator[Text]:
-    rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
+    rewards, scores = (list(values.values()) for values in (scene.history.rewards, scene.history.held_out))
     if rewards:
         yield _row("reward", f"{rewards[-1]:.2f}  {progress.sparkline(rewards, SPARK_WIDTH)}")
     if scores:

@@ -17,18 +17,19 @@ from shoal.runtime.targets import Proxy, Reach, addresses, check_behind_proxy, e
 
 HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}", "accept-encoding": "identity"}
 REACH = "shoal.reach"
+LIMITS = httpx2.Limits(max_connections=16)
 
 
-def open_http(max_connections: int = 16) -> httpx2.Client:
+def open_http() -> httpx2.Client:
     """A client that honours HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
-    return httpx2.Client(transport=_Routes(httpx2.Limits(max_connections=max_connections)), headers=HEADERS)
+    return httpx2.Client(transport=_Routes(), headers=HEADERS)
 
 
 class _Routes(httpx2.BaseTransport):
     """Direct, through a proxy, or through a socket out of a sandbox. Thread-safe."""
 
-    def __init__(self, limits: httpx2.Limits) -> None:
-        self._limits, self._lock = limits, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._certificates = httpx2.create_ssl_context()  # slow to create, so shared
         self._direct = self._transport()
         self._others: dict[Proxy | Path, httpx2.HTTPTransport] = {}
@@ -66,7 +67,7 @@ class _Routes(httpx2.BaseTransport):
             return self._others[way]
 
     def _transport(self, uds: str | None = None, proxy: httpx2.Proxy | None = None) -> httpx2.HTTPTransport:
-        made = httpx2.HTTPTransport(verify=self._certificates, limits=self._limits, uds=uds, proxy=proxy)
+        made = httpx2.HTTPTransport(verify=self._certificates, limits=LIMITS, uds=uds, proxy=proxy)
         made._pool._network_backend = Network()  # httpx2 has no parameter for it
         return made
 

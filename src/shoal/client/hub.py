@@ -130,8 +130,8 @@ class HubClient:
         ))  # fmt: skip
 
     def _introduce(self, message: wire.Registration) -> wire.NodeView:
-        answer = self._transport.send(self._signed(HubCall("POST", "/nodes", message.model_dump_json().encode())))
-        known = self._transport.known
+        body, known = message.model_dump_json().encode(), self._transport.known
+        answer = self._transport.send(HubCall("POST", "/nodes", body, run=self.trusted_run().run))
         known.registration, known.registered = message, known.registered + 1
         return self._parsed("/nodes", answer, wire.NodeView)
 
@@ -240,16 +240,13 @@ class HubClient:
             raise SignatureError(f"the hub's {kind.kind} is for run {document.run!r}, not for {trusted.run!r}")
         return document
 
-    def _signed(self, call: HubCall) -> HubCall:
-        return replace(call, run=self.trusted_run().run)
-
     def _ask(self, call: HubCall) -> bytes:
         """A signed call. If the hub has forgotten this node (restored from a backup), it is registered again, once,
         also if several calls fail together."""
         known, patience_s = self._transport.known, self._transport.options.patience_s
-        seen = known.registered
+        seen, call = known.registered, replace(call, run=self.trusted_run().run)
         try:
-            return self._transport.send(self._signed(call))
+            return self._transport.send(call)
         except HubRefused as refusal:
             if refusal.code != UNKNOWN_NODE or known.registration is None:
                 raise
@@ -261,7 +258,7 @@ class HubClient:
                 self._introduce(known.registration)
         finally:
             known.registering.release()
-        return self._transport.send(self._signed(call))
+        return self._transport.send(call)
 
     def _get(self, path: str, kind: type[M], **params: int | str) -> M:
         pairs = tuple((name, str(value)) for name, value in params.items())

@@ -8,12 +8,11 @@ An environment needs no tensor library: the hub reads tasks from it, the validat
 its `digest` so that they cannot disagree about what is being trained.
 """
 
-from shoal.environments.composed import budget_of, judges_of, prompt_settings_of, scoring_of
 from shoal.environments.mix import columns_of, dialogue_of, has_dialogues
 from shoal.environments.protocol import DialogueRule, Environment, Identity, Score, Split, Task, identity_of
 from shoal.environments.protocol import require_scoring as require_scoring
 from shoal.environments.registry import ENVIRONMENTS, build, runs_own_code
-from shoal.environments.settings import EnvironmentSettings
+from shoal.environments.settings import EnvironmentSettings, budget_of, judges_of, prompt_settings_of, scoring_of
 
 __all__ = [
     "ENVIRONMENTS", "DialogueRule", "Environment", "EnvironmentSettings", "Identity", "Score",

@@ -16,7 +16,7 @@ import numpy as np
 from shoal.environments.data import scanning
 from shoal.environments.data.scanning import OpenedData, Problems, Splits
 from shoal.environments.formats import DatasetOptions, known_kinds
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader, grader
+from shoal.environments.graders import GRADERS, TASK_TYPES, Grader, grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task, require_scoring
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.extensions import check_word, resolve, unpinned

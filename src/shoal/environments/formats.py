@@ -23,8 +23,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
+from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.environments.graders.mathematics.answer import final_answer
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES
 from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, UnusableTask
 

@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from shoal.environments import protocol
-from shoal.environments.composed import inner_of
 from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
-from shoal.environments.settings import EnvironmentSettings, TaskSource
+from shoal.environments.settings import EnvironmentSettings, TaskSource, inner_of
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.protocol.lease import permute
 

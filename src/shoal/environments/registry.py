@@ -6,13 +6,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.environments import generated
-from shoal.environments.composed import Composed, is_plain
 from shoal.environments.formats import DatasetOptions
 from shoal.environments.function import FunctionEnvironment
 from shoal.environments.gym import GymEnvironment, GymOptions
 from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
-from shoal.environments.settings import EnvironmentSettings, Table, TaskSource
+from shoal.environments.settings import Composed, EnvironmentSettings, Table, TaskSource, is_plain
 from shoal.errors import EnvironmentSetupError
 from shoal.runtime.extensions import check_word, file_of, resolve, unpinned
 from shoal.runtime.text import meant

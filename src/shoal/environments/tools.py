@@ -10,10 +10,12 @@ takes long.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
 MAX_CHARACTERS, MAX_DIGITS, MAX_DEPTH, MAX_EXPONENT, MAX_BITS = 256, 32, 32, 64, 256
 DECIMALS = 6
 ERROR = "error"
+OPERATIONS: Mapping[str, Callable[[Fraction, Fraction], Fraction]] = {"+": add, "-": sub, "*": mul, "/": truediv}
 
 _TOKEN = re.compile(r"\*\*|[-+*/^()]|[0-9]+(?:\.[0-9]+)?|\.[0-9]+", re.ASCII)
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?", re.ASCII)
@@ -70,20 +72,14 @@ class _SumParser:
         """Remove and return the next token if it is wanted, else empty."""
         return self.tokens.pop() if self.tokens and (not wanted or self.tokens[-1] in wanted) else ""
 
-    def sum(self, depth: int) -> Fraction:
-        value = self.product(depth)
-        while sign := self.take("+", "-"):
-            right = self.product(depth)
-            value = _bounded(value + right if sign == "+" else value - right)
-        return value
-
-    def product(self, depth: int) -> Fraction:
-        value = self.factor(depth)
-        while sign := self.take("*", "/"):
-            right = self.factor(depth)
+    def sum(self, depth: int, signs: str = "+-") -> Fraction:
+        """A sum; with the other two signs a product."""
+        value = self.sum(depth, "*/") if signs == "+-" else self.factor(depth)
+        while sign := self.take(*signs):
+            right = self.sum(depth, "*/") if signs == "+-" else self.factor(depth)
             if sign == "/" and right == 0:
                 raise NoValue
-            value = _bounded(value * right if sign == "*" else value / right)
+            value = _bounded(OPERATIONS[sign](value, right))
         return value
 
     def factor(self, depth: int) -> Fraction:

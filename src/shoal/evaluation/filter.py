@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.environments import Environment
-from shoal.environments.composed import inner_of
 from shoal.environments.data.readers import Broken, DataTable
 from shoal.environments.dataset import DatasetEnvironment
+from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError
 from shoal.evaluation.plan import Part, tasks_of
 from shoal.evaluation.records import METADATA, TaskRecord, difference, whole

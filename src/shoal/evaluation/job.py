@@ -121,16 +121,15 @@ class Sampler:
             digest, part = prompt_digest(wanted.prompt).hex(), part_of(self._environment, task.id)
             records.append(TaskRecord(task.id, index, digest, task.kind, part, problem, prompt=task.prompt))
         with memory_errors("draw these completions"):
-            drawn = (self._sample if self._plan.temperature else self._decode_greedily)(list(asked.values()))
+            if self._plan.temperature:
+                drawn = self._sample(list(asked.values()))
+            else:  # as validators and the trainer answer held-out tasks
+                talks = [self._talks.of(task) for task, _ in asked.values()]
+                lines = greedy_lines(self._engine, [ids for _, ids in asked.values()], talks, self._sampling)
+                drawn = [[self._record(line.tokens, line.finish, line.given)] for line in lines]
         for place, samples in zip(asked, drawn, strict=True):
             records[place] = replace(records[place], samples=tuple(samples))
         return records
-
-    def _decode_greedily(self, asked: Sequence[tuple[Task, tuple[int, ...]]]) -> list[list[SampleRecord]]:
-        """As validators and the trainer answer held-out tasks."""
-        talks = [self._talks.of(task) for task, _ in asked]
-        lines = greedy_lines(self._engine, [ids for _, ids in asked], talks, self._sampling)
-        return [[self._record(line.tokens, line.finish, line.given)] for line in lines]
 
     def _sample(self, asked: Sequence[tuple[Task, tuple[int, ...]]]) -> list[list[SampleRecord]]:
         plan, requests, owners = self._plan, list[GenerationRequest](), list[int]()

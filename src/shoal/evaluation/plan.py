@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.environments import Environment, Task, budget_of
-from shoal.environments.composed import inner_of
 from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import UNUSABLE, LazyTasks, task_digest, task_digests
+from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, LeakFound
 from shoal.sampling import uniforms
 

@@ -95,10 +95,8 @@ class Chain:
         """Raise `LedgerError` if a pin lies beyond the end: the ledger was longer before."""
         if self._ahead:
             index, pins = max(self._ahead.items())
-            end = -1 if self.last is None else self.last.index
-            raise LedgerError(
-                f"the ledger ends at row {end}, but row {index} was signed for ({pins[0].source}): it was rolled back"
-            )
+            end = f"the ledger ends at row {-1 if self.last is None else self.last.index}"
+            raise LedgerError(f"{end}, but row {index} was signed for ({pins[0].source}): it was rolled back")
 
     def _compare(self, pin: Pin, found: str) -> None:
         if pin.head.hash != found:

@@ -282,12 +282,6 @@ class Checked:
     compared: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def of_this_run(self, pins: list[Pin]) -> list[Pin]:
-        for pin in pins:
-            if pin.head.run != self.run:
-                raise LedgerError(f"{pin.source} is of run {pin.head.run}; this ledger is of {self.run}")
-        return pins
-
     def compare(self, balances: Mapping[str, tuple[int, int]]) -> None:
         """Compare the hub's balances with the ledger's: both are written in one transaction."""
         for node, (credit, pending) in balances.items():

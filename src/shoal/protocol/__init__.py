@@ -1,6 +1,6 @@
 """What crosses a process: every message, the codec for bulk bodies, keys and signatures.
 
-    identity    keys; sealing: a key that can be carried away         signing  documents and requests
+    identity    keys                                                  signing  documents and requests
     policy      which weights, as signed manifests                    lease    what to generate; Calibration: limits
     submission  a finished group, its Receipt; ShownProgress          verdict  audits, rewards, evaluations
     batch       what a step trains on, StepReport                     node     registration, heartbeats, orders

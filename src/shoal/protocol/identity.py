@@ -4,8 +4,7 @@
     node ──signs──► its own requests                                  no certificate: anyone may join
     owner ─signs──► vouches for nodes                                 so credit of several machines adds up
 
-A key file is PEM (PKCS 8), mode 0600, made on first use. `sealing` is the form in which a key is moved to another
-machine.
+A key file is PEM (PKCS 8), mode 0600, made on first use.
 """
 
 from __future__ import annotations

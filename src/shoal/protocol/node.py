@@ -41,12 +41,7 @@ Name = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 """Of a counter or a lease, where a node says it: what it says is kept, so it is short."""
 MAX_URLS = 64
 Url = Annotated[str, Field(max_length=2048)]
-
-
-class NodeState(StrEnum):
-    ACTIVE = "active"
-    SUSPENDED = "suspended"
-    BANNED = "banned"
+NodeState = StrEnum("NodeState", "ACTIVE SUSPENDED BANNED")
 
 
 class RoleCertificate(Document):

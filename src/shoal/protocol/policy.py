@@ -17,8 +17,6 @@ MAX_PART_BYTES = 255
 
 
 class PolicyRef(Message):
-    """Names one set of weights."""
-
     incarnation: int = Field(ge=0, le=2**31)
     version: int = Field(ge=0, le=2**31)
     digest: str = Field(pattern=HEX_256)

@@ -173,6 +173,5 @@ def check_date(signature: RequestSignature, now_ms: int) -> None:
 
 
 def verify_body(signature: RequestSignature, body: bytes) -> None:
-    """Raise `SignatureError` unless this is the body that was signed for."""
     if body_hash(body) != signature.body_hash:
         raise SignatureError("the body is not the one that the request was signed for")

@@ -96,19 +96,10 @@ class GainEvidence(Message):
 
 
 MAX_REWARD = 1e6
-
-
-class Outcome(StrEnum):
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
-    UNSURE = "unsure"  # the check could not be made: no credit, no training, no punishment
-
-
-class Severity(StrEnum):
-    """How sure a rejection is. A hard sanction needs one `CERTAIN` failure, or two `STATISTICAL` ones."""
-
-    CERTAIN = "certain"
-    STATISTICAL = "statistical"
+Outcome = StrEnum("Outcome", "ACCEPTED REJECTED UNSURE")
+"""Unsure: the check could not be made, so there is no credit, no training, no punishment."""
+Severity = StrEnum("Severity", "CERTAIN STATISTICAL")
+"""How sure a rejection is. A hard sanction needs one `CERTAIN` failure, or two `STATISTICAL` ones."""
 
 
 class CheckResult(Message):
@@ -211,8 +202,6 @@ class VerdictReport(Message):
 
 
 class RefusedVerdict(Message):
-    """A verdict that was not taken: its status, code and message."""
-
     submission: str
     status: int
     code: str

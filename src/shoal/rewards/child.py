@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 
 from shoal.environments import Environment, EnvironmentSettings, build
-from shoal.environments.composed import inner_of
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES, PatientGrader, grader
+from shoal.environments.graders import GRADERS, TASK_TYPES, PatientGrader, grader
+from shoal.environments.settings import inner_of
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import JobAnswer, read_message, write_message

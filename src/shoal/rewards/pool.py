@@ -27,8 +27,7 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
-from shoal.environments.composed import inner_of
-from shoal.environments.settings import ScoringSettings
+from shoal.environments.settings import ScoringSettings, inner_of
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shoal.client import HubClient, split_join_url
-from shoal.client.trust import pinned_root
+from shoal.client import HubClient
 from shoal.engines import Engine, GenerationRequest, PrefillRequest, build, choose
 from shoal.engines.protocol import BoundedEngine, Groups
 from shoal.engines.registry import resolved
 from shoal.models.folder import read_config
 from shoal.protocol import ProofParameters, RunStatus, SamplingParameters
+from shoal.run.folder import hub_address
 from shoal.run.progress import tokens_credited
-from shoal.run.trials import TrialOptions, policy_of_folder, policy_of_run
+from shoal.run.trials import HUB_S, TrialOptions, policy_of_folder, policy_of_run
 from shoal.runtime.stop import StopToken
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ GROUP, MOST_ROWS = 16, 256
 PROMPT_TOKENS, FIRST_TOKENS = 32, 8
 CALL_S, BUDGET_S = 2.5, 36.0
 MOST_ROUNDS = 12
-HUB_PATIENCE_S = 10.0
 UNBOUND = 1 << 20
 TRANSFORMERS = "transformers.generate"
 LABELS = {
@@ -239,8 +238,7 @@ def run_bench(options: TrialOptions, stop: StopToken, report: Report) -> Benchma
 
 
 def status_of(url: str, stop: StopToken) -> RunStatus:
-    base, pinned = split_join_url(url)
-    with closing(HubClient.of_a_person(base, HUB_PATIENCE_S, pinned_root([base], pinned), stop)) as hub:
+    with closing(HubClient.of_a_person(*hub_address(url, HUB_S), stop)) as hub:
         return hub.status()
 
 

@@ -15,20 +15,16 @@ import logging
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pydantic import TypeAdapter
 
 from shoal.errors import UserError
 from shoal.protocol import load_or_create_key
 from shoal.run.doctor import gpu_files, torch_version
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, RestartPolicy, Supervisor
 from shoal.runtime.text import count_of
@@ -157,10 +153,9 @@ def _spec(request: JoinRequest, folder: Path, place: WorkerPlace, count: int) ->
     limits = request.limits.shared_by(count, place.device == "cpu")
     inner = replace(request, folder=own, device=place.device, name=name, limits=limits, workers=1)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
-    words = (sys.executable, "-m", "shoal.cli", "--enclosed-worker", TypeAdapter(type(inner)).dump_json(inner).decode())
     return ProcessSpec(
-        name=place.name, argv=words, log=own / "worker.log", essential=False, when_done="rest", rests_with=FINAL_CODES,
-        env=threads if place.gpu is None else {**threads, GPU_NAMES: place.gpu},
+        name=place.name, argv=inner.command, log=own / "worker.log", essential=False, when_done="rest",
+        rests_with=FINAL_CODES, env=threads if place.gpu is None else {**threads, GPU_NAMES: place.gpu},
     )  # fmt: skip
 
 
@@ -189,12 +184,15 @@ class FleetStatus:
     def line(self, processes: Sequence[ProcessView]) -> str:
         """`2 of 3 workers run: 12,345 tokens (411/s), 5 groups accepted, credit +900 (80 pending); gpu-1: …`."""
         self._read()
-        now_s, tokens, gained = self._clock.monotonic_s(), sum(self._tokens.values()), self._gained()
+        now_s, tokens = self._clock.monotonic_s(), sum(self._tokens.values())
+        spans = [(self._first[name], last) for name, last in self._last.items()]
+        accepted = sum(last.accepted - first.accepted_before for first, last in spans)
+        credit = sum(last.credit - first.credit_before for first, last in spans)
         rate = (tokens - self._said_tokens) / max(now_s - self._said_s, 0.001)
         self._said_s, self._said_tokens = now_s, tokens
         pending = sum(each.pending for each in self._last.values())
         text = f"{tokens:,} tokens ({rate:,.0f}/s), " if processes else f"{tokens:,} tokens, "
-        text += f"{count_of(gained['accepted'], 'group')} accepted, credit +{gained['credit']:,}"
+        text += f"{count_of(accepted, 'group')} accepted, credit +{credit:,}"
         text += f" ({pending:,} pending)" if pending else ""
         if not processes:
             return text
@@ -208,11 +206,3 @@ class FleetStatus:
                 self._tokens[found.start] = found.tokens
                 self._first.setdefault(name, found)
                 self._last[name] = found
-
-    def _gained(self) -> Mapping[str, int]:
-        gained = Counter[str]()
-        for name, last in self._last.items():
-            first = self._first[name]
-            gained["accepted"] += last.accepted - first.accepted_before
-            gained["credit"] += last.credit - first.credit_before
-        return gained

@@ -20,8 +20,7 @@ from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.config import dump_config, load_config
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import own_address
 
@@ -268,12 +267,12 @@ def find_run(where: str | None) -> str:
 def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str]) -> Recipe:
     if source is None and directory is not None:
         if not directory.is_dir():
-            made = f"to make one: shoal run RECIPE {directory} (a TOML file, or a name of shoal recipes)"
+            made = f"to make one: shoal run RECIPE {directory} (a TOML file, or a name that shoal init lists)"
             raise ConfigError(f"there is no run folder {directory}{_runs_here()}; {made}")
         source = RunFolder.open(directory).path / "recipe.toml"
     if source is None:
         raise ConfigError(
-            "which recipe? for example: shoal run tiny (shoal recipes lists them), or shoal run RUN to resume a run"
+            "which recipe? for example: shoal run tiny (shoal init lists them), or shoal run RUN to resume a run"
         )
     return load_recipe(source, overrides)
 

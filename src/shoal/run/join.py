@@ -6,11 +6,15 @@ exit 2      exit 1, 4                    exit 3, else warnings  └─► severa
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from shoal.client import HubClient
 from shoal.client.trust import parse_join_urls, pinned_root, remember_root
@@ -23,6 +27,9 @@ from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
 from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 from shoal.runtime.targets import SANDBOX, endpoint_of
+
+if TYPE_CHECKING:
+    from shoal.shardcast import RelayConfig
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +51,12 @@ class JoinRequest:
     sandbox: bool = False
     gpu: str | None = None
     workers: int | None = None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """A process of its own that works so."""
+        given = TypeAdapter(JoinRequest).dump_json(self).decode()
+        return (sys.executable, "-m", "shoal.cli", "--enclosed-worker", given)
 
 
 def run_joined_worker(request: JoinRequest) -> int:
@@ -97,25 +110,21 @@ def run_joined_worker(request: JoinRequest) -> int:
     return STOPPED_CODE if supervised and stop.is_set() else 0
 
 
-def run_standalone_relay(
-    hub: str, upstreams: tuple[str, ...], peers: tuple[str, ...], folder: Path | None, listen: tuple[str, int],
-    wait_s: float, keep_versions: int, disk_budget_gb: float | None,
-) -> None:  # fmt: skip
-    """Without `upstreams`: from the sources that the hub names."""
+def run_standalone_relay(hub: str, wait_s: float, folder: Path | None, given: "RelayConfig") -> None:
+    """Mirror a run that `hub` tells of: without upstreams from the sources that it names."""
+    from shoal.shardcast import run_relay
+
     stop = start_role("relay", None, is_verbose())
     with closing(HubClient.of_a_person(*hub_address(hub, wait_s), stop)) as client:
         trusted = client.trusted_run()
         remember_root(client.url, trusted.root_fingerprint)
-    from shoal.shardcast import RelayConfig, run_relay
-
     folder = folder or run_home(trusted.run) / "relay"
-    if disk_budget_gb is None:  # else a run could fill the disk
-        disk_budget_gb = MachineLimits().disk(folder) / 1e9
-    config = RelayConfig(
-        folder=folder, upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort), run=trusted.run,
-        trusted_key=trusted.trainer_key, host=listen[0], port=listen[1], peers=peers,
-        keep_versions=keep_versions, disk_budget_gb=disk_budget_gb,
-        reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*upstreams, *peers)))),
+    named = frozenset(map(endpoint_of, (*given.upstreams, *given.peers)))
+    config = replace(
+        given, folder=folder, run=trusted.run, trusted_key=trusted.trainer_key,
+        reach=replace(trusted.reach, given=named),
+        upstreams=given.upstreams or (*trusted.info.sources, *trusted.info.last_resort),
+        disk_bytes=given.disk_bytes or MachineLimits().disk(folder),  # else a run could fill the disk
     )  # fmt: skip
     run_relay(config, stop, lambda _url: None)
 

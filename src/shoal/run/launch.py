@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,11 +17,11 @@ from shoal.client import HubClient
 from shoal.errors import ConfigError, ShoalError
 from shoal.protocol import RunStatus, fingerprint
 from shoal.run.folder import RunFolder
-from shoal.run.progress import Display, History, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
+from shoal.run.progress import Display, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
 from shoal.runtime import logs
+from shoal.runtime.files import FolderLock
 from shoal.runtime.limits import folder_bytes, show_bytes
-from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import kept_when_finished
 from shoal.runtime.stop import StopToken
@@ -45,7 +45,6 @@ class Launched:
     ending: Ending
     status: RunStatus | None
     elapsed_s: float
-    history: History = field(default_factory=History)
 
 
 def launch(
@@ -79,7 +78,7 @@ def launch(
             ending = supervisor.run(reporter.tick, on_end=last_look)
         if ending.exit_code == 0:
             remove_caches(folder)
-    return Launched(ending, reporter.status, reporter.elapsed_s, reporter.history)
+    return Launched(ending, reporter.status, reporter.elapsed_s)
 
 
 def remove_caches(folder: RunFolder) -> None:

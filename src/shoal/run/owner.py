@@ -5,11 +5,8 @@ keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions,
 keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
 """
 
-import getpass
-import os
 import secrets
 import string
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,10 +19,8 @@ from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
 from shoal.run.folder import ADMIN, RunFolder, hub_address
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import write_atomically
 from shoal.runtime.text import shoal_command
 
-PASSPHRASE = "SHOAL_PASSPHRASE"
 NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024
 WAIT_S = 10.0
@@ -48,44 +43,6 @@ def new_key(where: Path) -> list[str]:
 
 def describe(key: protocol.SigningKey) -> list[str]:
     return [f"node        {key.node}", f"public key  {key.public_key}"]
-
-
-def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
-    from shoal.protocol.sealing import seal
-
-    key = protocol.load_key(key_path(where))
-    if out is not None and out.exists():
-        raise KeyFileError(f"{out} exists already and is not overwritten: choose another file")
-    text = seal(key, read_passphrase(passphrase_file, twice=True))
-    if out is None:
-        return text
-    write_atomically(out, text.encode() + b"\n", mode=0o600)
-    return f"wrote {out}; without its passphrase nobody can open it"
-
-
-def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
-    from shoal.protocol.sealing import read_sealed, unseal
-
-    if (path := key_path(to)).exists():
-        raise KeyFileError(f"there is a key at {path} already: it is not overwritten; move it away first")
-    text = sys.stdin.read(MAX_FILE_BYTES) if sealed == "-" else _text(Path(sealed))
-    read_sealed(text)  # before asking for a passphrase
-    key = unseal(text, read_passphrase(passphrase_file, twice=False))
-    protocol.store_key(path, key)
-    return [f"wrote {path}", *describe(key)]
-
-
-def read_passphrase(file: Path | None, twice: bool) -> str:
-    if file is not None:
-        return _text(file).rstrip("\r\n")
-    if given := os.environ.get(PASSPHRASE, ""):
-        return given
-    if not sys.stdin.isatty():
-        raise UserError(f"there is no terminal to ask for the passphrase: give --passphrase-file, or set {PASSPHRASE}")
-    passphrase = getpass.getpass("passphrase: ")
-    if twice and getpass.getpass("once more: ") != passphrase:
-        raise UserError("the two passphrases differ: nothing was written")
-    return passphrase
 
 
 def node_of(text: str) -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 from shoal.engines import ENGINES, check_engine
 from shoal.engines.asking import Asking
 from shoal.environments import Environment, Task, build, columns_of, prompt_settings_of, require_scoring, runs_own_code
-from shoal.environments.composed import inner_of
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.graders import OPENING
 from shoal.environments.mix import MixedEnvironment, part_of
 from shoal.environments.protocol import SPLITS
+from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.http.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files

@@ -34,7 +34,7 @@ SUSPENDED_S = 5.0  # ticks come ten times a second
 
 @dataclass
 class History:
-    """What statuses have shown so far; `elapsed_s` is the time since the run was started here."""
+    """What statuses have shown so far, by step; `elapsed_s` is the time since the run was started here."""
 
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
@@ -53,6 +53,7 @@ class History:
             if "held_out" in report.metrics:
                 self.held_out[report.step] = report.metrics["held_out"]
             self.staleness = report.metrics.get("staleness_mean", self.staleness)
+        self.rewards, self.held_out = (dict(sorted(values.items())) for values in (self.rewards, self.held_out))
         for verdict in sorted(status.verdicts, key=lambda verdict: verdict.decided_at_ms):
             if verdict.outcome == "rejected":
                 self.rejections.setdefault((verdict.unit, verdict.node, verdict.decided_at_ms), verdict)
@@ -177,7 +178,7 @@ class Watchdog:
 
     patience_s: float
     _seen: tuple[object, ...] = ()
-    _since_s: float | None = None
+    since_s: float | None = None
 
     def look(
         self, status: RunStatus | None, now_s: float, processes: Sequence[ProcessView] = (), silent_s: float = 0.0
@@ -189,15 +190,12 @@ class Watchdog:
             counts, policy = tuple(sorted(status.submissions.items())), status.policy and status.policy.label
             mark = (status.step, policy, counts, status.ledger.index, len(status.reports))
             halted = status.standing.conduct == "paused" or status.standing.drained
-        if self._since_s is None or mark != self._seen or halted:
-            self._since_s, self._seen = now_s, mark
+        if self.since_s is None or mark != self._seen or halted:
+            self.since_s, self._seen = now_s, mark
             return None
-        if (still_s := now_s - self._since_s) < self.patience_s:
+        if (still_s := now_s - self.since_s) < self.patience_s:
             return None
         return Ending(1, f"no progress for {duration(still_s)}: {standstill_reasons(status, processes, silent_s)}")
-
-    def begin_again(self, now_s: float) -> None:
-        self._since_s = now_s
 
 
 def standstill_reasons(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
@@ -312,7 +310,7 @@ class Reporter:
         self._take_in(self.source.take())
         processes, now_s = self.processes(), self.clock.monotonic_s()
         if now_s - self._ticked_s > SUSPENDED_S:  # this process was suspended
-            self.watchdog.begin_again(now_s)
+            self.watchdog.since_s = now_s
             self.history.answered_s = self.elapsed_s
         self._ticked_s = now_s
         if now_s >= self._next_s:

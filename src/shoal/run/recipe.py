@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
 from shoal.hub.settings import NAME, HubSettings, RunSettings
 from shoal.runtime import extensions

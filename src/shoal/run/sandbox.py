@@ -36,8 +36,6 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingUnixStreamServer
 from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter
-
 import shoal
 from shoal.client import HubClient
 from shoal.environments.sandbox.process import advice
@@ -101,8 +99,7 @@ def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, f
         _open_ways(forwarder, urls, client)
         around = [bubblewrap, *_options(folder, forwarder.folder)]
         _probe(around)
-        words = ["-m", "shoal.cli", "--enclosed-worker", TypeAdapter(type(inner)).dump_json(inner).decode()]
-        return _watched([*around, "--", sys.executable, *words], stop, lambda: _open_ways(forwarder, urls, client))
+        return _watched([*around, "--", *inner.command], stop, lambda: _open_ways(forwarder, urls, client))
 
 
 def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> None:

@@ -13,10 +13,12 @@ from shoal.environments.formats import FORMATS
 from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError
 from shoal.models import BUILTIN
 from shoal.protocol import PolicyManifest
+from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe, load_recipe, shipped_recipe
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import ensure_folder
+from shoal.runtime.stop import StopToken
 from shoal.runtime.text import meant
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key, parse_label
@@ -95,6 +97,12 @@ class CommandTasks:
         settings = self.settings
         named = settings.file or settings.data
         return "mix" if settings.mix else settings.name if named is None else named.name.partition(".")[0]
+
+    def scoring(self, environment: Environment, stop: StopToken) -> ScoringPool:
+        """Started: processes beside this one score, because a reward function or a program may do anything."""
+        pool = ScoringPool(self.settings, environment, stop, ScoringPatience(all_s=86_400.0))
+        pool.start()
+        return pool
 
     @property
     def skips_rows(self) -> bool:

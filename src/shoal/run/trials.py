@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shoal.client import HubClient, split_join_url
-from shoal.client.trust import pinned_root
+from shoal.client import HubClient
 from shoal.client.weights import downloader_of
 from shoal.engines import build, choose, kind_of
 from shoal.engines.registry import resolved
@@ -18,6 +17,7 @@ from shoal.errors import ConfigError, HubUnreachable
 from shoal.models import BUILTIN, TensorView, TextTokenizer
 from shoal.protocol import ProofParameters, RunInfo
 from shoal.run.doctor import MachineFinding
+from shoal.run.folder import hub_address
 from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
@@ -25,7 +25,7 @@ from shoal.validator.canary import SelfTest
 from shoal.validator.profiles import load_profiles, to_toml
 from shoal.validator.verdicts import Machine
 
-POLICY_PATIENCE_S = 600.0
+HUB_S, POLICY_PATIENCE_S = 10.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,10 @@ def policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mappi
 
 
 def policy_of_run(url: str, stop: StopToken) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], RunInfo]:
-    base, pinned = split_join_url(url)
-    with closing(HubClient.of_a_person(base, 10.0, pinned_root([base], pinned), stop)) as hub:
+    with closing(HubClient.of_a_person(*hub_address(url, HUB_S), stop)) as hub:
         trusted, status = hub.trusted_run(), hub.status()
     if status.policy is None:
-        raise HubUnreachable(f"the run at {base} has not published a policy yet: try again when it has")
+        raise HubUnreachable(f"the run at {hub.url} has not published a policy yet: try again when it has")
     with tempfile.TemporaryDirectory(prefix="shoal-selftest-") as folder:
         with closing(downloader_of(trusted, Path(folder), stop, 1)) as downloader:
             payload = downloader.fetch(status.policy, POLICY_PATIENCE_S)

@@ -43,7 +43,7 @@ def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
             raise ConfigError(f"{path} is larger than {MAX_RECIPE_BYTES} bytes: that is no recipe")
         text = data.decode("utf-8-sig")  # some editors put a byte order mark in front
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no recipe at {path} (shoal recipes lists those that come with shoal)") from error
+        raise ConfigError(f"there is no recipe at {path} (shoal init lists those that come with shoal)") from error
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -1,17 +1,24 @@
 """Files that survive a crash: written completely or not at all, and on the disk when the call returns.
 
 A failed write is reported to people with one kind of message (`resource_error`), whichever library noticed it.
+
+One process per folder (`FolderLock`): two trainers writing one checkpoint folder would ruin it. The lock is the
+operating system's (`flock`): it goes away with the process that held it, however that ended.
 """
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
 import stat
+import time
 from pathlib import Path
+from typing import Self
 
 from shoal.errors import DiskError, ResourceError
+from shoal.runtime.stop import StopToken
 
 _HINTS = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -25,6 +32,7 @@ _HINTS = {
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
+POLL_S = 0.1  # between two looks at a lock
 FULL_BYTES = 16 * 1024  # with less a log line or a page of a database may not fit any more
 
 
@@ -112,3 +120,51 @@ def home() -> Path:
         return Path(given).absolute() if given else Path.home() / ".shoal"
     except RuntimeError as error:
         raise ResourceError(f"this user has no home folder ({error}): name a folder in SHOAL_HOME") from error
+
+
+class FolderLock:
+    """Held from `acquire` to `release` (or the end of the process). The file contains the pid of the holder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._descriptor = folder / ".lock", -1
+
+    def acquire(self, stop: StopToken, wait_s: float = 0.0) -> Self:
+        """Take the lock, waiting up to `wait_s` for a holder that is just ending."""
+        ensure_folder(self._path.parent)
+        end_s = time.monotonic() + wait_s
+        while not self._try():
+            if time.monotonic() >= end_s or stop.wait(POLL_S):
+                holder = "unknown"
+                with contextlib.suppress(OSError):
+                    holder = self._path.read_text().strip() or holder
+                advice = "stop that one first, or use another folder"
+                raise ResourceError(f"the folder {self._path.parent} is in use by process {holder}; {advice}")
+        return self
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _try(self) -> bool:
+        try:
+            self._descriptor = open_in_place(self._path, os.O_RDWR)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The file may have been removed with its folder meanwhile.
+            if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
+                os.ftruncate(self._descriptor, 0)
+                os.write(self._descriptor, f"{os.getpid()}\n".encode())
+                return True
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except OSError as error:
+            self.release()
+            raise resource_error("lock", self._path, error) from error
+        self.release()
+        return False

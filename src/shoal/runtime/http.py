@@ -36,7 +36,6 @@ from urllib.parse import unquote
 import h11
 
 from shoal.errors import ResourceError
-from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 HEAD_S, MAX_HEAD_BYTES, IDLE_S = 10.0, 16 * 1024, 75.0
@@ -405,11 +404,11 @@ def client_of(address: str) -> str:
     return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
 
 
-def bind(host: str, port: int, section: str, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:
+def bind(host: str, port: int, section: str, stop: StopToken) -> socket.socket:
     """A listening socket, or `ResourceError`, which names the setting or option `{section}port` or `{section}host`. A
     taken port is tried again for a moment: while a server restarts, a client that connects to it may hold the port for
     an instant, as the other end of its own connection."""
-    end_s, where = clock.monotonic_s() + TAKEN_S, f"port {port} on {host}"
+    end_s, where = time.monotonic() + TAKEN_S, f"port {port} on {host}"
     while True:
         # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -422,7 +421,7 @@ def bind(host: str, port: int, section: str, stop: StopToken, clock: Clock = Sys
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:
-                if clock.monotonic_s() < end_s and not stop.wait(TRY_AGAIN_S):
+                if time.monotonic() < end_s and not stop.wait(TRY_AGAIN_S):
                     continue
                 other = f"choose another ({section}port; 0 takes any)"
                 said = f"{where} is taken: stop the program that uses it, or {other}"

@@ -20,12 +20,13 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from shoal.runtime.clock import Backoff, Clock, SystemClock
+from shoal.runtime.clock import Backoff
 from shoal.runtime.files import is_full, resource_error, write_atomically
 from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 
@@ -35,6 +36,7 @@ HOPELESS_CODES = (2, 3, 5)  # see errors.py: the same would happen again
 SHUT_OUT_CODE = 6  # see errors.py: banned or suspended, which the run can do without
 POLL_S = 0.1
 TAIL_BYTES = 4096
+ORPHAN_S = 10.0  # what a process without its supervisor has to end in
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,10 @@ class Supervisor:
 
     def __init__(
         self, specs: Sequence[ProcessSpec], stop: StopToken, processes_file: Path,
-        policy: RestartPolicy = RestartPolicy(), clock: Clock = SystemClock(),
+        policy: RestartPolicy = RestartPolicy(),
     ) -> None:  # fmt: skip
-        self._children = [_Child(spec, clock.monotonic_s()) for spec in specs]
-        self._stop, self._processes_file, self._policy, self._clock = stop, processes_file, policy, clock
+        self._children = [_Child(spec, time.monotonic()) for spec in specs]
+        self._stop, self._processes_file, self._policy = stop, processes_file, policy
 
     def run(
         self, on_tick: Callable[[], Ending | None] = lambda: None, on_end: Callable[[], None] = lambda: None
@@ -141,7 +143,7 @@ class Supervisor:
                 ending = None if code is None else self._ended(child, code)
                 if ending is not None:
                     return ending
-            elif child.restart_at_s is not None and self._clock.monotonic_s() >= child.restart_at_s:
+            elif child.restart_at_s is not None and time.monotonic() >= child.restart_at_s:
                 self._start(child)
         return None
 
@@ -151,7 +153,7 @@ class Supervisor:
 
     def processes(self) -> list[ProcessView]:
         """Every process in the order of the specs, as of the last `poll`."""
-        return [child.view(self._clock.monotonic_s()) for child in self._children]
+        return [child.view(time.monotonic()) for child in self._children]
 
     def shut_down(self) -> None:
         """SIGTERM to every child, one grace period for all, then SIGKILL to the rest and their children."""
@@ -159,14 +161,14 @@ class Supervisor:
         for _, process in alive:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-        began_s = self._clock.monotonic_s()
+        began_s = time.monotonic()
         while any(process.poll() is None for _, process in alive):
-            waited_s = self._clock.monotonic_s() - began_s
+            waited_s = time.monotonic() - began_s
             if waited_s >= self._policy.grace_s or self._stop.hurry.wait(POLL_S):
                 break
         for name, process in alive:
             if process.poll() is None:
-                log.warning("%s did not stop within %.1f s: killing it", name, self._clock.monotonic_s() - began_s)
+                log.warning("%s did not stop within %.1f s: killing it", name, time.monotonic() - began_s)
                 # It is not reaped, so the process group is still its own.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -188,14 +190,14 @@ class Supervisor:
                 )  # fmt: skip
         except OSError as error:
             raise resource_error(f"start {spec.name} or write its log", spec.log, error) from error
-        child.changed_s, child.restart_at_s = self._clock.monotonic_s(), None
+        child.changed_s, child.restart_at_s = time.monotonic(), None
         child.lives += 1
         log.info("%s started (pid %d)", spec.name, child.process.pid)
         self._record()
 
     def _ended(self, child: _Child, code: int) -> Ending | None:
         """The exit of a child ends the run, or leads to a restart, or to nothing."""
-        spec, now_s, policy = child.spec, self._clock.monotonic_s(), self._policy
+        spec, now_s, policy = child.spec, time.monotonic(), self._policy
         lived_s, child.changed_s = now_s - child.changed_s, now_s
         assert child.process is not None
         assert child.process.stdin is not None
@@ -258,7 +260,7 @@ def last_line(path: Path) -> str:
     return line.removeprefix("shoal: ")
 
 
-def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
+def follow_supervisor(stop: StopToken) -> None:
     """In a child: stop when the supervisor is gone, by SIGKILL after the grace period. Does nothing without a
     supervisor. Call it before slow imports."""
     if os.environ.pop(SUPERVISED, None) is None:
@@ -269,7 +271,7 @@ def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
         while os.read(pipe, 1024):  # returns when the other end is closed
             pass
         stop.set("the supervisor is gone")
-        threading.Event().wait(grace_s)
+        threading.Event().wait(ORPHAN_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="follow-supervisor", daemon=True).start()

@@ -27,7 +27,7 @@ from shoal.protocol import BroadcastHead, Chunk, Delta, LedgerHead, PolicyManife
 from shoal.protocol.policy import content_digest
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.content import THREADS, Content, chunk_of, in_order

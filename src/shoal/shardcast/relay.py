@@ -30,7 +30,8 @@ from blake3 import blake3
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
 from shoal.runtime.clock import Backoff
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
+from shoal.runtime.limits import show_bytes
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach
 from shoal.shardcast import manifest as manifests
@@ -53,7 +54,7 @@ MAX_HEALTH_BYTES = 1024 * 1024
 @dataclass(frozen=True)
 class RelayConfig:
     """`peers` are relays of the same level; the relay's own address among them is left out. The newest `keep_versions`
-    are kept, with `disk_budget_gb` fewer. `connections` fetch chunks at the same time; `connections_per_client` are
+    are kept, within `disk_bytes` fewer. `connections` fetch chunks at the same time; `connections_per_client` are
     served to one address. `reach`: allowed addresses of upstreams, if a hub has named them. Long polls last
     `long_poll_s`; an upstream without them is asked every `poll_s`."""
 
@@ -65,7 +66,7 @@ class RelayConfig:
     port: int = 8472
     peers: tuple[str, ...] = ()
     keep_versions: int = 3
-    disk_budget_gb: float | None = None
+    disk_bytes: int | None = None
     connections: int = 4
     connections_per_client: int | None = 256
     reach: Reach | None = None
@@ -374,9 +375,8 @@ class Mirror(Catalogue):
         whole = {place for place, inventory in self.inventories.items() if inventory.complete}
         candidates = places | whole if self.head is not None else self._manifests
         before, config = self._selection, self._config
-        budget = None if config.disk_budget_gb is None else int(config.disk_budget_gb * 1e9)
         known = {place: self._manifests.get(place) for place in candidates}
-        self._selection = manifests.select_versions(known, config.keep_versions, budget)
+        self._selection = manifests.select_versions(known, config.keep_versions, config.disk_bytes)
         if (problem := self._budget_problem(self._selection)) != self._budget_problem(before):
             log.warning("%s", problem or "the newest version fits into the disk budget again")
         gone = self._manifests.keys() - self._selection.wanted
@@ -404,9 +404,10 @@ class Mirror(Catalogue):
                 self.pool.want(self._manifests[place], [one for one in chunks if one.hash not in self._complete])
 
     def _budget_problem(self, selection: Selection) -> str:
-        if selection.fits:
+        if selection.fits or self._config.disk_bytes is None:
             return ""
+        needed, allowed = (show_bytes(size) for size in (selection.route_bytes, self._config.disk_bytes))
         return (
-            f"the newest version does not fit: it needs {selection.route_bytes / 1e9:.6g} GB of disk, and "
-            f"disk_budget_gb is {self._config.disk_budget_gb:g}; raise it, or this relay can offer only a part"
+            f"the newest version does not fit: it needs {needed} of disk, {allowed} are allowed (--max-disk), so that "
+            "this relay offers only a part"
         )

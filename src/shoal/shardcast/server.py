@@ -306,13 +306,9 @@ def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Ca
 
 
 def run_server(
-    server: TreeServer,
-    host: str,
-    port: int,
-    stop: StopToken,
-    ended: Callable[[], bool],
+    server: TreeServer, host: str, port: int, stop: StopToken, ended: Callable[[], bool],
     on_ready: Callable[[str], None],
-) -> None:
+) -> None:  # fmt: skip
     with contextlib.closing(bind(host, port, "--", stop)) as listener:
         url = local_url(host, listener.getsockname()[1])
         log.info("serving at %s", url)

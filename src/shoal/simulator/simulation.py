@@ -100,7 +100,7 @@ class SimulatedWorker:
             return  # it died while it waited, came back, and got work; or a wake-up too many
         self._asked += 1
         name = f"{self.node[:16]}-{self._asked:08d}"
-        request = LeaseRequest(request=name, max_units=spec.units, held=tuple(self._work))
+        request = LeaseRequest(request=name, max_units=1, held=tuple(self._work))
         try:
             row = world.signed_in(self.node)
             self.kind = self._kind(row)

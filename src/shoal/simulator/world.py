@@ -39,7 +39,6 @@ class WorkerKind:
     count: int
     group_s: float = 60.0
     spread: float = 0.3
-    units: int = 1
     proven: bool = False
     lies: float = 0.0
     delivers: bool = True

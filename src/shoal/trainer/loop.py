@@ -35,8 +35,7 @@ from shoal.models.folder import model_folder, read_files
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, RunInfo, SigningKey, TrainingBatch
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings

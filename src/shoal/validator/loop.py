@@ -32,8 +32,8 @@ from shoal.rewards import DirectScorer, Scorer, ScoringPool
 from shoal.rewards.panel import panel_of
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
+from shoal.runtime.files import FolderLock
 from shoal.runtime.limits import UNLIMITED_BYTES
-from shoal.runtime.lock import FolderLock
 from shoal.runtime.sizing import Derived, RunSize, policies_loaded, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch

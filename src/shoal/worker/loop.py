@@ -39,7 +39,7 @@ from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, Leas
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch

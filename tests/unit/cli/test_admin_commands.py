@@ -1,6 +1,5 @@
 """`shoal admin` and `shoal why`, as a run's owner and a contributor use them, against a hub that really serves."""
 
-import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from hubrun import earn, hub_config, join, join_validator, make_folder, serving
 
-from kit import Capture, Patch, TempPaths
+from kit import Capture, TempPaths
 from kit.cli import told
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
@@ -20,7 +19,7 @@ from shoal.protocol import SignedDocument, SigningKey, Vouch, load_key, load_or_
 from shoal.protocol.lease import LeaseRequest
 from shoal.protocol.verdict import AuditRequest
 from shoal.run.folder import RunFolder
-from shoal.run.owner import PASSPHRASE, node_of, vouch_of
+from shoal.run.owner import node_of, vouch_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.profiles import Profile, to_toml
@@ -197,11 +196,6 @@ def owner(tmp_path: Path, capsys: Capture) -> Path:
     return tmp_path / "owner.key"
 
 
-@pytest.fixture(autouse=True)
-def passphrase(monkeypatch: Patch) -> None:
-    monkeypatch.setenv(PASSPHRASE, "several words of mine")
-
-
 def test_no_key_is_overwritten_but_shown(owner: Path, tmp_path: Path, capsys: Capture) -> None:
     before, key = owner.read_bytes(), load_key(owner)
     (tmp_path / "w").mkdir()
@@ -210,30 +204,7 @@ def test_no_key_is_overwritten_but_shown(owner: Path, tmp_path: Path, capsys: Ca
         shown = told(capsys, 0, "key", "new", where).out
         assert "already" in shown
         assert shown.split()[-5:] == ["node", key.node, "public", "key", key.public_key]
-    assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 0
-    assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 2
-    assert main(["key", "new", str(owner), "--from", str(tmp_path / "sealed")]) == 2
     assert owner.read_bytes() == before
-
-
-def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    text = told(capsys, 0, "key", "export", owner).out
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert main(["key", "new", str(tmp_path / "there.key"), "--from", "-"]) == 0
-    assert load_key(tmp_path / "there.key").public_key == load_key(owner).public_key
-    (tmp_path / "words").write_text("other words than those\n")
-    (tmp_path / "sealed").write_text(text)
-    there = str(tmp_path / "nowhere.key")
-    sealed = ["--from", str(tmp_path / "sealed"), "--passphrase-file", str(tmp_path / "words")]
-    assert main(["key", "new", there, *sealed]) == 2
-    assert "does not open" in capsys.readouterr().err
-    assert not Path(there).exists()
-
-
-def test_without_a_terminal_a_passphrase_has_to_be_given(owner: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.delenv(PASSPHRASE)
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert "--passphrase-file" in told(capsys, 2, "key", "export", owner).err
 
 
 def test_an_owner_vouches_for_a_machine_without_going_there(owner: Path, tmp_path: Path, capsys: Capture) -> None:

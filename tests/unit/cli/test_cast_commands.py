@@ -14,7 +14,7 @@ from rich.console import Console
 import shoal.run.join
 import shoal.shardcast
 from kit import Capture, Patch
-from kit.cast import Lab, from_folder
+from kit.cast import DEAD, Lab, from_folder
 from kit.cli import told
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, counted
@@ -28,8 +28,7 @@ from shoal.shardcast.cast.fetch import Delivery
 from shoal.shardcast.server import local_url
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
-NOWHERE = "http://127.0.0.1:9"
-KEYED = f"{NOWHERE}/#{KEY.public_key}"
+KEYED = f"{DEAD}/#{KEY.public_key}"
 Serve = Callable[[Path], str]
 
 
@@ -190,9 +189,6 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
     assert "is readable by others" in complaint(capsys, "publish", "file", "--folder", "deep/www", "--no-serve")[1]
 
 
-HUB = "http://127.0.0.1:9"
-
-
 @pytest.fixture
 def configs(monkeypatch: Patch) -> list[RelayConfig]:
     """The set-ups of the relays that were started; none of them runs."""
@@ -203,7 +199,7 @@ def configs(monkeypatch: Patch) -> list[RelayConfig]:
     def remember(config: RelayConfig, *_: Any) -> None:
         found.append(config)
 
-    client = SimpleNamespace(url=HUB, trusted_run=lambda: trusted, close=lambda: None)
+    client = SimpleNamespace(url=DEAD, trusted_run=lambda: trusted, close=lambda: None)
     monkeypatch.setattr(shoal.run.join.HubClient, "of_a_person", lambda *_: client)
     monkeypatch.setattr(shoal.run.join, "remember_root", lambda *_: None)
     monkeypatch.setattr(shoal.run.join, "start_role", lambda *_: StopToken())
@@ -216,17 +212,19 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
         "--upstream http://a:1 --upstream http://b:1 --peer http://c:1 --peer http://d:1 --host 127.0.0.1 --port 7 "
         "--keep-versions 4 --max-disk 1.5GB"
     )
-    assert main(["relay", HUB, "--folder", str(tmp_path), *options.split()]) == 0
+    assert main(["relay", DEAD, "--folder", str(tmp_path), *options.split()]) == 0
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
-    assert configs == [RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, peers, 4, 1.5, reach=named)]
+    assert configs == [
+        RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, peers, 4, 15 * 10**8, reach=named)
+    ]
 
 
 def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[RelayConfig], tmp_path: Path) -> None:
-    assert main(["relay", HUB, "--folder", str(tmp_path)]) == 0
-    budget_gb, plain = configs[0].disk_budget_gb, RelayConfig(tmp_path, (), "", "")
+    assert main(["relay", DEAD, "--folder", str(tmp_path)]) == 0
+    budget, plain = configs[0].disk_bytes, RelayConfig(tmp_path, (), "", "")
     assert (configs[0].keep_versions, configs[0].peers) == (plain.keep_versions, plain.peers)
-    assert budget_gb is not None  # a part of what is free: whoever publishes cannot fill the disk
-    assert 0 < budget_gb < shutil.disk_usage(tmp_path).free / 1e9
+    assert budget is not None  # a part of what is free: whoever publishes cannot fill the disk
+    assert 0 < budget < shutil.disk_usage(tmp_path).free
     assert configs[0].upstreams == ("http://relay:1", "http://origin:1")
     assert configs[0].reach == PUBLIC_ONLY

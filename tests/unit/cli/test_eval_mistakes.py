@@ -7,8 +7,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -69,30 +67,6 @@ def test_environment_of_a_run_is_not_changed_and_its_model_has_the_name_of_the_f
         assert (source.name, source.where) == ("three", export), "not tiny: that is a built-in model"
 
 
-def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: Path, capsys: Capture) -> None:
-    out = tmp_path / "mine.parquet"
-    pq.write_table(pa.table({"a": [1]}), out)
-    before = out.read_bytes()
-    error = told(capsys, 2, "filter", "tiny", data, "--out", out).err
-    assert "is there and was not written by shoal filter: choose another --out" in error
-    assert out.read_bytes() == before
-
-
-@pytest.mark.parametrize(("command", "out", "said"), [
-    ("eval tiny --env", "taken", "holds thesis.tex"), ("filter tiny", "free.parquet", "holds thesis.tex"),
-    ("eval tiny --env", "taken/thesis.tex", "is a file"), ("filter tiny", "taken/thesis.tex/x.parquet", "a file"),
-])  # fmt: skip
-def test_a_place_that_cannot_take_results_is_refused_before_tasks_or_models_are_loaded(
-    command: str, out: str, said: str, tmp_path: Path, capsys: Capture
-) -> None:
-    for name in ("taken", "free.parquet.work"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "thesis.tex").write_text("mine")
-    assert main([*command.split(), "no-such-tasks.jsonl", "--out", str(tmp_path / out)]) in (2, 3)
-    assert said in capsys.readouterr().err
-    assert len(list(tmp_path.rglob("*"))) == 4
-
-
 @pytest.mark.parametrize("command", [["eval", "tiny", "--env"], ["filter", "tiny", "--out", "kept.parquet"]])
 def test_programs_refused_without_a_sandbox(command, tmp_path, monkeypatch, capsys):
     tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "", "output": "1"}]})
@@ -106,23 +80,6 @@ def test_programs_refused_without_a_sandbox(command, tmp_path, monkeypatch, caps
     assert "bwrap is not on the PATH; install bubblewrap" in error
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "programs.jsonl"]
-
-
-MINE = """
-tasks = [{"prompt": f"{n}+1=", "answer": str(n + 1), "split": "train" if n < 8 else "held_out"} for n in range(10)]
-tasks[9]["prompt"] = " 3+1 ="
-
-def score(prompt, completion, answer):
-    return float(completion == answer)
-"""
-
-
-def test_a_leak_is_refused_before_anything_is_loaded(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MINE)
-    error = told(capsys, 5, "eval", "tiny", "--env", "mine.py", "--trained-on", "mine.py").err
-    assert "1 of the evaluated tasks are in the training set: mine/9; --allow-leaks leaves them out" in error
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
 def test_progress_in_a_log_is_a_line_now_and_then() -> None:

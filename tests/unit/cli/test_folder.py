@@ -12,7 +12,7 @@ from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_cre
 from shoal.run.folder import Endpoints, RunFolder, masked, port_of, without_passwords
 from shoal.run.recipe import Recipe
 from shoal.runtime.config import dump_config, parse_config
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import StopToken
 
 

@@ -23,7 +23,7 @@ from shoal.run.launch import Launched, conclusion, kept_line, launch, process_sp
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, role_names, run_role
 from shoal.runtime.config import parse_config
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
 from shoal.runtime.text import shoal_command

@@ -22,9 +22,8 @@ from shoal.hub.storage import SqliteStorage
 from shoal.ledger import Keys, Pin
 from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead, load_key, open_document, sign_document
 from shoal.run.folder import RunFolder
-from shoal.run.ledger import witness as witnessing
 from shoal.run.ledger.check import check_ledger, check_source, export_ledger
-from shoal.run.ledger.sources import FolderLedger, HubLedger, proven_fork
+from shoal.run.ledger.sources import FolderLedger, HubLedger, LedgerSource, proven_fork
 from shoal.run.ledger.witness import Witness
 from shoal.runtime.clock import ManualClock
 from shoal.shardcast.server import run_origin
@@ -193,7 +192,7 @@ def test_file_that_ends_before_the_witness_row_fails(folder, forked, own_home, m
     record_another(folder, forked.parent / "before")
     fork, key = forked.parent / "fork.jsonl", key_of(forked)
     last = export_ledger(str(folder.path), fork) - 1
-    monkeypatch.setattr(witnessing, "download", lambda *_: (forked / witness_key(key)).read_bytes())
+    monkeypatch.setattr(LedgerSource, "fetch", lambda *_: [(forked / witness_key(key)).read_bytes()])
     words = rf"signed row {last + 1}, the file ends at row {last}: it cannot be compared"
     with pytest.raises(LedgerError, match=words):
         check_ledger(str(fork), witnesses=[f"{key}@http://witness"])
@@ -278,7 +277,8 @@ def test_hub_that_grows_while_verified_not_rolled_back(folder: RunFolder, tmp_pa
         grow(folder, 0)
         assert main(["ledger", "witness", url, "--folder", str(where), "--once"]) == 0
         key = key_of(where)
-        monkeypatch.setattr(witnessing, "download", lambda *_: (where / witness_key(key)).read_bytes())
+        published = lambda _self, url, *_: [(where / witness_key(key)).read_bytes()] * (url == "http://witness")  # noqa: E731
+        monkeypatch.setattr(LedgerSource, "fetch", published)
         checked = check_source(place, witnesses=[f"{key}@http://witness"])
     assert checked.last.kind == "batch"
 

@@ -6,19 +6,27 @@ import shlex
 import socket
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from kit import Patch, TempPaths
-from kit.cast import says
+from kit.cast import DEAD, says
 from kit.cli import TINY
 from shoal.adversary import CHEATS
 from shoal.cli.main import main
 
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
-KEYED = f"{NOWHERE}/#{'ab' * 32}"
+KEYED = f"{DEAD}/#{'ab' * 32}"
 FILTER, SFT = "filter tiny sort --out x.parquet", "sft tiny --data demos.jsonl --out out"
 PUBLISH, FETCH = "cast publish --no-serve", "cast fetch"
 
+LEAKING = """
+tasks = [{"prompt": f"{n}+1=", "answer": str(n + 1), "split": "train" if n < 8 else "held_out"} for n in range(10)]
+tasks[9]["prompt"] = " 3+1 ="
+
+def score(prompt, completion, answer):
+    return float(completion == answer)
+"""
 MAY_STAY = {"www.key", ".out.cast", ".lock", "out.work", ".shoal-sft"}
 """What is used again by whoever mends the mistake."""
 
@@ -44,26 +52,27 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("demo --steps -1", 2, "'--steps': '-1' is not a whole number from 1 to 100,000 (see: shoal demo --help)"),
     ("demo file", 2, "file is not a folder; give another RUN"),
     ("hub none", 2, "runs/none is not there; a run is given by its folder, its name under runs/, or its URL"),
-    (f"trainer {NOWHERE}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
+    (f"trainer {DEAD}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
     ("validator . --index x", 2, "'--index': 'x' is not a whole number of at least 0"),
-    (f"relay {NOWHERE} --origin", 2, "--origin: only for the run's folder"),
-    (f"relay . --upstream {NOWHERE}", 2, "--upstream: only for a run's URL"),
+    (f"relay {DEAD} --origin", 2, "--origin: only for the run's folder"),
+    (f"relay . --upstream {DEAD}", 2, "--upstream: only for a run's URL"),
     ("backup", 2, "give the run's folder and the file to write"),
     ("backup --verify none.tar", 2, "there is no backup at none.tar"),
     ("restore file ./again", 1, "the backup file is damaged"),
     # hubs
     ("status localhost:8470", 2, "or its URL, http://"),
-    *((f"{command} WEB --wait 0", 4, "answers, but it is no shoal hub [HTTP 404]; check the address")
+    *((f"{command} WEB --wait 600", 4, "answers, but it is no shoal hub [HTTP 404]; check the address")
       for command in ("status", "why 1", "join", "relay", "ledger verify", "ledger show")),
-    (f"why 1 {NOWHERE} --wait 0", 4, "check the address, that the hub is running"),
+    *((f"{command} {DEAD} --wait 0", 4, f"no usable answer from the hub at {DEAD} ")
+      for command in ("status", "join", "relay")),
+    (f"why 1 {DEAD} --wait 0", 4, "check the address, that the hub is running"),
     ("ledger verify none.jsonl", 2, "none.jsonl is no run's folder (here or in runs/), no exported ledger and no URL"),
-    (f"ledger verify {NOWHERE} --recheck 3", 2, "--recheck needs the run's folder"),
+    (f"ledger verify {DEAD} --recheck 3", 2, "--recheck needs the run's folder"),
     ("ledger show . bob --step 3", 2, "leave the node out"),
     ("ledger witness demo", 2, "a witness watches a hub: give its URL"),
     ("admin puase .", 2, "there is no order 'puase' (did you mean 'pause'?): shoal admin --help lists them"),
     ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
-    (f"admin pause {NOWHERE}", 2, "give --keys FOLDER with admin.key and admin.json"),
-    ("key new a --from none", 2, "cannot read none: No such file or directory"),
+    (f"admin pause {DEAD}", 2, "give --keys FOLDER with admin.key and admin.json"),
     ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     ("run none.toml", 2, "there is no recipe at none.toml"),
     ("run TINY --set steps", 2, "expected section.key=value"),
@@ -71,6 +80,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),
     ("run TINY --set worker.engine=steam", 2, "there is no such engine"),
     ("run TINY --set environment.name=sorting", 2, "there is no environment"),
+    *((f"run TINY run --set 'trainer.lora.targets=[\"qproj\"]'{mode}", 2, "an adapter is called 'qproj'; there are: ")
+      for mode in ("", " --dry-run", " --prepare")),
     *((f"run TINY {where}", 3, "a part of the path is a file, not a folder") for where in ("file", "file/run")),
     ("run TINY .", 2, "is not empty and not a run's"),
     ("export . out", 2, "it is not a run's folder"),
@@ -85,16 +96,16 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("join", 2, "Missing argument 'URL|RUN'. (see: shoal join --help)"),
     ("join example", 2, "runs/example is not there; a run is given by its folder, its name under runs/, or its URL"),
     ("join http://host:1/#abc", 2, "is not a root fingerprint"),
-    (f"join {NOWHERE} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
-    (f"join {NOWHERE} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
+    (f"join {DEAD} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
+    (f"join {DEAD} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
     ("join . --max-disk 1GB", 2, "go with a join URL, not with a run on this machine"),
     (f"join http://a:1/#{'ab' * 20} http://b:1/#{'cd' * 20}", 2, "these URLs are of different runs"),
-    (f"join {NOWHERE} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
-    (f"join {NOWHERE} --engine scripted --dtype foo", 2, "foo"),
-    (f"join {NOWHERE} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch, vllm"),
-    (f"join {NOWHERE} --engine scripted --cheat foo", 2, f"no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
+    (f"join {DEAD} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
+    (f"join {DEAD} --engine scripted --dtype foo", 2, "foo"),
+    (f"join {DEAD} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch, vllm"),
+    (f"join {DEAD} --engine scripted --cheat foo", 2, f"no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
     ("join runs/x --cheat foo", 2, "there is no cheat 'foo'"),
-    (f"join {NOWHERE} runs/x", 2, "give one run on this machine, or the join URLs of one run"),
+    (f"join {DEAD} runs/x", 2, "give one run on this machine, or the join URLs of one run"),
     # environments, data, models
     ("eval tiny", 2, "give a MODEL and --env SPEC, or --rescore FOLDER"),
     ("eval tiny --rescore .", 2, "needs no model: leave tiny out"),
@@ -110,6 +121,13 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("eval tiny --env sort --split test", 2, "--split test: there are held_out, train, all"),
     ("eval tiny --env sort --set run.steps=1", 2, "only settings of [environment] matter"),
     ("eval /none/such --env sort", 2, "there is no model folder /none/such"),
+    ("eval tiny --env mine.py --trained-on mine.py", 5, "1 of the evaluated tasks are in the training set: mine/9; "
+        "--allow-leaks leaves them out"),
+    ("eval tiny --env none.jsonl --out mine", 2, "holds thesis.txt"),  # before tasks or models are loaded
+    ("eval tiny --env none.jsonl --out mine/thesis.txt", 3, "is a file"),
+    ("filter tiny none.jsonl --out free.parquet", 2, "holds thesis.txt"),
+    ("filter tiny none.jsonl --out mine/thesis.txt/x.parquet", 3, "a file"),
+    ("filter tiny a.jsonl --out theirs.parquet", 2, "was not written by shoal filter: choose another --out"),
     ("eval tiny --env sort --engine abacus", 2, "there is no engine 'abacus'"),
     ("filter tiny sort --out x.jsonl", 2, "let its name end in .parquet"),
     (f"{FILTER} --pass-rate half", 2, "--pass-rate half: give two rates"),
@@ -153,7 +171,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in ("speed=3", "link_mbit",
         "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1", "length_share=5", "length_share=nan")),
     # a machine
-    ("doctor --selftest --calibrate", 2, "ask for one of them"),
+    *((f"doctor {two}", 2, "three things: ask for one of them") for two in
+        ("--selftest --calibrate", "--bench --selftest")),
+    *((f"doctor {one} --json", 2, "leave it out here") for one in ("--calibrate", "--selftest")),
     ("doctor --selftest --against cuda", 2, "write device/format"),
     ("doctor --selftest --against cpu/float32 --against cpu/bfloat16", 2, "give --against once"),
     ("doctor --selftest --dtype int3", 2, "does not compute in 'int3'"),
@@ -179,7 +199,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     (PUBLISH, 2, "Missing argument"),
     (f"{FETCH} host:8471 --out out", 2, "is not a URL such as http://host:8471"),
     (f"{FETCH} http://host:1/#12 --out out", 2, "does not end in a key"),
-    (f"{FETCH} {NOWHERE}", 2, "Missing option"),
+    (f"{FETCH} {DEAD}", 2, "Missing option"),
     (f"{FETCH} {KEYED} --out pipe", 2, "neither a file nor a folder"),
     (f"{FETCH} {KEYED} --out /", 2, "cannot be the output"),
     (f"{FETCH} {KEYED} --out file/out", 3, "a part of the path is a file, not a folder"),
@@ -201,14 +221,18 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
     """The folder that commands are given in, full of odd things."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.chdir(tmp_path)
-    for name in ("hollow/sub", "zeros", "linked", "piped", "socketed", "odd", "mine", "begun.work/corpus"):
+    names = "hollow/sub zeros linked piped socketed odd mine begun.work/corpus free.parquet.work"
+    for name in names.split():
         (tmp_path / name).mkdir(parents=True)
-    for name in ("file", "linked/fine", "piped/fine", "odd/a\nb", "mine/thesis.txt", "begun.work/corpus/precious"):
+    names = "file linked/fine piped/fine mine/thesis.txt begun.work/corpus/precious free.parquet.work/thesis.txt"
+    for name in (*names.split(), "odd/a\nb"):
         (tmp_path / name).write_bytes(b"x")
     for name in ("empty.jsonl", "zeros/a"):
         (tmp_path / name).write_bytes(b"")
     rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "theirs.parquet")
+    (tmp_path / "mine.py").write_text(LEAKING)
     said = '{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}'
     (tmp_path / "chat.jsonl").write_text(f'{{"messages": [{said}]}}\n')
     (tmp_path / "demos.jsonl").write_text('{"prompt": "312=", "completion": "123"}\n')
@@ -220,9 +244,14 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
+def contents(folder: Path) -> set[tuple[Path, bytes]]:
+    paths = (path for path in folder.rglob("*") if path.name != "__pycache__" and path.suffix != ".pyc")
+    return {(path, path.read_bytes() if path.is_file() else b"") for path in paths}
+
+
 @pytest.mark.parametrize(("command", "code", "words"), MISTAKES, ids=[command for command, *_ in MISTAKES])
 def test_a_mistake_is_one_line_and_leaves_nothing(here, own_home, capsys, request, command, code, words):
-    before = set(here.rglob("*"))
+    before = contents(here)
     if "WEB" in command:
         command = command.replace("WEB", request.getfixturevalue("lab").source(says(b"<html>", 404)).url)
     ended, said = main(shlex.split(command.replace("TINY", str(TINY)))), capsys.readouterr().err
@@ -230,5 +259,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(here, own_home, capsys, reques
     assert ended == code
     assert said.startswith("shoal: ")
     assert said.count("\n") == 1
-    assert {path.name for path in {*here.rglob("*")} ^ before} <= MAY_STAY
+    assert "<html>" not in said
+    assert {path.name for path, _ in contents(here) ^ before} <= MAY_STAY
     assert not (command.startswith("join") and own_home.exists())

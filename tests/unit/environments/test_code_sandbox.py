@@ -13,7 +13,7 @@ import pytest
 
 from kit.reward import until
 from kit.sandbox import SHORT, children, gone, needs_bubblewrap, run, said
-from shoal.environments.graders.registry import grader
+from shoal.environments.graders import grader
 from shoal.environments.sandbox import Ran, Sandbox, require_sandbox
 from shoal.environments.sandbox import process as process_module
 from shoal.environments.sandbox.seccomp import ARCHITECTURES, DENIED, NEWEST, assemble

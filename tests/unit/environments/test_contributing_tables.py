@@ -7,9 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders.registry")
+INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders")
 LISTS = {
-    "GRADERS": "shoal.environments.graders.registry", "FORMATS": "shoal.environments.formats",
+    "GRADERS": "shoal.environments.graders", "FORMATS": "shoal.environments.formats",
     "BY_COLUMNS": "shoal.environments.formats", "TOOLS": "shoal.environments.tools", "PartJudge": "shoal.rewards.panel",
     "panel_of": "shoal.rewards.panel",
 }  # fmt: skip

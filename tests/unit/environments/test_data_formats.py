@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kit import data
+from kit.tables import table
 from shoal.environments.formats import unpacked
 from shoal.environments.graders.code_tests import read_tests
 from shoal.errors import UnusableTask
@@ -24,17 +25,7 @@ def test_the_described_schema() -> None:
     assert environment.score(tasks[0], "\\boxed{143}").value == 0.0
 
 
-@pytest.mark.parametrize(("prompt", "said"), [
-    ([], "must end with a message of the user"),
-    ([{"role": "assistant", "content": "Hello."}], "must end with a message of the user"),
-    ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
-     "a system message that is not its first"),
-    ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "0.role: Input should be 'system'"),
-    ([{"role": "user", "content": ["a"]}], "0.content: Input should be a valid string"),
-    ([{"role": "user", "content": " "}], "prompt is empty"),
-    (["hello"], "0: Input should be a valid dictionary"),
-    (7, "prompt is neither text nor messages: it: "),
-])  # fmt: skip
+@pytest.mark.parametrize(("prompt", "said"), table("own_environments", "prompts of rows that are no conversations"))
 def test_prompts_that_are_no_conversations(prompt: Any, said: str, tmp_path: Path) -> None:
     rows = data.rows_in("described")
     rows[2]["prompt"] = prompt
@@ -163,14 +154,7 @@ def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> N
         unpacked(packed, "private_test_cases")
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
-    ({"public_test_cases": '{"a": 1}'}, "no list of test cases"),
-    ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "input is no text"),
-    ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of type 'oral'"),
-    ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "metadata.func_name"),
-    ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(("change", "said"), table("own_environments", "rows that are not of LiveCodeBench"))
 def test_livecodebench_refuses_other_rows(change: dict[str, str], said: str, tmp_path: Path) -> None:
     rows = data.rows_in("livecodebench")
     rows[0] |= change

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kit import data
 from kit.sandbox import needs_bubblewrap
+from kit.tables import table
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
@@ -146,18 +147,7 @@ def test_python_literals_are_read(info: str, read: Any, tmp_path: Path) -> None:
     assert json.loads(task.answer) == read
 
 
-SHALLOW: list[tuple[str, Any, str]] = [
-    ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
-    ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type is missing"),
-]  # fmt: skip
-DEEP: list[tuple[Any, str]] = [
-    (None, "verification_info is missing"), ("", "verification_info is empty"),
-    ("{not", "verification_info is no JSON"), ("[1]", "verification_info is no JSON object"), ("{}", ""),
-    ('{"ground_truth": ""}', ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
+@pytest.mark.parametrize(("column", "value", "said"), table("own_environments", "rows that cannot be asked"))
 @pytest.mark.parametrize(("name", "where"), [("a.jsonl", "a.jsonl line 8"), ("a.parquet", "a.parquet")])
 def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(name, where, column, value, said, tmp_path, caplog):
     path = data.write_either(tmp_path / name, data.described(20, **{column: {7: value}}))
@@ -171,7 +161,7 @@ def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(name, where, 
     assert re.search(r"1 row .*row 7 ", data.refused(path, bad_rows="refuse"))
 
 
-@pytest.mark.parametrize(("info", "said"), DEEP)
+@pytest.mark.parametrize(("info", "said"), table("own_environments", "answers that cannot be used"))
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_an_answer_that_cannot_be_used_makes_its_task_unusable(name: str, info: Any, said: str, tmp_path: Path) -> None:
     path = data.write_either(tmp_path / name, data.described(20, verification_info={7: info}))

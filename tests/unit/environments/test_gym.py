@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kit.tables import table
 from shoal.environments import Environment, EnvironmentSettings, build
 from shoal.environments import gym as source
 from shoal.environments.generated import is_held_out
@@ -187,23 +188,22 @@ def test_mathematics_is_let_through(text: str) -> None:
     assert checked_expression(text) == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "x.y", "f(x)", "sin(x, y)", "[1]", "'a'", "x if y else z", "True", "1_0", "x; y", "9" * 101, "9" * 25 + "**2",
-     "9**65", "x**257", "(x+1)**65", "+".join(["9**64"] * 65), "+".join(["9" * 99] * 81), "2**2**2",
-     "((9**9)**9)**9", "x" + "+x" * 2000, "x ∧ y", "10**(64*64*64)", "x[0]", "1 < 2", "~1",
-     "N.func", "-" * 90 + "1", "sin(x)(y)", "1j", "x := 1"],
-)  # fmt: skip
+TOO_LARGE = ["9" * 101, "+".join(["9**64"] * 65), "+".join(["9" * 99] * 81), "x" + "+x" * 2000]
+
+
+@pytest.mark.parametrize("text", [*table("own_environments", "no expressions of reasoning-gym"), *TOO_LARGE])
 def test_anything_else_is_not(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 -- which kind of wrong it is does not matter
         checked_expression(text)
 
 
-@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_gold_products_of_long_polynomials_score_1(level: int) -> None:
+@pytest.mark.parametrize(("level", "numbers"), [
+    (1, range(1, 5)), (2, range(1, 2)), *(pytest.param(level, range(1, 5), marks=pytest.mark.slow) for level in (2, 3)),
+])  # fmt: skip
+def test_gold_products_of_long_polynomials_score_1(level: int, numbers: range) -> None:
     made = Generator("polynomial_multiplication", {}, level)
-    golds = [(made.entry(number), example_answer(made.entry(number))) for number in range(1, 5)]
-    assert [made.score(entry, gold)[0] for entry, gold in golds] == [1.0] * 4
+    golds = [(entry, example_answer(entry)) for entry in map(made.entry, numbers)]
+    assert {made.score(entry, gold)[0] for entry, gold in golds} == {1.0}
 
 
 def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,11 +215,7 @@ def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.
     assert gym().task("reasoning-gym/train/0").prompt != first
 
 
-@pytest.mark.parametrize(("completion", "answer"), [
-    ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
-    ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
-    ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
-])  # fmt: skip
+@pytest.mark.parametrize(("completion", "answer"), table("own_environments", "where reasoning-gym reads the answer"))
 def test_where_the_answer_is(completion: str, answer: str) -> None:
     assert final_answer(completion) == answer
 
@@ -261,15 +257,7 @@ def test_settings_level_and_seed_change_tasks_and_digest_and_are_fitted() -> Non
     assert Generator("word_sorting", {"transformation": "uppercase"}).entry(1)["answer"].isupper()
 
 
-@pytest.mark.parametrize(("options", "sentence"), [
-    ({"generator": "chain_sums"}, "did you mean 'chain_sum'"), ({"generator": "composite"}, "use environment.mix"),
-    ({"generator": "codeio"}, "differs from process to process"),
-    ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"), ({"settings": {"size": 2}}, "has no setting 'size'"),
-    ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses its settings"),
-    ({"settings": {"min_terms": "many"}}, "min_terms is a int, not 'many'"),
-    ({"settings": {"allow_negation": "no"}}, "allow_negation is a bool, not 'no'"),
-    ({"generator": "acre", "level": 1}, "has no curriculum"),
-])  # fmt: skip
+@pytest.mark.parametrize(("options", "sentence"), table("own_environments", "generator settings"))
 def test_invalid_generator_settings_are_refused_when_built(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         gym(**options)

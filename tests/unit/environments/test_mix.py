@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, dialogue_of, identity_of
-from shoal.environments.composed import budget_of
 from shoal.environments.generated import GeneratedEnvironment
 from shoal.environments.mix import MixedEnvironment, MixSchedule, Part, part_of
 from shoal.environments.protocol import DialogueRule, prompt_digest, require_scoring
-from shoal.environments.settings import LengthSettings
+from shoal.environments.settings import LengthSettings, budget_of
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.evaluation.plan import Leaks, find_leaks
 from shoal.protocol.lease import permute
@@ -38,8 +37,9 @@ def test_turns_and_counts_agree_everywhere(shares: list[float], position: int) -
 @given(weights, st.integers(0, 10**6))
 def test_every_prefix_is_in_proportion(shares: list[float], positions: int) -> None:
     counts, total = MixSchedule(shares).counts(positions), sum(shares)
-    for count, share in zip(counts, shares, strict=True):
-        assert abs(count - positions * share / total) <= 5 + positions * 1e-4
+    for count, share in zip(counts, shares, strict=True):  # turns are rounded to one of 10,000, their sum to several
+        rounding = 1e-4 * (1 + len(shares) * share / total / 2)
+        assert abs(count - positions * share / total) <= 5 + positions * rounding
 
 
 @settings(max_examples=30)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.tables import table
 from shoal.engines.asking import Asking
 from shoal.environments import Environment, EnvironmentSettings, build, columns_of
 from shoal.environments.protocol import SPLITS, Task
@@ -88,28 +89,14 @@ def test_a_completion_to_which_no_function_applies_has_the_score_zero(load):
     assert (score.value, dict(score.parts), score.notes) == (0.0, {}, "no reward function applies")
 
 
-@pytest.mark.parametrize(("source", "said"), [
-    ("def f(completions, **k): 1 / 0", r"f\(\) in .* raised ZeroDivisionError"),
-    ("async def f(completions, **k): 1 / 0", r"f\(\) in .* raised ZeroDivisionError"),
-    ("def f(completions, **k): return [1.0, 2.0]", "a list with one number, or None"),
-    ("def f(completions, **k): return 1.0", "a list with one number"),
-    ("def f(completions, **k): return ['good']", "a list with one number"),
-    ("def f(completions, **k): return [float('nan')]", "a list with one number"),
-])  # fmt: skip
+@pytest.mark.parametrize(("source", "said"), table("own_environments", "reward functions without a number"))
 def test_a_function_that_gives_no_number_leaves_the_completion_unscored(load, source, said):
     made = load(f"tasks = [{{'prompt': 'a'}}]\n{source}")
     with pytest.raises(ScoringFailure, match=said):
         made.score(all_tasks(made)[0], "x")
 
 
-@pytest.mark.parametrize(("source", "said"), [
-    ("def f(completions, truth): ...", r"f\(\) in .* asks for truth: .*it can have completions, prompts"),
-    ("def f(completions, trainer_state, **k): ...", "asks for trainer_state: a reward follows from"),
-    ("def f(completions): ...\nreward_weights = [1, 2]", "2 reward_weights for 1 reward functions"),
-    ("def f(completions): ...\ndef score(a, b): ...\nreward_funcs = [f]", "reward_funcs and score.*leave one out"),
-    ("def length(completions): ...", "shoal's own parts"), ("reward_funcs = ['f']", "must be functions"),
-    ("def f(completions): ...\nreward_funcs = [f, f]", "different names"),
-])  # fmt: skip
+@pytest.mark.parametrize(("source", "said"), table("own_environments", "reward functions that cannot be called"))
 def test_functions_that_cannot_be_called_are_refused(load, source, said):
     with pytest.raises(EnvironmentSetupError, match=said):
         load(f"tasks = [{{'prompt': 'a'}}]\n{source}")
@@ -143,11 +130,10 @@ def test_columns_of_tasks_are_those_that_a_message_can_hold(load):
     assert columns_of(made, all_tasks(made)[0].id) == {"n": 3}
 
 
-@pytest.mark.parametrize(("prompt", "said"), [
-    ([{"role": "assistant", "content": "?"}], "must end with a message of the user"), ([], "must end with a message"),
-    ([{"role": "user"}], "neither text nor messages"), ({"role": "user", "content": "x"}, "neither text nor messages"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "neither text nor messages"), (None, "prompt is missing"),
-])  # fmt: skip
+PROMPTS = table("own_environments", "prompts of reward files that are no conversations")
+
+
+@pytest.mark.parametrize(("prompt", "said"), PROMPTS)
 def test_a_prompt_that_is_neither_text_nor_a_conversation_is_refused(load, prompt, said):
     with pytest.raises(EnvironmentSetupError, match=f"task 0 in .*{said}"):
         load(f"tasks = [{{'prompt': {prompt}}}]\ndef f(completions): return [1]")

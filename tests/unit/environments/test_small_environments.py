@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.tables import table
 from shoal.environments import Environment, EnvironmentSettings, Score, build, dialogue_of, has_dialogues
 from shoal.environments.protocol import DialogueRule
 from shoal.environments.settings import LengthSettings
@@ -54,13 +55,7 @@ def test_tasks_are_pinned_the_digest_follows_the_settings_and_an_empty_split_is_
         [tasks("held_out")[0], tasks("train")[0]]
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"name": "srot"}, r"no environment 'srot' \(did you mean 'sort'\?\): addition, .*sort"),
-    ({"options": {"max_digit": 3}}, r"no option 'max_digit' \(did you mean 'max_digits'\?\)"),
-    ({"options": {"max_digits": 3}}, r"min_digits \(6\) is above max_digits \(3\)"),
-    ({"options": {"max_digits": 0}}, "max_digits: Input should be greater than or equal to 1"),
-    ({"options": {"max_digits": "many"}}, "max_digits: Input should be a valid integer"),
-])  # fmt: skip
+@pytest.mark.parametrize(("settings", "said"), table("own_environments", "wrong settings"))
 def test_wrong_settings_say_what_to_do(settings, said):
     with pytest.raises(EnvironmentSetupError, match=said):
         build(EnvironmentSettings(**settings))
@@ -94,18 +89,7 @@ def test_a_plain_function_and_a_list_are_enough(load):
     assert environment.task(task.id) == task
 
 
-@pytest.mark.parametrize(("body", "said"), [
-    ("1 / 0", "raised ZeroDivisionError: division by zero on task reward/"),
-    ("return 'good'", "returned 'good' on task .*: not a number"), ("return None", "not a number"),
-    ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
-    ("return {'parts': {}}", "a mapping has `value`"), ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
-    ("return {'value': None}", "its value is not a number"),
-    ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is not a number"),
-    ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is not a number"),
-    ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
-    *((f"return {{'value': 1, 'parts': {{'{name}': 1.0}}}}", f"call '{name}' something else")
-      for name in ("task", "length", "target", "limit", "shuffled_from", "judge.taste")),  # they decide something
-])  # fmt: skip
+@pytest.mark.parametrize(("body", "said"), table("own_environments", "no scores"))
 def test_a_scorer_that_gives_no_score_is_unscored_never_reward_zero(load, body, said):
     environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
     with pytest.raises(ScoringFailure, match=said):
@@ -123,24 +107,7 @@ def test_one_prompt_is_never_on_both_sides(load):
 ONE, TAKES = "tasks = [('p', 'a')]\n", "def score(a, b, c): ..."
 
 
-@pytest.mark.parametrize(("source", "said"), [
-    (ONE, r"defines no function score\(prompt, completion, answer\)"),
-    (f"{ONE}score = 3", "defines no function score"), (f"{ONE}def score(x): ...", "takes 1 parameters"),
-    (TAKES, "defines no tasks"), (f"tasks = []\n{TAKES}", "is empty"), (f"tasks = [3]\n{TAKES}", "0 .* is int"),
-    (f"tasks = [{{'answer': ''}}]\n{TAKES}", "needs `prompt`"),
-    (f"tasks = [{{'prompt': '', 'anser': ''}}]\n{TAKES}", "anser"),
-    (f"tasks = [{{'prompt': '', 'split': 'test'}}]\n{TAKES}", "train or held_out"),
-    (f"tasks = [{{'prompt': '', 'split': []}}]\n{TAKES}", "train or held_out"),
-    (f"tasks = [{{'prompt': '', 'id': 1}}] * 2\n{TAKES}", "two tasks .* '1'"),
-    (f"tasks = [{{'prompt': '', 'split': 'held_out'}}]\n{TAKES}", "no task to train on"),
-    (f"def tasks(): raise OSError('gone')\n{TAKES}", "cannot be listed: OSError: gone"),
-    ("import nonexistent_module", "does not load: ModuleNotFoundError"), ("def score(", "does not load: Syntax"),
-    (f"{ONE}{TAKES}\ntool = 'shell'", "there is no tool 'shell'"),
-    (f"{ONE}{TAKES}\ndef tool(turns): return 'rm -rf /'", "tool of its own, which is not possible: .*calculator"),
-    (f"{ONE}{TAKES}\ntools = [len]", "tool of its own"),
-    (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 1", "max_turns in .* is 1; 2 to 64"),
-    (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 'x'", "max_turns in .* is 'x'"),
-])  # fmt: skip
+@pytest.mark.parametrize(("source", "said"), table("own_environments", "files that do not load"))
 def test_a_file_that_does_not_load_says_why(load, source, said):
     with pytest.raises(EnvironmentSetupError, match=said):
         load(source)
@@ -175,22 +142,15 @@ answer = TOOLS["calculator"]
 SIGNS = "0123456789.+-*/^()= \n"
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("0", "0"), ("007", "7"), ("1+2*3", "7"), ("(1+2)*3", "9"), ("2-3-4", "-5"), ("8/4/2", "1"), ("-2^2", "-4"),
-    ("(-2)^2", "4"), ("2^3^2", "512"), ("2**10", "1024"), ("2^-2", "0.25"), ("--3", "3"), ("-+-3", "3"),
-    ("1/3", "0.333333"), ("2/3", "0.666667"), ("1/8", "0.125"), (".5+.25", "0.75"), ("1.50", "1.5"),
-    ("0.0000005", "0"), ("0.0000015", "0.000002"), ("-1/1000000000", "0"), (" 1\t+\n1 ", "2"), ("0^0", "1"),
-    ("9" * 32, "9" * 32), ("2^64", "18446744073709551616"), ("-7/2", "-3.5"), ("10-0.000001", "9.999999"),
-])  # fmt: skip
+@pytest.mark.parametrize(("text", "value"), table("calculator", "values"))
 def test_values(text: str, value: str) -> None:
     assert shown(evaluate(text)) == value
 
 
-@pytest.mark.parametrize("text", [
-    "", " ", "+", "1+", "*1", "(1", "1)", "()", "1 2", "1..2", "1.", "1/0", "1/(2-2)", "0^-1", "2^0.5", "2^65",
-    "9" * 33, "1e5", "1_000", "0x10", "\uff11", "\u0663", "x", "1,5", "2^64^64", "(10^30)^30", "__import__('os')",
-    "1;2", "(" * 200 + "1" + ")" * 200, "-" * 250 + "1", "1+" * 200 + "1", "//", "1//2", "***",
-])  # fmt: skip
+TOO_LONG = ["(" * 200 + "1" + ")" * 200, "-" * 250 + "1", "1+" * 200 + "1"]
+
+
+@pytest.mark.parametrize("text", [*table("calculator", "no value"), *TOO_LONG])
 def test_expressions_without_value(text: str) -> None:
     with pytest.raises(NoValue):
         evaluate(text)
@@ -213,10 +173,7 @@ def test_any_text_is_answered_shortly_or_not_at_all(text: str) -> None:
     assert said is None or (0 < len(said) < 100 and set(said) <= set("0123456789.-eror"))
 
 
-@pytest.mark.parametrize(("turns", "said"), [
-    (["12"], "12"), (["12", "12"], None), (["12", "12*2="], "24"), (["12", "-3.5"], None), (["seven"], None),
-    ([""], None), (["+-"], None), (["1+"], "error"), (["1==2"], "error"), (["it is 12"], None),
-])  # fmt: skip
+@pytest.mark.parametrize(("turns", "said"), table("calculator", "turns"))
 def test_a_bare_number_is_a_question_once_and_then_the_answer(turns: list[str], said: str | None) -> None:
     assert answer(turns) == said
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.hub import Bench, ok
+from kit.hub import Bench, Owner, ok
 
 
 @pytest.fixture
@@ -17,3 +17,8 @@ def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
         ok(bench.announce(0))
     yield bench
     bench.close()
+
+
+@pytest.fixture
+def owner(bench: Bench) -> Owner:
+    return Owner(bench)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from kit import hub as kit
-from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, fresh_request, ok
+from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, ok
 from shoal.errors import LedgerError
 from shoal.ledger import fold, open_order, verify
-from shoal.protocol import LeaseReply, NodeState, SigningKey
+from shoal.protocol import NodeState, SigningKey
 
 ALICE = kit.worker_key(1).node
 KEY = SigningKey.from_seed(b"w" * 32)
@@ -28,43 +28,32 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[int, str]]] = [
 ]
 
 
-@pytest.fixture
-def owner(bench: Bench) -> Owner:
-    return Owner(bench)
-
-
-def asked(bench: Bench) -> LeaseReply:
-    response = bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1})
-    return LeaseReply.model_validate_json(ok(response).content)
-
-
+@pytest.mark.hub
 def test_a_paused_run_gives_out_nothing_and_says_why(bench: Bench, owner: Owner) -> None:
-    ok(bench.announce(0))
     reply = owner.order("pause", reason="power cut")
     assert (reply.changed, reply.message) == (True, "the run is paused")
-    refused = asked(bench)
+    refused = bench.alice.ask()
     assert not refused.leases
     assert "paused the run (0 s ago): power cut" in refused.waiting
     assert bench.status().standing.conduct == "paused"
     assert any("paused the run" in wait.what for wait in bench.status().waits)
     owner.order("resume")
-    assert len(asked(bench).leases) == 1
+    assert len(bench.alice.ask().leases) == 1
 
 
+@pytest.mark.hub
 def test_a_drained_run_trains_on_what_there_is_and_waits_with_the_rest(bench: Bench, owner: Owner) -> None:
-    ok(bench.announce(0))
-    leases = bench.alice.lease(fresh_request(), 2)
+    leases = bench.alice.lease(2)
     owner.order("drain", reason="moving house")
-    assert not asked(bench).leases
+    assert not bench.alice.ask().leases
     assert not bench.status().standing.drained
     for lease in leases:
         ok(bench.alice.submit(lease))
-    for audit in bench.audits():
-        ok(bench.judge(audit))
+    bench.accept()
     assert bench.batch(0) is not None  # the step that was filled goes on
     ok(bench.announce(1))
     assert bench.batch(1) is None  # the next one waits: it is not trained on less
-    assert not asked(bench).leases
+    assert not bench.alice.ask().leases
     assert bench.status().standing.drained
     [wait] = [wait.what for wait in bench.status().waits if "step 1" in wait.what]
     assert "no worker is asking" not in wait
@@ -73,15 +62,11 @@ def test_a_drained_run_trains_on_what_there_is_and_waits_with_the_rest(bench: Be
 
 def test_only_the_owner_gives_orders(bench: Bench, owner: Owner) -> None:
     stranger = SigningKey.from_seed(b"x" * 32)
-    assert code_of(owner.post(owner.request("pause", key=stranger))) == (403, "admin.signature")
-    own = owner.request("pause", key=stranger)
-    own = own.model_copy(update={"certificate": certificate(stranger, "admin", signer=stranger)})
-    assert code_of(owner.post(own)) == (403, "admin.signature")
-    validator = own.model_copy(update={"certificate": certificate(stranger, "validator")})
-    assert code_of(owner.post(validator)) == (403, "admin.signature")
-    other = own.model_copy(update={"certificate": certificate(stranger, "admin", run="other-000000000000")})
-    assert code_of(owner.post(other)) == (403, "admin.signature")
-    assert code_of(owner.post(owner.request("pause", run="other-000000000000"))) == (403, "admin.signature")
+    own, other = owner.request("pause", key=stranger), {"run": "other-000000000000"}
+    admins = (certificate(stranger, "admin", **by) for by in ({"signer": stranger}, other))
+    forged = [own.model_copy(update={"certificate": each}) for each in (*admins, certificate(stranger, "validator"))]
+    for request in (own, *forged, owner.request("pause", **other)):
+        assert code_of(owner.post(request)) == (403, "admin.signature")
     assert bench.status().standing.conduct == "running"
     assert owner.order("pause", key=ROOT).changed
 
@@ -100,21 +85,20 @@ def test_an_order_is_carried_out_once_and_only_now(bench: Bench, owner: Owner) -
     assert code_of(owner.post(late)) == (401, "admin.skew")
 
 
+@pytest.mark.hub
 def test_sanctions_by_order_and_a_banned_node_keeps_its_name(bench: Bench, owner: Owner) -> None:
-    ok(bench.announce(0))
-    bench.alice.lease(fresh_request())
+    bench.alice.lease()
     owner.order("ban", target=ALICE, reason="a bot")
-    response = bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1})
-    assert code_of(response) == (403, "node.banned")
+    assert code_of(bench.alice.call("POST", "/leases", {"request": "request-1"})) == (403, "node.banned")
     assert bench.status().units["open"] == 1  # its lease goes to others
     again = ok(bench.alice.register(name="somebody else")).json()
     assert (again["name"], again["state"]) == ("alice", "banned")
-    assert [node.name for node in bench.status().nodes if node.node == ALICE] == ["alice"]
+    assert bench.view(bench.alice).name == "alice"
     owner.order("pardon", target=ALICE, reason="a misunderstanding")
-    assert len(asked(bench).leases) == 1
+    assert len(bench.alice.ask().leases) == 1
     owner.order("suspend", target=ALICE, for_s=120, reason="be slower")
-    assert "suspended for 120 s more: be slower" in asked(bench).waiting
-    [view] = [node for node in bench.status().nodes if node.node == ALICE]
+    assert "suspended for 120 s more: be slower" in bench.alice.ask().waiting
+    view = bench.view(bench.alice)
     assert (view.state, view.suspensions) == (NodeState.SUSPENDED, 1)
 
 

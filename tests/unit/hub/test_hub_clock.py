@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from kit.asgi import AppTransport
-from kit.hub import HUB, ROOT, Actor, Bench, certificate, code_of, fresh_request, make_config, ok, worker_key
+from kit.hub import HUB, ROOT, Actor, Bench, certificate, code_of, make_config, ok, worker_key
 from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import SignatureError
@@ -33,19 +33,19 @@ def on_time(bench: Bench, actor: Actor) -> Actor:
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
 def test_leases_run_out_when_their_time_is_over_and_not_before(bench: Bench, jump_s: float) -> None:
-    (lease,) = bench.alice.lease(fresh_request())
+    (lease,) = bench.alice.lease()
     bench.clock.jump(jump_s)
     bench.clock.advance(LEASE_S / 2)
     assert bench.status().units["leased"] == 1
     bench.clock.advance(LATE_S - LEASE_S / 2)
     assert bench.status().units["open"] == 1
-    (again,) = on_time(bench, bench.bob).lease(fresh_request())
+    (again,) = on_time(bench, bench.bob).lease()
     assert again.unit == lease.unit
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
 def test_a_hub_that_restarts_after_a_jump_keeps_no_lease_for_an_hour(bench: Bench, jump_s: float) -> None:
-    bench.alice.lease(fresh_request())
+    bench.alice.lease()
     bench.close()
     bench.clock.jump(jump_s)
     app = App(make_config(bench.folder), bench.clock)
@@ -80,7 +80,7 @@ NEXT = protocol.SigningKey.from_seed(b"n" * 32)
 
 
 def test_leases_and_receipts_of_before_are_signed_by_the_key_of_now(bench: Bench) -> None:
-    [lease], [other] = bench.alice.lease(fresh_request()), bench.bob.lease("request-of-bob")
+    [lease], [other] = bench.alice.lease(), bench.bob.lease(request="request-of-bob")
     ok(bench.alice.submit(lease))
     bench.close()
     certificates = (*make_config(bench.folder).certificates, certificate(NEXT, "hub"))
@@ -91,7 +91,7 @@ def test_leases_and_receipts_of_before_are_signed_by_the_key_of_now(bench: Bench
         protocol.open_document(audit.lease, protocol.Lease, HUB.public_key)
     again = protocol.SignedDocument.model_validate_json(ok(now.alice.submit(lease)).content)
     assert protocol.open_document(again, protocol.Receipt, NEXT.public_key).lease == lease.lease
-    assert replace(now.bob, hub_key=NEXT.public_key).lease("request-of-bob") == [other]
+    assert replace(now.bob, hub_key=NEXT.public_key).lease(request="request-of-bob") == [other]
     now.close()
 
 
@@ -120,7 +120,7 @@ def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None
 def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench: Bench) -> None:
     recorded: list[httpx2.Request] = []
     bench.http.event_hooks["request"].append(recorded.append)
-    bench.alice.lease(fresh_request())
+    bench.alice.lease()
     bench.clock.jump(HOUR_S)
     bench.clock.advance(90)
     bench.hub.upkeep.tick()
@@ -132,7 +132,7 @@ def test_a_request_that_changes_something_cannot_be_replayed_after_a_restart(ben
     """Its nonce is written down with what it did, at the latest."""
     recorded: list[httpx2.Request] = []
     bench.http.event_hooks["request"].append(recorded.append)
-    [lease] = bench.alice.lease(fresh_request())
+    [lease] = bench.alice.lease()
     bench.alice.call("POST", "/heartbeat", {})
     folder = bench.folder.with_name("copied")
     shutil.copytree(bench.folder, folder)  # as it is on disk after a kill

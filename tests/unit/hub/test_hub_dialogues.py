@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.hub import Bench, FakeEnvironment, fresh_request, ok, submission_body
+from kit.hub import Bench, FakeEnvironment, ok, submission_body
 from shoal.environments import DialogueRule, Task
 from shoal.protocol import BodyLimits, DialogueTerms, TrainingBatch, unpack
 from shoal.protocol.submission import Rollout, pack_logprobs, pack_spans, pack_tokens
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.hub(run={"groups_per_step": 8}, changes={"environment":
 
 
 def test_a_lease_says_which_tool_answers_and_what_frames_its_words(bench: Bench) -> None:
-    leases = bench.alice.lease(fresh_request(), 8)
+    leases = bench.alice.lease(8)
     even = [lease for lease in leases if int(lease.task[-1]) % 2 == 0]
     assert 0 < len(even) < len(leases)
     terms = DialogueTerms(tool="calculator", max_turns=3, before=(7, 8), after=(9,))
@@ -29,10 +29,9 @@ def test_a_lease_says_which_tool_answers_and_what_frames_its_words(bench: Bench)
 def test_what_was_given_reaches_the_trainer(bench: Bench) -> None:
     tokens, logprobs = pack_tokens([5, 0, 7, 6, 0]), pack_logprobs([-1, -1, 0, -1, -1])
     rollout = Rollout(tokens=tokens, logprobs=logprobs, finish="eos", given=pack_spans([(2, 1)]))
-    for lease in bench.alice.lease(fresh_request(), 8):
+    for lease in bench.alice.lease(8):
         ok(bench.alice.submit(lease, submission_body(lease, rollouts=[rollout, rollout])))
-    for audit in bench.audits(64):
-        ok(bench.judge(audit))
+    bench.accept()
     assert bench.batch(0) is not None
     answer = ok(bench.trainer.call("GET", "/batches/0/rollouts"))
     batch = unpack(answer.content, TrainingBatch, BodyLimits())

@@ -2,11 +2,20 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kit.hub import RUN_ID, Bench, certificate, code_of, fresh_request, ok, policy, submission_body, worker_key
-from shoal.protocol import Outcome, PolicyAnnouncement, Registration, Severity, SigningKey, submission_digest
+from kit.hub import RUN_ID, TRAINER, Bench, Owner, certificate, code_of, ok, policy, submission_body, worker_key
+from shoal.protocol import (
+    Outcome,
+    PolicyAnnouncement,
+    ProofParameters,
+    Registration,
+    Severity,
+    SigningKey,
+    submission_digest,
+)
 from shoal.protocol.signing import canonical_json, sign_document, sign_request
 
 
@@ -55,43 +64,49 @@ class TestIdentity:
         calm.clock.advance(60)
         assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.skew")
 
-    def test_a_role_keeps_to_its_calls(self, calm: Bench) -> None:
-        for path in ("/audits", "/verdicts", "/policies", "/batches/0", "/steps"):
-            assert code_of(calm.alice.call("POST", path, {})) == (403, "auth.role"), path
-        assert code_of(calm.trainer.call("POST", "/leases", {})) == (403, "auth.role")
-        assert code_of(calm.validator.call("POST", "/batches/0", {})) == (403, "auth.role")
-        assert code_of(calm.alice.call("GET", "/batches/0/rollouts")) == (403, "auth.role")
-        assert code_of(calm.alice.call("GET", f"/submissions?name={'a' * 64}")) == (403, "auth.role")
+
+OTHER_KEY = Registration(public_key=worker_key(8).public_key)
+NEWER = Registration(public_key=worker_key(7).public_key, protocol_version=99)
+REFUSED: list[tuple[str, str, Any, tuple[int, str]]] = [
+    *(("alice", f"POST /{name}", {}, (403, "auth.role"))
+      for name in ("audits", "verdicts", "policies", "batches/0", "steps")),
+    ("trainer", "POST /leases", {}, (403, "auth.role")), ("validator", "POST /batches/0", {}, (403, "auth.role")),
+    ("alice", "GET /batches/0/rollouts", None, (403, "auth.role")),
+    ("alice", f"GET /submissions?name={'a' * 64}", None, (403, "auth.role")),
+    ("alice", "POST /heartbeat", b"x" * 70_000, (413, "body.too_big")),
+    ("alice", "POST /heartbeat", b"not json", (422, "body.malformed")),
+    ("alice", "POST /leases", {"request": "long-enough", "max_units": 0}, (422, "body.malformed")),
+    *(("alice", "POST /heartbeat", {field: {name: 1}}, (422, "body.malformed"))
+      for field in ("counters", "progress") for name in ("x" * 65, "a\x1b[2J", "a\x00")),
+    ("alice", "GET /nowhere", None, (404, "http.404")), ("alice", "GET /leases", None, (405, "http.405")),
+    ("alice", "GET /ledger?limit=0", None, (422, "request.parameter")),
+    ("trainer", "POST /batches/x", {}, (422, "request.parameter")),
+    ("carol", "POST /nodes", OTHER_KEY, (401, "auth.signature")),
+    ("carol", "POST /nodes", NEWER, (409, "protocol.version")),
+    ("trainer", "POST /nodes", Registration(public_key=TRAINER.public_key), (409, "node.role")),
+]  # fmt: skip
 
 
-class TestBodies:
-    def test_a_body_over_the_cap_is_refused_by_its_declared_length_or_while_it_streams(self, calm: Bench) -> None:
-        assert code_of(calm.alice.call("POST", "/heartbeat", b"x" * 70_000)) == (413, "body.too_big")
-        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"", calm.clock.now_ms())
-        parts = (b"x" * 10_000 for _ in range(1000))
-        assert code_of(calm.http.post("/heartbeat", content=parts, headers=headers)) == (413, "body.too_big")
+@pytest.mark.parametrize(("who", "call", "body", "code"), REFUSED)
+def test_calls_that_are_refused_and_by_which_code(calm, who, call, body, code):
+    actor = calm.actor(worker_key(7)) if who == "carol" else getattr(calm, who)
+    assert code_of(actor.call(*call.split(), body)) == code
 
-    def test_a_malformed_body_names_the_field(self, calm: Bench) -> None:
-        response = calm.alice.call("POST", "/leases", {"request": "long-enough", "max_units": 0})
-        assert code_of(response) == (422, "body.malformed")
-        assert "max_units" in response.json()["message"]
-        assert code_of(calm.alice.call("POST", "/heartbeat", b"not json")) == (422, "body.malformed")
 
-    def test_unknown_paths_and_bad_parameters_are_problems_too(self, calm: Bench) -> None:
-        assert code_of(calm.http.get("/nowhere")) == (404, "http.404")
-        assert code_of(calm.http.get("/leases")) == (405, "http.405")
-        assert code_of(calm.http.get("/ledger?limit=0")) == (422, "request.parameter")
-        assert code_of(calm.trainer.call("POST", "/batches/x", {})) == (422, "request.parameter")
+def test_a_malformed_body_names_the_field_and_names_of_64_letters_are_taken(calm):
+    response = calm.alice.call("POST", "/leases", {"request": "long-enough", "max_units": 0})
+    assert "max_units" in response.json()["message"]
+    for field in ("counters", "progress"):
+        calm.alice.beat(**{field: {"x" * 64: 1}})
+
+
+def test_a_body_over_the_cap_is_refused_while_it_streams(calm):
+    headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"", calm.clock.now_ms())
+    parts = (b"x" * 10_000 for _ in range(1000))
+    assert code_of(calm.http.post("/heartbeat", content=parts, headers=headers)) == (413, "body.too_big")
 
 
 class TestNodes:
-    def test_a_registration_by_another_key_role_or_protocol_is_refused(self, calm: Bench) -> None:
-        body = Registration(public_key=worker_key(7).public_key)
-        assert code_of(calm.actor(worker_key(8)).call("POST", "/nodes", body)) == (401, "auth.signature")
-        assert code_of(calm.alice.register("trainer")) == (409, "node.role")
-        newer = body.model_copy(update={"protocol_version": 99})
-        assert code_of(calm.actor(worker_key(7)).call("POST", "/nodes", newer)) == (409, "protocol.version")
-
     @pytest.mark.parametrize("fault", ["none", "other key", "other role", "other run", "not the root"])
     def test_a_trusted_role_needs_its_certificate(self, calm: Bench, fault: str) -> None:
         key = worker_key(7)
@@ -102,69 +117,60 @@ class TestNodes:
         }[fault]  # fmt: skip
         body = Registration(public_key=key.public_key, role="validator", certificate=signed)
         assert code_of(calm.actor(key).call("POST", "/nodes", body)) == (403, "auth.certificate")
-        with calm.hub.context.storage.read() as reader:
-            assert reader.presence(key.node) is None, "it leaves no trace"
+        assert calm.stored.presence(key.node) is None, "it leaves no trace"
 
     def test_a_heartbeat_shows_in_the_status(self, calm: Bench) -> None:
         body = {"doing": "generating", "waiting_for": "policy 0.3 from relay", "counters": {"tokens": 5}}
-        reply = ok(calm.alice.call("POST", "/heartbeat", body)).json()
-        assert reply["node"]["doing"] == "generating"
+        assert calm.alice.beat(**body).node.doing == "generating"
         since_ms = calm.clock.now_ms()
         calm.clock.advance(5)
-        ok(calm.alice.call("POST", "/heartbeat", {**body, "waiting_s": 5.0}))
+        calm.alice.beat(**body, waiting_s=5.0)
         waits = {wait.who: wait for wait in calm.status().waits}
         wait = waits[f"worker alice ({calm.alice.key.node[:8]})"]
         assert (wait.what, wait.since_ms) == ("policy 0.3 from relay", since_ms)
 
     def test_units_and_submissions_that_wait_are_told_in_one_line_each(self, started: Bench) -> None:
-        first, *rest = started.alice.lease(fresh_request(), 2)
-        ok(started.alice.submit(first))
+        started.alice.deliver()
+        started.alice.lease()
         waits = {(wait.who, wait.what) for wait in started.status().waits}
         alice = f"worker alice ({started.alice.key.node[:8]})"
-        assert (f"unit {rest[0].unit}", alice) in waits
-        assert (f"submission of unit {first.unit}", "a validator to take them") in waits
+        assert {("unit 1", alice), ("submission of unit 0", "a validator to take them")} <= waits
 
 
 def test_a_lease_says_what_it_is_for_and_how_to_prove_it(started: Bench) -> None:
-    body = {"request": fresh_request(), "profile": "scripted/cpu/float32"}
-    (signed,) = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
-    assert signed["document"]["profile"] == "scripted/cpu/float32"
-    assert signed["document"]["proof"] == {"topk": 128, "rows": 32}
-    info = ok(started.http.get("/run")).json()["document"]
-    assert info["proof"] == {"topk": 128, "rows": 32}
-    assert info["profiles"] == ["torch/cpu/float32", "scripted/cpu/float32"]
+    [lease] = started.alice.lease(profile="scripted/cpu/float32")
+    info = Owner(started).run_info()
+    assert (lease.profile, info.profiles) == ("scripted/cpu/float32", ("torch/cpu/float32", "scripted/cpu/float32"))
+    assert lease.proof == info.proof == ProofParameters(topk=128, rows=32)
 
 
 class TestLeases:
     def test_a_released_unit_goes_to_the_next_with_the_same_task_and_seeds(self, started: Bench) -> None:
-        (first,) = started.alice.lease(fresh_request())
+        (first,) = started.alice.lease()
         body = {"leases": [first.lease, "u99a0"], "reason": "stopping"}
         assert started.bob.call("POST", "/leases/release", body).status_code == 403
         for _ in range(2):
             assert started.alice.call("POST", "/leases/release", body).status_code == 204
-        (second,) = started.bob.lease(fresh_request())
+        (second,) = started.bob.lease()
         assert (second.unit, second.task, second.seeds) == (first.unit, first.task, first.seeds)
         assert second.attempt == first.attempt + 1
         assert code_of(started.alice.submit(first)) == (410, "lease.released")
 
     def test_a_worker_that_was_killed_gets_its_units_again_at_once(self, started: Bench) -> None:
-        answered, lost = started.alice.lease(fresh_request(), 2)
-        body = {"request": fresh_request(), "max_units": 2, "held": [answered.lease]}
+        answered, lost = started.alice.lease(2)
         for _ in range(2):  # its answer may be lost: asked again, it stands
-            (lease,) = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
-            assert (lease["document"]["unit"], lease["document"]["attempt"]) == (lost.unit, lost.attempt + 1)
+            (lease,) = started.alice.lease(2, request="request-1", held=[answered.lease])
+            assert (lease.unit, lease.attempt) == (lost.unit, lost.attempt + 1)
         assert started.alice.submit(answered).status_code == 201
 
     def test_a_worker_ends_no_lease_but_its_own(self, started: Bench) -> None:
-        (lease,) = started.bob.lease(fresh_request())
-        body = {"request": fresh_request(), "max_units": 2, "held": []}
-        granted = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
-        assert [each["document"]["unit"] for each in granted] == [lease.unit + 1]
+        (lease,) = started.bob.lease()
+        assert [each.unit for each in started.alice.lease(2, held=[])] == [lease.unit + 1]
 
 
 class TestSubmissions:
     def test_new_then_the_same_then_another_body(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
+        (lease,) = started.alice.lease()
         first, again = started.alice.submit(lease), started.alice.submit(lease)
         assert (first.status_code, again.status_code) == (201, 200)
         assert first.content == again.content, "the same receipt"
@@ -172,7 +178,7 @@ class TestSubmissions:
         assert code_of(started.alice.submit(lease, other)) == (409, "submission.other_body")
 
     def test_malformed_bytes_are_named_and_leave_no_file(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
+        (lease,) = started.alice.lease()
         for body in (b"", b"not zstd", submission_body(lease)[:-3]):
             assert code_of(started.alice.submit(lease, body)) == (422, "submission.malformed")
         assert code_of(started.bob.call("PUT", "/submissions/u77a0", b"x")) == (404, "lease.unknown")
@@ -180,7 +186,7 @@ class TestSubmissions:
         assert started.alice.submit(lease).status_code == 201, "the lease is still good"
 
     def test_a_submission_that_names_something_else_is_refused_by_its_name(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
+        (lease,) = started.alice.lease()
         for name, other in {"run": "other", "node": "0" * 32, "lease": "u1a0", "unit": 7, "format": 9}.items():
             response = started.alice.submit(lease, submission_body(lease, **{name: other}))
             assert code_of(response) == (422, "submission.mismatch")
@@ -191,28 +197,26 @@ class TestSubmissions:
 
 class TestAuditsAndVerdicts:
     def test_an_audit_is_given_out_again_when_its_validator_died(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
-        ok(started.alice.submit(lease))
-        (audit,) = started.audits()
+        [lease], [audit] = started.alice.deliver(), started.audits()
         assert audit.submission == submission_digest(submission_body(lease))
         assert started.audits(left=[audit]) == ()
         started.clock.advance(61)
         assert [again.submission for again in started.audits(left=[audit])] == [audit.submission]
 
     def test_a_validator_that_lost_its_audits_gets_them_again_at_once(self, started: Bench) -> None:
-        for lease in started.alice.lease(fresh_request(), 2):
-            ok(started.alice.submit(lease))
+        started.alice.deliver(2)
         first, second = started.audits()
         ok(started.judge(first))
         assert [again.submission for again in started.audits()] == [second.submission]
         assert started.audits(left=[second]) == ()
 
     def test_verdicts_that_do_not_fit_are_refused_and_the_same_one_again_credits_once(self, started: Bench) -> None:
-        started.alice.submit(started.alice.lease(fresh_request())[0])
-        (audit,) = started.audits()
-        assert code_of(started.judge(audit, unit=9)) == (422, "verdict.mismatch")
-        assert code_of(started.judge(audit, run="other")) == (422, "verdict.run")
-        assert code_of(started.judge(audit, submission="a" * 64)) == (404, "submission.unknown")
+        audit = started.audit_of(started.alice)
+        for changes, code in (
+            ({"unit": 9}, (422, "verdict.mismatch")), ({"run": "other"}, (422, "verdict.run")),
+            ({"submission": "a" * 64}, (404, "submission.unknown")),
+        ):  # fmt: skip
+            assert code_of(started.judge(audit, **changes)) == code
         forged = started.verdict(audit).model_copy(update={"signed_by": started.trainer.key.public_key})
         assert code_of(started.report(forged)) == (422, "verdict.signature")
         for value in ("NaN", "Infinity", 1e39):  # no usable numbers
@@ -225,12 +229,11 @@ class TestAuditsAndVerdicts:
         for _ in range(3):
             assert started.judge(audit).status_code == 200
         assert code_of(started.judge(audit, outcome=Outcome.REJECTED)) == (409, "verdict.decided")
-        view = next(view for view in started.status().nodes if view.name == "alice")
+        view = started.view(started.alice)
         assert (view.accepted, view.credit) == (1, 6)
 
     def test_one_verdict_that_does_not_fit_does_not_hold_up_the_others(self, started: Bench) -> None:
-        for lease in started.alice.lease(fresh_request(), 2):
-            ok(started.alice.submit(lease))
+        started.alice.deliver(2)
         first, second = started.audits()
         report = (started.verdict(first, unit=99), started.verdict(second))
         (refused,) = ok(started.report(*report)).json()["refused"]
@@ -239,21 +242,20 @@ class TestAuditsAndVerdicts:
         assert (counts["auditing"], counts["accepted"]) == (1, 1)
 
     def test_a_cheat_is_banned_and_its_units_go_to_others(self, started: Bench) -> None:
-        first, second = started.alice.lease(fresh_request(), 2)
+        first, second = started.alice.lease(2)
         ok(started.alice.submit(first))
         (audit,) = started.audits()
         changes = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.CERTAIN}
         ok(started.judge(audit, message="token 3 is not the one that the seed draws", **changes))
-        response = started.alice.call("POST", "/leases", {"request": fresh_request()})
+        response = started.alice.call("POST", "/leases", {"request": "request-1"})
         assert code_of(response) == (403, "node.banned")
         assert "sampling.seed" in response.json()["message"]
         assert code_of(started.alice.submit(second)) == (403, "node.banned")
-        assert [lease.unit for lease in started.bob.lease(fresh_request(), 2)] == [first.unit, second.unit]
+        assert [lease.unit for lease in started.bob.lease(2)] == [first.unit, second.unit]
         (recent,) = started.status().verdicts
         assert (recent.outcome, recent.reason) == ("rejected", "sampling.seed")
         assert "token 3" in recent.message
-        assert ok(started.alice.call("POST", "/heartbeat", {})).json()["node"]["state"] == "banned"
-        ok(started.alice.call("POST", "/heartbeat", {"waiting_for": "work from the hub", "waiting_s": 9.0}))
+        assert started.alice.beat(waiting_for="work from the hub", waiting_s=9.0).node.state == "banned"
         assert not any("alice" in wait.who for wait in started.status().waits), "nobody waits for who is shut out"
 
 
@@ -286,11 +288,11 @@ class TestTrainer:
             assert started.batch(step) is not None
             if step < 2:
                 ok(started.announce(step + 1))
-        assert started.alice.lease(fresh_request()) == []
+        assert started.alice.lease() == []
         assert started.audits() == ()
-        ok(started.alice.call("POST", "/heartbeat", {"waiting_for": "work from the hub"}))
+        started.alice.beat(waiting_for="work from the hub")
         assert started.status().waits == ()
-        ok(started.trainer.call("POST", "/heartbeat", {"waiting_for": "a publication"}))
+        started.trainer.beat(waiting_for="a publication")
         assert [wait.what for wait in started.status().waits] == ["a publication"]
 
     def test_steps_come_in_order_and_end_and_reports_are_shown_in_order_and_replaced(self, started: Bench) -> None:
@@ -311,13 +313,13 @@ class TestTrainer:
         assert started.trainer.call("POST", "/steps", endless).status_code == 422
 
     def test_a_new_incarnation_voids_leases_but_not_receipts(self, started: Bench) -> None:
-        first, second = started.alice.lease(fresh_request(), 2)
+        first, second = started.alice.lease(2)
         ok(started.alice.submit(first))
         ok(started.announce(0, incarnation=1))
         assert code_of(started.alice.submit(second)) == (410, "lease.void")
         (audit,) = started.audits()
         ok(started.judge(audit))
-        view = next(view for view in started.status().nodes if view.name == "alice")
+        view = started.view(started.alice)
         assert view.credit == 6, "a receipt is a promise: the work is credited although its group is void"
         assert started.status().units["void_incarnation"] == 2
-        assert [lease.policy.incarnation for lease in started.bob.lease(fresh_request(), 2)] == [1, 1]
+        assert [lease.policy.incarnation for lease in started.bob.lease(2)] == [1, 1]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.asgi import in_loop
-from kit.hub import Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
+from kit.hub import Actor, Bench, code_of, make_config, ok, worker_key
 from shoal.errors import ConfigError
 from shoal.hub.buckets import Buckets
 from shoal.hub.http.limits import READ_AT_ONCE, Addresses, Edge, Intake
@@ -124,7 +124,7 @@ def test_a_known_key_that_registers_over_and_over_is_held_to_its_rate(bench: Ben
     assert answers[0] == 200
     assert 429 in answers
     for _ in range(5):  # whoever the run's owner has certified is not
-        ok(bench.validator.call("POST", "/heartbeat", {}))
+        bench.validator.beat()
 
 
 @SLOW_KEYS
@@ -135,7 +135,7 @@ def test_nobody_else_can_use_up_a_key(bench: Bench) -> None:
         assert code_of(forged.call("POST", "/heartbeat", {}))[0] == 401
         headers = {"shoal-node": bench.alice.key.node}
         assert bench.http.post("/heartbeat", content=b"{}", headers=headers).status_code == 401
-    ok(bench.alice.call("POST", "/heartbeat", {}))
+    bench.alice.beat()
 
 
 @pytest.mark.hub
@@ -143,7 +143,7 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(bench: Ben
     noted = {"192.0.2.7": "192.0.2.0/24", "2001:db8:1:2::3": "2001:db8:1::/48", "127.0.0.1": ""}
     for address, network in noted.items():
         bench.http._transport.peer = address
-        bench.alice.lease(fresh_request())
+        bench.alice.lease()
         bench.http._transport.peer = "127.0.0.1"
         assert bench.row(bench.alice).network == network
         if network:
@@ -156,7 +156,7 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(bench: Ben
 def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.hub.http.limits.TURN_WAIT_S", 0.05)
     ok(bench.announce(0))
-    [lease] = bench.alice.lease("request-1")
+    [lease] = bench.alice.lease(request="request-1")
     edge = bench.app.edge
     before, edge.uploads = edge.uploads, asyncio.Semaphore(0)
     answer = bench.alice.submit(lease)
@@ -178,7 +178,7 @@ def test_every_figure_of_a_run_is_in_the_operators_guide() -> None:
 
 def test_metrics_tell_requests_refusals_and_how_the_run_stands(bench: Bench) -> None:
     ok(bench.announce(0))
-    [lease] = bench.alice.lease("request-one")
+    [lease] = bench.alice.lease(request="request-one")
     ok(bench.alice.submit(lease))
     ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {}, "alarms": {"guard.kl": "too far"}}))
     bench.http.get("/nowhere/at/all")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.hub import Bench, fresh_request, ok
+from kit.hub import Bench, ok
 
 
 def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
@@ -12,26 +12,24 @@ def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
         assert [lease.policy.version for lease in leases] == [step, step]
         batch = bench.batch(step)
         assert [group.unit for group in batch.groups] == [2 * step, 2 * step + 1]
-        assert bench.alice.lease("nothing-left-now") == []
+        assert bench.alice.lease() == []
     ok(bench.announce(3))
     status = bench.status()
     assert status.finished
     assert status.units["trained"] == 6
-    reply = ok(bench.alice.call("POST", "/leases", {"request": "after-the-end", "wait_s": 20})).json()
-    assert reply["finished"] is True, "a finished run answers a long poll at once"
+    assert bench.alice.ask(wait_s=20).finished, "a finished run answers a long poll at once"
     assert ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json()["finished"] is True
-    assert ok(bench.alice.call("POST", "/heartbeat", {})).json()["finished"] is True
+    assert bench.alice.beat().finished
 
 
 @pytest.mark.hub
 def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(bench: Bench) -> None:
     """One group of ones is dropped, two groups of halves are kept; a hub restarted in between counts the same."""
-    for lease in bench.alice.lease(fresh_request(), 2):
-        ok(bench.alice.submit(lease))
+    bench.alice.deliver(2)
     dropped, kept = bench.audits()
     ok(bench.judge(dropped, (1.0, 1.0)))
     ok(bench.judge(kept, (0.0, 1.0)))
-    bench = bench.restarted()
+    bench.restart()
     bench.accept_groups(1)  # the refill
     batch = bench.batch(0)
     assert (len(batch.groups), batch.dropped_groups, batch.sampled_reward) == (2, 1, (1 + 1 + 0 + 1 + 0 + 1) / 6)
@@ -39,6 +37,5 @@ def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(bench: Bench)
     bench.accept_groups(2)
     following = bench.batch(1)
     assert following.sampled_reward == 0.5, "what step 0 dropped is no part of step 1"
-    bench = bench.restarted()
+    bench.restart()
     assert bench.batch(0) == batch, "once written down it never changes"
-    bench.close()

@@ -62,12 +62,10 @@ class HubMachine(RuleBasedStateMachine):
     def lease(self, who: int, count: int) -> None:
         worker = self.play.workers[who % len(self.play.workers)]
         before = self.play._node(worker.node)
-        with self.play.storage.read() as reader:
-            progress, in_hand = reader.progress(), reader.newcomers_in_hand(worker.node)
-            since_ms = self.play.hub.context.clock.now_ms() - newcomers.HERE_MS
-            bounded = before.on_probation and self.play.rules.newcomer_share < 1
-            bounded = bounded and reader.is_established_here(since_ms)
+        progress, in_hand = self.play.stored.progress(), self.play.stored.newcomers_in_hand(worker.node)
         now_ms = self.play.hub.context.clock.now_ms()
+        bounded = before.on_probation and self.play.rules.newcomer_share < 1
+        bounded = bounded and self.play.stored.is_established_here(now_ms - newcomers.HERE_MS)
         found = self.play.lease(worker, count)
         assert not (before.state == NodeState.BANNED and found), "a banned node gets no work"
         if before.state == NodeState.SUSPENDED and found:
@@ -101,10 +99,9 @@ class HubMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.play.leases)
     def repeat_a_lease_request(self, which: int) -> None:
         lease = self.play.leases[which % len(self.play.leases)]
-        with self.play.storage.read() as reader:
-            holding = reader.holding(lease.lease)
+        request = self.play.stored.holding(lease.lease).lease.request
         worker = next(row for row in self.play.workers if row.node == lease.node)
-        assert lease in self.play.lease(worker, 4, request=holding.lease.request)
+        assert lease in self.play.lease(worker, 4, request=request)
 
     @rule(which=INDEX, engine=st.sampled_from(["", "", "", "other"]))
     @precondition(lambda self: self.play.leases)
@@ -133,11 +130,9 @@ class HubMachine(RuleBasedStateMachine):
         """A heartbeat that says how far a lease is, true or not, one's own or another's."""
         lease = self.play.leases[which % len(self.play.leases)]
         worker = self.play.workers[tokens % len(self.play.workers)]
-        with self.play.storage.read() as reader:
-            before = reader.holding(lease.lease)
+        before = self.play.stored.holding(lease.lease)
         reply = self.play.beat(worker, {lease.lease: tokens})
-        with self.play.storage.read() as reader:
-            after = reader.holding(lease.lease)
+        after = self.play.stored.holding(lease.lease)
         assert after.lease.deadline_ms <= max(lease.deadline_ms, lease.hard_deadline_ms)
         if after.lease != before.lease:
             assert (before.lease.node, before.lease.state) == (worker.node, LeaseState.ACTIVE)
@@ -184,8 +179,7 @@ class HubMachine(RuleBasedStateMachine):
 
     def rule_on(self, audit: Audit, outcome: Outcome, useful: bool, severity: Severity | None) -> None:
         rewards = (0.0, 1.0) if useful else (0.0, 0.0)
-        with self.play.storage.read() as reader:
-            row = reader.submission(audit.submission)
+        row = self.play.stored.submission(audit.submission)
         struck = self.play._node(row.node).strikes
         refusal = self.play.judge(audit, outcome, rewards, severity if outcome == Outcome.REJECTED else None)
         if refusal is not None:
@@ -204,9 +198,7 @@ class HubMachine(RuleBasedStateMachine):
         before = [lease.lease for lease in self.play.entrusted]
         for lease in self.play.entrust():
             self.check_draw(lease)
-            with self.play.storage.read() as reader:
-                held = reader.holding(lease.lease)
-            assert held.unit.failures >= TRUSTED_AFTER
+            assert self.play.stored.holding(lease.lease).unit.failures >= TRUSTED_AFTER
         if answers is None:
             self.play.entrust(left=tuple(before))
             return
@@ -245,9 +237,8 @@ class HubMachine(RuleBasedStateMachine):
     def check_that_nothing_is_left(self, node: str) -> None:
         """After a failed audit nothing of its node is trained on, or paid, that was not looked at closely."""
         row = self.play._node(node)
-        with self.play.storage.read() as reader:
-            untrained = reader.untrained(node)
-            assert (reader.light_audits(node), reader.pending_credit(node)) == ([], [])
+        untrained = self.play.stored.untrained(node)
+        assert (self.play.stored.light_audits(node), self.play.stored.pending_credit(node)) == ([], [])
         assert (row.pending, row.streak) == (0, 0)
         assert all(filled.submission.depth == "full" for filled in untrained)
         if self.play.rules.audit == "reputation" and row.state == NodeState.BANNED:
@@ -330,10 +321,8 @@ class HubMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_holds_more_than_its_window_ever_allowed(self) -> None:
-        with self.play.storage.read() as reader:
-            everybody = reader.nodes()
         rules = self.play.rules
-        for row in everybody:
+        for row in self.play.stored.nodes():
             assert 1 <= nodes.window(rules, row) <= rules.leases_per_node
             assert 0 <= row.lapses <= row.lapsed
             assert (row.until_ms is not None) == (row.state == NodeState.SUSPENDED)

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, AsyncMock, Mock
 
 import pytest
 
 from kit import eventually
 from kit.asgi import in_loop
-from kit.hub import Bench, certificate, fresh_request, make_config, ok, worker_key
+from kit.hub import Bench, certificate, make_config, ok, worker_key
+from kit.storage import Stored
 from shoal.errors import ResourceError
 from shoal.hub.changes import FORGET_AFTER_MS, Changes, Topic, Waits
 from shoal.hub.http.polling import WOKEN, Polls
@@ -35,82 +36,72 @@ def waiting(bench: Bench, what: str) -> Callable[[], bool]:
     return lambda: any(what in wait.what for wait in bench.status().waits)
 
 
-def test_a_worker_gets_its_lease_when_a_policy_comes_out(bench, begin):
-    poll = begin(lambda: bench.alice.lease(fresh_request(), wait_s=20))
-    eventually(waiting(bench, "a unit: no policy has been published yet"))
+def let_run_out(bench: Bench) -> None:
+    for _ in range(61):  # a tick in each second: the hub is there, and alice is not heard of
+        bench.clock.advance(1)
+        bench.hub.upkeep.tick()
+
+
+def take_two(bench: Bench) -> None:
     ok(bench.announce(0))
-    assert [lease.unit for lease in poll.result(10)] == [0]
+    bench.alice.lease(2)
 
 
+LEASES: dict[str, tuple[Callable[[Bench], object], str, Callable[[Bench], object], list[int]]] = {
+    "a policy comes out": (lambda _: None, "no policy has been published yet", lambda bench: bench.announce(0), [0, 1]),
+    "a lease runs out, and nobody has to ask": (take_two, "all 2 units of step 0", let_run_out, [0, 1]),
+    "another worker has lost one": (take_two, "all 2 units of step 0", lambda bench: bench.alice.ask(held=[]), [1]),
+}
+
+
+@pytest.mark.parametrize("cause", LEASES)
+def test_a_worker_that_waits_gets_its_leases_when(bench, begin, cause):
+    before, waits_for, change, units = LEASES[cause]
+    before(bench)
+    poll = begin(lambda: bench.bob.lease(2, wait_s=20))
+    eventually(waiting(bench, f"a unit: {waits_for}"))
+    change(bench)
+    assert [lease.unit for lease in poll.result(10)] == units
+
+
+@pytest.mark.hub
 def test_a_validator_gets_a_submission_when_it_arrives(bench, begin):
-    ok(bench.announce(0))
-    (lease,) = bench.alice.lease(fresh_request())
     poll = begin(lambda: ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json())
     eventually(waiting(bench, "submissions"))
-    ok(bench.alice.submit(lease))
+    bench.alice.deliver()
     assert len(poll.result(10)["audits"]) == 1
 
 
+@pytest.mark.hub
 def test_the_trainer_gets_its_batch_with_the_last_verdict(bench, begin):
-    ok(bench.announce(0))
     poll = begin(lambda: bench.batch(0, wait_s=20))
     eventually(waiting(bench, "a batch: step 0: 0 of 2 groups"))
     bench.accept_groups(2)
     assert len(poll.result(10).groups) == 2
 
 
-def test_a_worker_gets_what_another_let_run_out(bench, begin):
-    ok(bench.announce(0))
-    bench.alice.lease(fresh_request(), 2)
-    poll = begin(lambda: bench.bob.lease(fresh_request(), 2, wait_s=20))
-    eventually(waiting(bench, "a unit: all 2 units"))
-    for _ in range(61):  # a tick in each second: the hub is there, and alice is not heard of
-        bench.clock.advance(1)
-        bench.hub.upkeep.tick()
-    assert [lease.unit for lease in poll.result(10)] == [0, 1], "the upkeep noticed, nobody had to ask"
-
-
-def test_a_worker_gets_what_another_lost(bench, begin):
-    ok(bench.announce(0))
-    bench.alice.lease(fresh_request(), 2)
-    poll = begin(lambda: bench.bob.lease(fresh_request(), wait_s=20))
-    eventually(waiting(bench, "a unit: all 2 units of step 0"))
-    ok(bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1, "held": []}))
-    assert [lease.unit for lease in poll.result(10)] == [1]
-
-
 def test_a_poll_ends_at_its_deadline_with_a_reason(bench: Bench) -> None:
     before = time.monotonic()
-    reply = ok(bench.alice.call("POST", "/leases", {"request": fresh_request(), "wait_s": 0.2})).json()
-    assert reply["waiting"] == "no policy has been published yet"
+    assert bench.alice.ask(wait_s=0.2).waiting == "no policy has been published yet"
     assert time.monotonic() - before >= 0.2
 
 
 def test_polls_end_when_the_hub_stops(bench, begin):
-    poll = begin(lambda: bench.alice.lease(fresh_request(), wait_s=30))
+    poll = begin(lambda: bench.alice.lease(wait_s=30))
     eventually(waiting(bench, "a unit"))
     bench.hub.context.changes.close()
     assert poll.result(10) == []
 
 
-def test_a_client_that_left_is_given_no_work() -> None:
-    granted = []
-
-    async def scene() -> None:
-        changes = Changes()
-
-        async def attempt() -> tuple[str, bool]:
-            granted.append("try")
-            return "nothing", False
-
-        poll = asyncio.create_task(Polls(changes).poll(Topic.LEASES, 20, attempt, is_gone=lambda: True))
-        while not granted:
-            await asyncio.sleep(0)
-        changes.notify(Topic.LEASES)
-        assert await asyncio.wait_for(poll, 10) == "nothing"
-
-    asyncio.run(scene())
-    assert granted == ["try"], "no second attempt for a client that is gone"
+@in_loop
+async def test_a_client_that_left_is_given_no_work() -> None:
+    changes, attempt = Changes(), AsyncMock(return_value=("nothing", False))
+    poll = asyncio.create_task(Polls(changes).poll(Topic.LEASES, 20, attempt, is_gone=lambda: True))
+    while not attempt.called:
+        await asyncio.sleep(0)
+    changes.notify(Topic.LEASES)
+    assert await asyncio.wait_for(poll, 10) == "nothing"
+    attempt.assert_called_once()  # no second attempt for a client that is gone
 
 
 def test_waits_count_from_the_first_poll_in_a_row_and_are_forgotten() -> None:
@@ -216,12 +207,7 @@ async def test_who_looked_in_vain_stands_behind_the_others() -> None:
 
 @in_loop
 async def test_a_crowd_that_may_not_take_it_keeps_nothing_from_who_may() -> None:
-    shop = Shop()
-
-    async def in_vain() -> tuple[bool, bool]:
-        return False, False
-
-    asking = (Topic.LEASES, WAIT_S, in_vain)
+    shop, asking = Shop(), (Topic.LEASES, WAIT_S, AsyncMock(return_value=(False, False)))
     kept = [asyncio.create_task(shop.polls.poll(*asking, is_held_back=lambda _: True)) for _ in range(CROWD)]
     await shop.settle(lambda: len(shop.polls._waiting[Topic.LEASES]) == CROWD)
     free = asyncio.create_task(shop.poll(7))
@@ -261,27 +247,16 @@ class TestRetry:
         monkeypatch.setattr(context, "PAUSE_S", 0.0)
 
     def test_but_not_for_ever(self) -> None:
-        made: list[int] = []
-
-        def call() -> None:
-            made.append(1)
-            raise StaleRow("always")
-
+        call = Mock(side_effect=StaleRow("always"))
         with pytest.raises(Refusal) as caught:
             retry(call)
-        assert (caught.value.status, caught.value.code, len(made)) == (503, "hub.busy", context.ATTEMPTS)
+        assert (caught.value.status, caught.value.code, call.call_count) == (503, "hub.busy", context.ATTEMPTS)
 
     def test_routes_retry(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        register, failures = bench.hub.membership.register, [StaleRow("once")]
-
-        def overtaken(*arguments: object) -> object:
-            if failures:
-                raise failures.pop()
-            return register(*arguments)
-
+        overtaken = Mock(wraps=bench.hub.membership.register, side_effect=[StaleRow("once"), DEFAULT])
         monkeypatch.setattr(bench.hub.membership, "register", overtaken)
         assert bench.alice.register(name="again").status_code == 200
-        assert not failures
+        assert overtaken.call_count == 2
 
 
 class TestPosting:
@@ -296,17 +271,14 @@ class TestPosting:
         yield hub
         hub.close()
 
-    def outgoing(self, hub: Hub) -> int:
-        with hub.context.storage.read() as reader:
-            return reader.outbox_length()
-
     def test_a_long_outbox_is_posted_in_pages(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(upkeep, "POSTED_AT_A_TIME", 2)
-        assert self.outgoing(hub) == 5
+        assert Stored(hub.context.storage).outbox_length() == 5
         hub.posting.post()
         page = hub.reporting.ledger_page(-1, 99)
         verify(page.entries, page.head)
-        assert (self.outgoing(hub), [entry.kind for entry in page.entries]) == (0, ["run"] + ["node"] * 4)
+        assert [entry.kind for entry in page.entries] == ["run"] + ["node"] * 4
+        assert Stored(hub.context.storage).outbox_length() == 0
 
     def test_only_the_leader_posts(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hub.context.storage, "lead", lambda *_: False)
@@ -314,10 +286,10 @@ class TestPosting:
         assert hub.reporting.ledger_page(-1, 99).entries == ()
         monkeypatch.undo()
         hub.upkeep.tick()
-        assert self.outgoing(hub) == 0
+        assert Stored(hub.context.storage).outbox_length() == 0
 
     def test_a_hub_that_could_not_post_stops_all_the_same(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hub.posting, "post", Mock(side_effect=ResourceError("the disk is full")))
         hub.close()
         monkeypatch.undo()
-        assert self.outgoing(hub) == 5, "for the next start"
+        assert Stored(hub.context.storage).outbox_length() == 5, "for the next start"

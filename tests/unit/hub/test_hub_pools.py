@@ -76,10 +76,8 @@ def play_to_the_end(folder: Path, salt: int, order: random.Random | None) -> tup
             turn(play, salt, order)
         else:
             raise AssertionError(f"step {step} does not end")
-    with play.storage.read() as reader:
-        units = reader.progress().next_unit
-        tasks = [row.task for number in range(units) if (row := reader.unit(number)) is not None]
-        return tasks, reader.task_rows(sorted(set(tasks)))
+    tasks = [play.stored.unit(number).task for number in range(play.stored.progress().next_unit)]
+    return tasks, play.stored.task_rows(sorted(set(tasks)))
 
 
 def turn(play: Play, salt: int, order: random.Random | None) -> None:
@@ -120,11 +118,9 @@ def test_solved_tasks_retire_and_others_take_their_place(tmp_path: Path) -> None
 def test_pools_change_with_batches_only_and_without_pools_nothing_is_kept(tmp_path, pools, counts):
     play = begun(tmp_path, environment=RowEnvironment(), pools=pools)
     play.work(play.workers[0], 3, (0.0, 1.0, 1.0, 1.0))
-    with play.storage.read() as reader:
-        assert reader.pool_counts() == {}
+    assert play.stored.pool_counts() == {}
     assert isinstance(play.batch(0), Batch)
-    with play.storage.read() as reader:
-        assert reader.pool_counts() == counts
+    assert play.stored.pool_counts() == counts
     assert play.hub.reporting.status().pools == counts
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,7 @@ def test_a_request_makes_tasks_for_a_while_and_gets_what_there_is(tmp_path: Path
 def test_rows_that_change_after_the_tasks_were_made_count(tmp_path: Path) -> None:
     stage, slow = play(tmp_path, pools=PoolRules(retire_after=1))
     stage.hub.work.drawing.prepare(0, 2)
-    with stage.storage.write() as transaction:
-        transaction.apply([replace(TaskRow(own_task(0)), pool=Pool.RETIRED)])
+    stage.stored.apply([TaskRow(own_task(0), pool=Pool.RETIRED)])
     (lease,) = stage.lease(stage.workers[0], 1)
     assert lease.task != own_task(0)
     assert slow.encoded.count(lease.task) == 1

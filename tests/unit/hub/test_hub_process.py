@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit import eventually
-from kit.hub import TRAINER, Actor, Bench, fresh_request, make_config, ok, policy, submission_body, worker_key
+from kit.hub import TRAINER, Actor, Bench, make_config, ok, policy, submission_body, worker_key
 from kit.smalldisk import in_own_namespace, small_disk
+from kit.storage import Stored
 from shoal.errors import ConfigError, DiskError, EnvironmentSetupError, ResourceError
 from shoal.hub import HubConfig
 from shoal.hub.http import server
@@ -27,7 +28,7 @@ from shoal.hub.http.app import App
 from shoal.hub.http.server import run_hub
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol import MAX_PROMPT_TOKENS, LeaseRequest, PolicyAnnouncement, ProofParameters
+from shoal.protocol import MAX_PROMPT_TOKENS, PolicyAnnouncement, ProofParameters
 from shoal.protocol.signing import sign_document, sign_request
 from shoal.protocol.submission import Rollout, Submission, submission_digest
 from shoal.runtime.clock import SystemClock
@@ -87,14 +88,11 @@ def test_stopping_answers_what_is_in_flight_and_is_quick(tmp_path: Path) -> None
     with httpx2.Client(base_url=running.url, timeout=30) as http:
         worker = Actor(worker_key(1), http, SystemClock())
         ok(worker.register())
-        answers: list[httpx2.Response] = []
-        body = LeaseRequest(request=fresh_request(), wait_s=30)
-        poll = threading.Thread(target=lambda: answers.append(worker.call("POST", "/leases", body)))
-        poll.start()
-        eventually(lambda: httpx2.get(f"{running.url}/status").json()["waits"])
-        assert running.end() < 6
-        poll.join(10)
-    assert [answer.status_code for answer in answers] == [200]
+        with ThreadPoolExecutor(1) as pool:
+            poll = pool.submit(worker.ask, wait_s=30)
+            eventually(lambda: httpx2.get(f"{running.url}/status").json()["waits"])
+            assert running.end() < 6
+            assert poll.result(10).leases == ()
 
 
 def test_a_second_hub_on_the_same_folder_is_refused(running, tmp_path, monkeypatch):
@@ -110,12 +108,12 @@ class TestFolder:
             App(make_config(tmp_path / "file" / "hub"))
 
     def test_the_secret_is_private_and_kept(self, tmp_path: Path) -> None:
-        App(make_config(tmp_path)).hub.close()
-        secret = tmp_path / "secret"
+        secret, kept = tmp_path / "secret", list[bytes]()
+        for _ in range(2):
+            App(make_config(tmp_path)).hub.close()
+            kept.append(secret.read_bytes())
         assert secret.stat().st_mode & 0o777 == 0o600
-        before = secret.read_bytes()
-        App(make_config(tmp_path)).hub.close()
-        assert secret.read_bytes() == before
+        assert kept[0] == kept[1]
 
     @pytest.mark.parametrize("content", ["nonsense", "aabb", None])
     def test_a_lost_or_damaged_secret_would_change_the_seeds_and_is_refused(self, tmp_path, content):
@@ -139,28 +137,25 @@ class TestFolder:
             App(config)
 
 
-def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "hub")
-    ok(bench.announce(0))
-    one, two = bench.alice.lease("the-request-id", 2)
+@pytest.mark.hub
+def test_everything_is_there_again_after_a_restart(bench: Bench) -> None:
+    one, two = bench.alice.lease(2, request="the-request-id")
     receipt = ok(bench.alice.submit(one)).content
     ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {"reward": 1}}))
     before = bench.status()
 
-    bench = bench.restarted()
+    bench.restart()
     after = bench.status()
     assert after.model_copy(update={"waits": before.waits}) == before
-    assert bench.alice.lease("the-request-id", 2) == [one, two]
+    assert bench.alice.lease(2, request="the-request-id") == [one, two]
     again = bench.alice.submit(one)
     assert (again.status_code, again.content) == (200, receipt)
     ok(bench.alice.submit(two))
-    for audit in bench.audits():
-        ok(bench.judge(audit))
+    bench.accept()
     batch = bench.batch(0)
 
-    bench = bench.restarted()
+    bench.restart()
     assert bench.batch(0) == batch
-    bench.close()
 
 
 @contextlib.contextmanager
@@ -179,7 +174,7 @@ def test_idle_sockets_of_strangers_take_no_upload_slot(running: Running) -> None
     """More forged uploads than there are slots, none of which sends its body: each is refused unread, others go on."""
     host, port = running.url.removeprefix("http://").split(":")
     with introduced(running.url) as worker:
-        (lease,) = worker.lease(fresh_request())
+        (lease,) = worker.lease()
         headers = sign_request(worker_key(2), worker.run, "PUT", "/submissions/u0a0", b"", SystemClock().now_ms())
         forged = {**headers, "shoal-node": worker.key.node, "host": "x", "content-length": "1000"}
         head = "".join(f"{name}: {value}\r\n" for name, value in forged.items())
@@ -199,20 +194,14 @@ def test_a_full_database_is_undone_and_works_again_when_there_is_room(tmp_path, 
         return
     with small_disk(tmp_path / "disk", "4m") as disk:
         storage = SqliteStorage(disk.path / "hub.db")
-
-        def put() -> None:
-            with storage.write() as transaction:
-                transaction.put_setting("a", "x" * 100_000)
-
+        stored, long = Stored(storage), ("a", "x" * 100_000)
         disk.fill()
         with pytest.raises(DiskError, match=rf"cannot write to the database {disk.path}/hub\.db: {FULL}"):
-            put()
-        with storage.read() as reader:
-            assert reader.setting("a") is None
+            stored.put_setting(*long)
+        assert stored.setting("a") is None
         disk.free()
-        put()
-        with storage.read() as reader:
-            assert reader.setting("a") is not None
+        stored.put_setting(*long)
+        assert stored.setting("a") is not None
         storage.close()
 
 
@@ -223,7 +212,7 @@ def test_what_cannot_be_stored_gets_no_receipt(tmp_path: Path, request: pytest.F
     with small_disk(tmp_path / where, "4m") as disk:
         bench = Bench(tmp_path / "hub")
         ok(bench.announce(0))
-        (lease,) = bench.alice.lease(fresh_request())
+        (lease,) = bench.alice.lease()
         disk.fill()
         answer = bench.alice.submit(lease)
         assert (answer.status_code, answer.json()["code"]) == (503, "hub.resource")
@@ -249,7 +238,7 @@ def test_the_process_ends_and_says_why(tmp_path: Path, request: pytest.FixtureRe
             worker = Actor(worker_key(1), http, SystemClock())
             ok(worker.register())
             disk.fill()
-            assert worker.call("POST", "/leases", {"request": fresh_request()}).status_code == 503
+            assert worker.call("POST", "/leases", {"request": "request-1"}).status_code == 503
         with pytest.raises(DiskError, match=FULL):
             ended.result(timeout=20)
 

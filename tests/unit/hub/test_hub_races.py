@@ -1,14 +1,12 @@
 """Calls at the same moment, over real storage: the constraints and the write lock let only one of them win."""
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from kit import at_once
 from kit.hub import Bench, code_of, fresh_request, submission_body
 from shoal.errors import ResourceError
 from shoal.hub.http.app import HEADER_REQUEST
@@ -16,27 +14,20 @@ from shoal.hub.http.app import HEADER_REQUEST
 pytestmark = pytest.mark.hub(run={"groups_per_step": 12})
 
 
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of calls that start together."""
-    barrier = threading.Barrier(len(calls))
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(lambda call: (barrier.wait(10), call())[1], calls, timeout=20))
-
-
 def test_no_unit_goes_to_two_nodes(bench: Bench) -> None:
-    calls = [lambda who=who: who.lease(fresh_request(), 2) for who in (bench.alice, bench.bob) for _ in range(4)]
+    calls = [lambda who=who: who.lease(2) for who in (bench.alice, bench.bob) for _ in range(4)]
     granted = [lease.unit for leases in at_once(*calls) for lease in leases]
     assert sorted(granted) == list(range(12)), "every unit once, and no more than the cap"
 
 
 def test_one_request_sent_twice_at_once_gets_one_set_of_leases(bench: Bench) -> None:
     request = fresh_request()
-    first, second = at_once(*[lambda: bench.alice.lease(request, 3)] * 2)
+    first, second = at_once(*[lambda: bench.alice.lease(3, request=request)] * 2)
     assert [lease.lease for lease in first] == [lease.lease for lease in second] == ["u0a0", "u1a0", "u2a0"]
 
 
 def test_two_bodies_for_one_lease(bench: Bench) -> None:
-    (lease,) = bench.alice.lease(fresh_request())
+    (lease,) = bench.alice.lease()
     bodies = [submission_body(lease, engine=name) for name in ("a", "b", "a")]
     answers = at_once(*[lambda body=body: bench.alice.submit(lease, body) for body in bodies])
     statuses = [answer.status_code for answer in answers]
@@ -50,7 +41,7 @@ class TestFailures:
     """The hub's own troubles reach the caller as a `Problem`, and promise nothing."""
 
     def test_a_full_disk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        (lease,) = bench.alice.lease(fresh_request())
+        (lease,) = bench.alice.lease()
 
         full = ResourceError("cannot write blobs/x: the disk is full: free some space")
         monkeypatch.setattr(bench.hub.context.blobs, "put", Mock(side_effect=full))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kit.hub import Actor, Bench, fresh_request, make_config, ok, policy
+from kit.hub import Actor, Bench, make_config, ok, policy
 from kit.state import node, rules, submission, verdict
 from shoal import ledger, protocol
 from shoal.hub.state import draws, reputation
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
-from shoal.hub.state.rows import Moment, NodeRow, RunProgress, SubmissionRow, SubmissionState
+from shoal.hub.state.rows import Moment, NodeRow, RunProgress, SubmissionState
 
 SETTINGS, TIMES = {"audit": "reputation"}, {"credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}
@@ -29,47 +29,29 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench.close()
 
 
-def row_of(bench: Bench, audit: protocol.Audit) -> SubmissionRow:
-    with bench.hub.context.storage.read() as reader:
-        row: SubmissionRow = reader.submission(audit.submission)
-    return row
-
-
-def hand_in(bench: Bench, actor: Actor, count: int = 1) -> list[protocol.Lease]:
-    leases = actor.lease(fresh_request(), count)
-    for lease in leases:
-        ok(actor.submit(lease))
-    return leases
-
-
-def accept(bench: Bench, audits: tuple[protocol.Audit, ...], **changes: Any) -> None:
-    for audit in audits:
-        assert bench.judge(audit, depth=audit.depth, **changes).status_code == 200
-
-
 class TestDepth:
     def test_newcomers_are_audited_fully_and_proven_nodes_by_draw(self, bench: Bench) -> None:
-        hand_in(bench, bench.alice)
-        hand_in(bench, bench.bob)
+        bench.alice.deliver()
+        bench.bob.deliver()
         assert [audit.depth for audit in bench.audits()] == ["light", "full"]
 
     def test_it_is_drawn_once(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        (lease,) = hand_in(bench, bench.alice)
+        (lease,) = bench.alice.deliver()
         monkeypatch.setattr(draws, "audit_fraction", lambda *_: 0.0)
         assert bench.alice.submit(lease).status_code == 200
-        again = bench.restarted()
-        assert [audit.depth for audit in again.audits()] == ["light"]
-        again.close()
+        bench.restart()
+        assert [audit.depth for audit in bench.audits()] == ["light"]
 
 
 class TestPulls:
     def fail(self, bench: Bench, severity: protocol.Severity | None) -> list[protocol.Audit]:
         """Alice: two groups accepted lightly, one fully, one waiting, one being audited; then one is caught."""
-        hand_in(bench, bench.alice, 3)
+        bench.alice.deliver(3)
         first, second, third = bench.audits(3)
-        accept(bench, (first, second))
+        for audit in (first, second):
+            ok(bench.judge(audit, depth="light"))
         ok(bench.judge(third, depth="full"))
-        hand_in(bench, bench.alice, 3)
+        bench.alice.deliver(3)
         caught, under_way = bench.audits(2)
         ok(bench.judge(caught, depth="light", severity=severity, **CAUGHT))
         return [first, second, third, caught, under_way]
@@ -81,7 +63,7 @@ class TestPulls:
     def test_what_was_audited_lightly_is_pulled_and_generated_again(self, bench: Bench) -> None:
         audits = self.fail(bench, protocol.Severity.STATISTICAL)
         assert self.states(bench) == {"pulled": 2, "accepted": 1, "rejected": 1, "received": 2}
-        pulled = row_of(bench, audits[0])
+        pulled = bench.stored.submission(audits[0].submission)
         assert (pulled.state, pulled.reason) == (SubmissionState.PULLED, "node.failed")
         assert "failed the audit of unit 3 (sampling.seed)" in pulled.message
         units = bench.status().units
@@ -89,8 +71,8 @@ class TestPulls:
         (record,) = [entry for entry in bench.ledger().entries if entry.kind == "pulled"]
         assert record.body["units"] == [0, 1]
         before = protocol.Lease.model_validate(audits[0].lease.document)
-        assert bench.alice.lease(fresh_request()) == [], "suspended"
-        again = bench.bob.lease(fresh_request())[0]
+        assert bench.alice.lease() == [], "suspended"
+        again = bench.bob.lease()[0]
         assert (again.unit, again.task, again.seeds) == (before.unit, before.task, before.seeds)
 
     def test_a_ban_pulls_what_was_audited_fully_too(self, bench: Bench) -> None:
@@ -101,11 +83,11 @@ class TestPulls:
         assert kinds == ["rejected", "void", "void", "void", "sanction", "pulled"]
 
     def test_what_is_in_a_batch_stays(self, bench: Bench) -> None:
-        hand_in(bench, bench.alice, 8)
-        accept(bench, bench.audits(8))
+        bench.alice.deliver(8)
+        bench.accept()
         batch = bench.batch(0)
         assert batch is not None
-        hand_in(bench, bench.alice)
+        bench.alice.deliver()
         (caught,) = bench.audits()
         ok(bench.judge(caught, severity=protocol.Severity.CERTAIN, **CAUGHT))
         assert (bench.status().submissions["pulled"], bench.batch(0)) == (0, batch)
@@ -113,7 +95,7 @@ class TestPulls:
 
 class TestPendingCredit:
     def view(self, bench: Bench, actor: Actor) -> tuple[int, int]:
-        view = next(view for view in bench.status().nodes if view.node == actor.key.node)
+        view = bench.view(actor)
         account = ledger.fold(bench.ledger().entries).by_node[actor.key.node]
         assert (account.credit, account.pending) == (view.credit, view.pending)
         return view.credit, view.pending
@@ -123,25 +105,22 @@ class TestPendingCredit:
         bench.hub.upkeep.tick()
 
     def test_it_matures_once_also_over_restarts_and_after_the_end(self, bench: Bench) -> None:
-        hand_in(bench, bench.bob)
-        accept(bench, bench.audits())
+        bench.bob.deliver()
+        bench.accept()
         assert self.view(bench, bench.bob) == (0, 6)
         self.pass_time(bench, 99)
         assert self.view(bench, bench.bob) == (0, 6)
-        again = bench.restarted()
-        self.pass_time(again, 2)
-        assert self.view(again, again.bob) == (6, 0)
-        last = again.restarted()
-        self.pass_time(last, 1000)
-        assert self.view(last, last.bob) == (6, 0)
-        last.close()
+        for seconds in (2, 1000):
+            bench.restart()
+            self.pass_time(bench, seconds)
+            assert self.view(bench, bench.bob) == (6, 0)
 
     def test_at_the_end_of_the_run_it_matures_at_once(self, tmp_path: Path) -> None:
         """Nothing is left to judge, so no failed audit can take it any more."""
         bench = Bench(tmp_path / "short", {"steps": 1, "groups_per_step": 2}, SETTINGS, changes=TIMES)
         ok(bench.announce(0))
-        hand_in(bench, bench.bob, 2)
-        accept(bench, bench.audits())
+        bench.bob.deliver(2)
+        bench.accept()
         assert bench.batch(0) is not None
         self.pass_time(bench, 1)
         assert self.view(bench, bench.bob) == (0, 12), "not before the last version is out"
@@ -159,11 +138,11 @@ class TestPendingCredit:
         assert due_until_ms(Moment(rules, going_on, 5), is_all_judged=True) == 5
 
     def test_after_a_ban_nobody_trains_on_a_group_whose_credit_is_final(self, bench: Bench) -> None:
-        hand_in(bench, bench.alice)
-        accept(bench, bench.audits())
+        bench.alice.deliver()
+        bench.accept()
         self.pass_time(bench, 101)
-        ok(bench.alice.call("POST", "/heartbeat", {}))
-        hand_in(bench, bench.alice)
+        bench.alice.beat()
+        bench.alice.deliver()
         (caught,) = bench.audits()
         assert bench.status().units["accepted"] == 1
         ok(bench.judge(caught, severity=protocol.Severity.CERTAIN, **CAUGHT))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.hub import ROOT, RUN_ID, Bench, code_of, fresh_request, ok, submission_body
+from kit.hub import ROOT, RUN_ID, Actor, Bench, code_of, ok, submission_body
 from kit.state import rules
 from shoal.hub.service.showing import Showing
 from shoal.hub.state import submissions
@@ -34,22 +34,17 @@ def chunks(rollout: int = 0, start: int = 0, count: int = 1, first: int = 5) -> 
     return ShownChunks(rollout, start, pack_tokens(tokens), b"p" * 258 * count)
 
 
-def show(bench: Bench, lease: Lease, *said: ShownChunks) -> Any:
-    return bench.alice.call("POST", f"/leases/{lease.lease}/progress", pack(ShownProgress(list(said))))
+def show(who: Actor, lease: str, *said: ShownChunks) -> Any:
+    return who.call("POST", f"/leases/{lease}/progress", pack(ShownProgress(list(said))))
 
 
 def shown(bench: Bench, lease: Lease, *said: ShownChunks) -> ProgressReply:
-    return ProgressReply.model_validate_json(ok(show(bench, lease, *said)).content)
-
-
-def leased(bench: Bench) -> Lease:
-    [lease] = bench.alice.lease(fresh_request())
-    return lease
+    return ProgressReply.model_validate_json(ok(show(bench.alice, lease.lease, *said)).content)
 
 
 def looked_at(bench: Bench) -> tuple[Lease, Audit]:
     """A lease of which a chunk was shown, and what a validator gets of it."""
-    lease = leased(bench)
+    [lease] = bench.alice.lease()
     shown(bench, lease, chunks(0))
     [audit] = bench.audits()
     return lease, audit
@@ -67,7 +62,7 @@ def failed(bench: Bench, audit: Audit, **changes: Any) -> Any:
 
 
 def test_shown_chunks_renew_a_lease_and_the_same_again_does_not(bench: Bench) -> None:
-    lease = leased(bench)
+    [lease] = bench.alice.lease()
     bench.clock.advance(6)
     reply = shown(bench, lease, chunks(0), chunks(1, count=2))
     assert reply.tokens == (32, 64)
@@ -81,22 +76,20 @@ def test_shown_chunks_renew_a_lease_and_the_same_again_does_not(bench: Bench) ->
 
 
 def test_what_is_shown_of_others_of_ended_leases_or_in_other_forms_is_refused(bench: Bench) -> None:
-    lease = leased(bench)
-    other = bench.bob.call("POST", f"/leases/{lease.lease}/progress", pack(ShownProgress([chunks()])))
-    assert code_of(other) == (403, "lease.not_yours")
-    assert code_of(bench.alice.call("POST", "/leases/u99a0/progress", pack(ShownProgress([chunks()]))))[0] == 404
-    assert code_of(bench.alice.call("POST", f"/leases/{lease.lease}/progress", b"x")) == (422, "progress.malformed")
-    assert code_of(show(bench, lease, chunks(rollout=2))) == (422, "progress.malformed")
-    assert code_of(show(bench, lease, chunks(count=5))) == (422, "progress.malformed")
-    big = bench.alice.call("POST", f"/leases/{lease.lease}/progress", b"x" * (2**20 + 1))
-    assert code_of(big) == (413, "body.too_big")
+    [lease] = bench.alice.lease()
+    assert code_of(show(bench.bob, lease.lease, chunks())) == (403, "lease.not_yours")
+    assert code_of(show(bench.alice, "u99a0", chunks())) == (404, "lease.unknown")
+    for said in (chunks(rollout=2), chunks(count=5)):
+        assert code_of(show(bench.alice, lease.lease, said)) == (422, "progress.malformed")
+    for body, code in ((b"x", (422, "progress.malformed")), (b"x" * (2**20 + 1), (413, "body.too_big"))):
+        assert code_of(bench.alice.call("POST", f"/leases/{lease.lease}/progress", body)) == code
     bench.clock.advance(11)
-    ok(bench.bob.call("POST", "/leases", {"request": fresh_request()}))
-    assert code_of(show(bench, lease, chunks())) == (410, "lease.late")
+    bench.bob.lease()
+    assert code_of(show(bench.alice, lease.lease, chunks())) == (410, "lease.late")
 
 
 def test_a_validator_is_given_one_shown_rollout_and_again_after_each_doubling(bench: Bench) -> None:
-    lease = leased(bench)
+    [lease] = bench.alice.lease()
     assert bench.audits() == ()
     shown(bench, lease, chunks(0), chunks(1))
     [audit] = bench.audits()
@@ -116,10 +109,10 @@ def test_a_validator_is_given_one_shown_rollout_and_again_after_each_doubling(be
 
 
 def test_of_two_shown_leases_the_one_that_ends_first_is_looked_at_first_also_by_a_new_hub(bench: Bench) -> None:
-    mine, [other] = leased(bench), bench.bob.lease(fresh_request())
+    [mine], [other] = bench.alice.lease(), bench.bob.lease()
     shown(bench, mine, chunks())
     bench.clock.advance(1)
-    ok(bench.bob.call("POST", f"/leases/{other.lease}/progress", pack(ShownProgress([chunks()]))))
+    ok(show(bench.bob, other.lease, chunks()))
     bench.clock.advance(1)
     shown(bench, mine, chunks(start=32))  # so that it ends after the other
     context = bench.hub.context
@@ -135,18 +128,17 @@ def test_of_two_shown_leases_the_one_that_ends_first_is_looked_at_first_also_by_
 def test_a_certain_failure_bans_ends_the_lease_and_can_be_checked_later(bench: Bench) -> None:
     lease, audit = looked_at(bench)
     ok(failed(bench, audit))
-    view = next(node for node in bench.status().nodes if node.name == "alice")
+    view = bench.view(bench.alice)
     assert (view.state, view.rejected, view.strikes) == (NodeState.BANNED, 1, 1)
     assert view.reason == "progress.seed: made up"
     assert bench.status().units["open"] == 1
-    [again] = bench.bob.lease(fresh_request())
+    [again] = bench.bob.lease()
     assert (again.unit, again.seeds) == (lease.unit, lease.seeds)
     story = ok(bench.http.get(f"/units/{lease.unit}")).json()
     told = [(each["submission"], each["reason"]) for each in story["submissions"]]
     assert told == [(audit.submission, "progress.seed")]
-    bench = bench.restarted()
+    bench.restart()
     assert submission_digest(bodies(bench, audit.submission)[0]) == audit.submission, "the bytes are kept"
-    bench.close()
 
 
 def _release(bench: Bench, lease: Lease) -> None:
@@ -174,19 +166,16 @@ def _require_ledger_verifies(bench: Bench, kinds: set[str]) -> None:
     (_lapse, "accepted"),
 ])  # fmt: skip
 def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit_alone(bench, end, meanwhile):
-    ok(bench.alice.submit(leased(bench)))
-    [first] = bench.audits()
-    ok(bench.judge(first))  # alice is in the ledger now, so her ban has to be
+    bench.accept_groups(1)  # alice is in the ledger now, so her ban has to be
     lease, audit = looked_at(bench)
     end(bench, lease)
     if meanwhile != "open":
-        [taken] = bench.bob.lease(fresh_request())
+        [taken] = bench.bob.lease()
         assert taken.unit == lease.unit
     if meanwhile in ("submitted", "accepted"):
         ok(bench.bob.submit(taken))
     if meanwhile == "accepted":
-        [own] = bench.audits()
-        ok(bench.judge(own))
+        bench.accept()
     before = ok(bench.http.get(f"/units/{lease.unit}")).json()
     ok(failed(bench, audit))
     assert bench.row(bench.alice).state is NodeState.BANNED
@@ -203,14 +192,14 @@ def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit
 
 def test_a_progress_verdict_that_names_another_unit_or_node_changes_nothing(bench: Bench) -> None:
     lease, audit = looked_at(bench)
-    assert code_of(failed(bench, audit, unit=lease.unit + 5)) == (422, "verdict.mismatch")
-    assert code_of(failed(bench, audit, node=bench.bob.key.node)) == (422, "verdict.mismatch")
+    for changes in ({"unit": lease.unit + 5}, {"node": bench.bob.key.node}):
+        assert code_of(failed(bench, audit, **changes)) == (422, "verdict.mismatch")
     assert ok(bench.http.get(f"/units/{lease.unit}")).json()["submissions"] == []
     ok(bench.alice.submit(lease))
 
 
 def test_the_audit_of_a_submission_carries_what_was_shown(bench: Bench) -> None:
-    lease = leased(bench)
+    [lease] = bench.alice.lease()
     shown(bench, lease, chunks(1))
     shown(bench, lease, chunks(1, start=32))
     tokens = pack_tokens(range(5, 5 + 64))
@@ -223,10 +212,9 @@ def test_the_audit_of_a_submission_carries_what_was_shown(bench: Bench) -> None:
 
 
 def test_while_submissions_wait_shown_progress_gets_a_small_share_of_the_bytes(bench: Bench) -> None:
-    lease = leased(bench)
+    [lease] = bench.alice.lease()
     shown(bench, lease, chunks(0, count=4), chunks(1, count=4))
-    [mine] = bench.bob.lease(fresh_request())
-    ok(bench.bob.submit(mine))
+    bench.bob.deliver()
     assert [audit.depth for audit in bench.audits()] == ["full"], "a small group does not pay for a long rollout"
     assert [audit.depth for audit in bench.audits()] == ["full"], "claimed before, and given again"
 
@@ -292,8 +280,8 @@ def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(d
 
 def test_only_a_certain_failure_is_taken_from_an_audit_of_progress(bench: Bench) -> None:
     lease, audit = looked_at(bench)
-    assert code_of(failed(bench, audit, severity=Severity.STATISTICAL)) == (422, "verdict.progress")
-    assert code_of(failed(bench, audit, reason="sampling.seed")) == (422, "verdict.progress")
-    assert code_of(bench.judge(audit)) == (422, "verdict.progress")
+    odd: list[dict[str, Any]] = [{"severity": Severity.STATISTICAL}, {"reason": "sampling.seed"}]
+    for answer in (bench.judge(audit), *(failed(bench, audit, **changes) for changes in odd)):
+        assert code_of(answer) == (422, "verdict.progress")
     ok(bench.alice.submit(lease))
     assert code_of(failed(bench, audit)) == (409, "verdict.late")

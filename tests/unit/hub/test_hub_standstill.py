@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.hub import Bench, fresh_request, ok
+from kit.hub import Bench, ok
 from shoal.protocol import Outcome, Severity
 
 
@@ -19,26 +19,22 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def beat(bench: Bench, **counters: float) -> None:
-    ok(bench.trainer.call("POST", "/heartbeat", {}))
-    ok(bench.validator.call("POST", "/heartbeat", {"counters": counters}))
-
-
-def alarms(bench: Bench) -> tuple[str, ...]:
-    return bench.status().alarms
+    bench.trainer.beat()
+    bench.validator.beat(counters=counters)
 
 
 def test_a_missed_canary_alarms_once_for_each(bench: Bench) -> None:
     beat(bench, canaries_caught=3, canaries_missed=1)
-    first = alarms(bench)
+    first = bench.status().alarms
     assert len(first) == 1
     assert first[0].startswith("validator let 1 known-bad submissions pass: stop it")
     bench.clock.advance(5)
     beat(bench, canaries_caught=4, canaries_missed=1)
-    assert alarms(bench) == first
+    assert bench.status().alarms == first
     beat(bench, canaries_caught=4, canaries_missed=2)
-    assert "let 2 known-bad" in alarms(bench)[0]
+    assert "let 2 known-bad" in bench.status().alarms[0]
     beat(bench)  # started again
-    assert len(alarms(bench)) == 1
+    assert len(bench.status().alarms) == 1
 
 
 @pytest.mark.parametrize(("counters", "said"), [
@@ -53,12 +49,12 @@ def test_a_missed_canary_alarms_once_for_each(bench: Bench) -> None:
 def test_a_validator_whose_audits_say_little_alarms_once(bench: Bench, counters: dict[str, float], said: str) -> None:
     for _ in range(2):
         beat(bench, **counters)
-        assert [said in each for each in alarms(bench)] == [True] * bool(said)
+        assert [said in each for each in bench.status().alarms] == [True] * bool(said)
 
 
 def test_what_could_not_be_scored_is_counted_in_status_and_metrics(bench: Bench) -> None:
     beat(bench, unscored=3, unsure=3, canaries_caught=1)
-    ok(bench.alice.call("POST", "/heartbeat", {"counters": {"unscored": 40}}))
+    bench.alice.beat(counters={"unscored": 40})
     assert bench.status().unscored == 3
     assert "shoal_hub_unscored 3.0" in bench.http.get("/metrics").text
 
@@ -66,31 +62,23 @@ def test_what_could_not_be_scored_is_counted_in_status_and_metrics(bench: Bench)
 class TestStandstill:
     """Nobody left to train, check or work: said within seconds, with what to do."""
 
-    def told(self, bench: Bench) -> list[str]:
-        return list(bench.status().standstill)
-
-    def work(self, bench: Bench) -> None:
-        ok(bench.alice.call("POST", "/heartbeat", {}))
-
     def test_the_only_worker_was_banned(self, bench: Bench) -> None:
-        self.work(bench)
-        (lease,) = bench.alice.lease(fresh_request())
-        ok(bench.alice.submit(lease))
-        (audit,) = bench.audits()
+        bench.alice.beat()
+        audit = bench.audit_of(bench.alice)
         ok(bench.judge(audit, (), outcome=Outcome.REJECTED, reason="proofs.drift", severity=Severity.CERTAIN))
-        (sentence,) = self.told(bench)
+        (sentence,) = bench.status().standstill
         assert sentence.startswith("nobody is left to work: worker")
         assert "was banned for proofs.drift" in sentence
         assert f"`shoal why {bench.alice.key.node[:8]}`" in sentence
         assert "start another with `shoal join`" in sentence
 
     def test_who_is_silent_for_twenty_seconds_is_missed(self, bench: Bench) -> None:
-        self.work(bench)
+        bench.alice.beat()
         bench.clock.advance(21)
-        missing = [sentence.partition(":")[0] for sentence in self.told(bench)]
+        missing = [sentence.partition(":")[0] for sentence in bench.status().standstill]
         assert missing == [f"nobody is left to {what}" for what in ("train", "check", "work")]
         beat(bench)
-        (sentence,) = self.told(bench)
+        (sentence,) = bench.status().standstill
         assert "was heard of 21 s ago for the last time" in sentence
 
     def test_workers_whose_format_is_still_measured_after_two_minutes(self, tmp_path: Path) -> None:
@@ -101,13 +89,13 @@ class TestStandstill:
         for _ in range(2):
             beat(bench)
             for worker in (bench.alice, bench.bob):
-                ok(worker.call("POST", "/heartbeat", {}))
-                ok(worker.call("POST", "/leases", {"request": fresh_request(), "profile": coarse}))
-            said.append(self.told(bench))
+                worker.beat()
+                worker.ask(profile=coarse)
+            said.append(bench.status().standstill)
             bench.clock.advance(121)
         bench.close()
         [sentence] = said[1]
-        assert said[0] == [], "a first calibration takes its time"
+        assert said[0] == (), "a first calibration takes its time"
         assert sentence == (
             f"no worker here is of a kind that can be judged now ({coarse}): "
             "the run's validators have not measured work in bfloat16 yet"
@@ -115,10 +103,10 @@ class TestStandstill:
 
     def test_a_node_that_has_registered_and_is_loading_is_not_missed_for_a_minute(self, bench: Bench) -> None:
         """Neither at the start nor when a run is resumed: `shoal run` shows the sentence as soon as there is one."""
-        assert self.told(bench) == []
+        assert bench.status().standstill == ()
         bench.clock.advance(61)
         beat(bench)
-        (sentence,) = self.told(bench)
+        (sentence,) = bench.status().standstill
         assert "was heard of 61 s ago for the last time" in sentence
 
     def test_a_halted_or_finished_run_needs_nobody(self, bench: Bench) -> None:
@@ -126,4 +114,4 @@ class TestStandstill:
         assert bench.batch(0) is not None
         ok(bench.announce(1))
         bench.clock.advance(1000)
-        assert self.told(bench) == []
+        assert bench.status().standstill == ()

@@ -5,7 +5,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
+from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, worker_key
 from shoal.hub.service import reporting
 from shoal.ledger import fold
 from shoal.protocol import CheckResult, Lease, Outcome, Receipt, Registration, Severity, SigningKey, Verdict, Vouch
@@ -31,7 +31,7 @@ def node_story(bench: Bench, node: str) -> NodeStory:
 
 
 def test_the_story_of_a_unit_from_its_first_lease_to_training(bench: Bench) -> None:
-    [lost] = bench.bob.lease(fresh_request())
+    [lost] = bench.bob.lease()
     ok(bench.bob.call("POST", "/leases/release", {"leases": [lost.lease]}))
     leases = bench.accept_groups(2)
     assert bench.batch(0) is not None
@@ -52,7 +52,7 @@ def test_the_story_of_a_unit_from_its_first_lease_to_training(bench: Bench) -> N
 
 
 def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench) -> None:
-    leases = bench.alice.lease(fresh_request(), 2)
+    leases = bench.alice.lease(2)
     secrets = {seed for lease in leases for seed in lease.seeds}
 
     def leaks(unit: int) -> bool:
@@ -68,18 +68,15 @@ def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench)
     assert not leaks(0)  # accepted, and may still be pulled
     ok(bench.judge(second, **FAILED))
     assert not leaks(1)  # rejected: open again
-    [again] = bench.bob.lease(fresh_request())
-    ok(bench.bob.submit(again))
-    ok(bench.judge(bench.audits()[0]))
+    bench.bob.deliver()
+    bench.accept()
     assert bench.batch(0) is not None
     assert leaks(0)
     assert unit_story(bench, 1).seeds == leases[1].seeds
 
 
 def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_have_what_an_appeal_needs(bench) -> None:
-    [lease] = bench.alice.lease(fresh_request())
-    ok(bench.alice.submit(lease))
-    ok(bench.judge(bench.audits()[0], **FAILED))
+    ok(bench.judge(bench.audit_of(bench.alice), **FAILED))
     story = unit_story(bench, 0)
     assert story.sentence == "waits for a worker again, after 1 lease"
     [submission] = story.submissions
@@ -93,7 +90,7 @@ def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_ha
     assert story.sentence.startswith("banned: sampling.seed: token 3")
     assert (story.certain, story.node.state.value, story.node.name) == (1, "banned", "alice")
     [refused] = story.refused
-    assert refused.lease == lease.lease
+    assert refused.lease == "u0a0"
     assert refused.verdict is not None
     assert story.ledger == (), "nothing of it was ever accepted: only the hub's database tells of it"
     assert [each.state for each in story.leases] == ["submitted"]
@@ -101,8 +98,7 @@ def test_stories_of_a_rejected_unit_and_its_node_say_which_check_and_rule_and_ha
 
 def test_the_ban_of_a_node_that_earned_is_in_the_ledger_with_its_cause(bench: Bench) -> None:
     bench.accept_groups(1)
-    ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
-    ok(bench.judge(bench.audits()[0], **FAILED))
+    ok(bench.judge(bench.audit_of(bench.alice), **FAILED))
     story = node_story(bench, ALICE)
     [sanction] = [entry for entry in story.ledger if entry.kind == "sanction"]
     [cause] = behind(sanction, story.ledger)
@@ -131,8 +127,7 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
     ranks = (("trusted", 2), ("sanctioned", 1), ("credit", 1), ("seen", 6))
     monkeypatch.setattr(reporting, "RANKS", ranks)
     bench.accept_groups(1)
-    ok(bench.bob.submit(bench.bob.lease(fresh_request())[0]))
-    ok(bench.judge(bench.audits()[0], **FAILED))
+    ok(bench.judge(bench.audit_of(bench.bob), **FAILED))
     for number in range(3, 12):
         ok(bench.actor(worker_key(number)).register(name=f"n{number}"))
     status = bench.status()
@@ -145,18 +140,12 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
 
 def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(bench, monkeypatch):
     monkeypatch.setattr(reporting, "VERDICTS_SHOWN", 1)
-    bad, good = bench.alice.lease(fresh_request(), 1), bench.bob.lease(fresh_request(), 1)
-    ok(bench.alice.submit(bad[0]))
-    (audit,) = bench.audits()
-    refusal = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.STATISTICAL}
-    ok(bench.judge(audit, **refusal))
-    assert [verdict.unit for verdict in bench.status().verdicts] == [bad[0].unit]
-    bench.clock.advance(1)
-    ok(bench.bob.submit(good[0]))
-    (audit,) = bench.audits()
-    ok(bench.judge(audit))
-    shown = [(verdict.unit, verdict.outcome) for verdict in bench.status().verdicts]
-    assert shown == [(good[0].unit, "accepted"), (bad[0].unit, "rejected")]
+    shown = []
+    for actor, changes in ((bench.alice, {**FAILED, "severity": Severity.STATISTICAL}), (bench.bob, {})):
+        ok(bench.judge(bench.audit_of(actor), **changes))
+        shown.append([(verdict.node, verdict.outcome) for verdict in bench.status().verdicts])
+        bench.clock.advance(1)
+    assert shown == [[(ALICE, "rejected")], [(BOB, "accepted"), (ALICE, "rejected")]]
 
 
 OWNER, OTHER = SigningKey.from_seed(b"o" * 32), SigningKey.from_seed(b"p" * 32)
@@ -177,10 +166,8 @@ def vouches(bench: Bench) -> list[dict[str, Any]]:
 
 def works(bench: Bench, key: SigningKey) -> None:
     """The node has a group accepted, with which it comes into the ledger."""
-    actor = bench.actor(key)
-    ok(actor.submit(actor.lease(fresh_request())[0]))
-    for audit in bench.audits():
-        ok(bench.judge(audit))
+    bench.actor(key).deliver()
+    bench.accept()
 
 
 def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:

@@ -1,19 +1,18 @@
 """Work that nobody can judge, by as many throwaway keys as there are: no unit is void, and no step waits for ever."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit.hub import Actor, Bench, fresh_request, ok, worker_key
+from kit.hub import Actor, Bench, ok, worker_key
 from kit.machine import Play
+from kit.storage import apply, changed
 from shoal.hub.service.measuring import CALIBRATION
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.commands import Save
 from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion
 from shoal.protocol import ENOUGH, Audit, Batch, Branches, GainEvidence, NodeState, Outcome, Severity
 
@@ -39,8 +38,7 @@ def let_pass(play: Play, seconds: int) -> None:
 
 
 def state_of(play: Play, unit: int) -> tuple[str, int]:
-    with play.storage.read() as reader:
-        row = reader.unit(unit)
+    row = play.stored.unit(unit)
     return row.state.value, row.failures
 
 
@@ -80,16 +78,13 @@ def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(play, caplo
     """Three established machines of one kind fail one check: the first two are struck, from the third on nobody is.
     The alarm is in the status, in the hub's log once, among the metrics, and in what `shoal why` says of the third."""
     workers = [play.join(streak=8) for _ in range(3)]
-    with play.storage.write() as transaction:
-        for worker in workers:
-            transaction.touch_presence(worker.node, play.hub.context.clock.now_ms())
+    for worker in workers:
+        play.stored.touch_presence(worker.node, play.hub.context.clock.now_ms())
     for worker in workers:
         (lease,) = play.lease(worker, 1)
         play.submit(lease)
         (audit,) = [each for each in play.claim(4) if each.lease.document["node"] == worker.node]
-        with play.storage.write() as transaction:
-            row = transaction.node(worker.node)
-            transaction.apply([Save(replace(row, accepted=8), row.state)])
+        apply(play.storage, changed(play._node(worker.node), accepted=8))
         assert play.judge(audit, Outcome.REJECTED, (0.0, 1.0), Severity.STATISTICAL) is None
     rows = [play._node(worker.node) for worker in workers]
     assert [row.strikes for row in rows] == [1, 1, 0]
@@ -112,9 +107,7 @@ def test_the_kind_that_fails_is_that_of_the_lease_whatever_its_node_asks_for_sin
     for worker in [*honest, *keys]:
         for lease in play.lease(worker, 1):
             play.release(lease)
-        row = play._node(worker.node)
-        with play.storage.write() as transaction:
-            transaction.apply([Save(replace(row, accepted=8), row.state)])
+        apply(play.storage, changed(play._node(worker.node), accepted=8))
     for worker in keys:
         (lease,) = play.lease(worker, 1)
         play.submit(lease)
@@ -131,9 +124,8 @@ def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_full
     run, hub = {"steps": 2, "groups_per_step": 8, "max_staleness": 0}, {"lease_s": 60, "audit": "reputation"}
     play = Play(tmp_path, run, hub, measurable=(other, "torch/cuda/bfloat16"))
     play.announce(0)
-    with play.storage.write() as transaction:
-        in_force = InForce(digest="c" * 64, kinds=("torch/cuda/bfloat16",))
-        transaction.put_setting(CALIBRATION, in_force.model_dump_json())
+    in_force = InForce(digest="c" * 64, kinds=("torch/cuda/bfloat16",))
+    play.stored.put_setting(CALIBRATION, in_force.model_dump_json())
     worker = play.join(streak=10_000)
     play.lease(worker, 1)
     assert not play._node(worker.node).on_probation
@@ -163,21 +155,13 @@ pytestmark = pytest.mark.hub(
 
 
 def newer(bench: Bench) -> Suspicion:
-    with bench.hub.context.storage.read() as reader:
-        stored = reader.setting(NEWER)
+    stored = bench.stored.setting(NEWER)
     return Suspicion() if stored is None else Suspicion.model_validate_json(stored)
-
-
-def audit_of(bench: Bench, actor: Actor) -> Audit:
-    [lease] = actor.lease(fresh_request())
-    ok(actor.submit(lease))
-    [audit] = bench.audits()
-    return audit
 
 
 def judged(bench: Bench, actor: Actor, differences: Sequence[float], **changes: Any) -> Audit:
     """The next group of a node, with branches that showed these differences."""
-    audit = audit_of(bench, actor)
+    audit = bench.audit_of(actor)
     shown = Branches(looked=len(differences), tokens=3 * len(differences), differences=tuple(differences))
     fields = {"rewards": [0.0, 1.0] * 8, "branches": shown, **changes}
     assert bench.judge(audit, **fields).status_code == 200
@@ -191,7 +175,7 @@ def test_a_nodes_evidence_grows_comes_with_its_next_audit_and_the_same_verdict_a
     assert judged(bench, bench.alice, []).gains == GainEvidence().after([1.0, -0.5])
     assert bench.row(bench.bob).gains == GainEvidence()
 
-    audit = audit_of(bench, bench.bob)
+    audit = bench.audit_of(bench.bob)
     verdict = bench.verdict(audit, [0.0, 1.0] * 8, branches=Branches(looked=1, differences=(1.0,)))
     for _ in range(2):
         ok(bench.report(verdict))

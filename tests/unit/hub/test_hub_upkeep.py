@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kit.hub import Bench, code_of, fresh_request, ok
+from kit.hub import Bench, code_of
 from shoal.errors import ResourceError
 
 SECONDS = 30
@@ -18,34 +18,34 @@ def pass_time(bench: Bench, seconds: int = SECONDS, heard: bool = False) -> None
     for _ in range(seconds):
         bench.clock.advance(1)
         if heard:
-            ok(bench.alice.call("POST", "/heartbeat", {}))
+            bench.alice.beat()
         bench.hub.upkeep.tick()
 
 
 def test_the_leases_of_a_worker_that_is_gone_end_long_before_their_deadline(bench: Bench) -> None:
-    (lease,) = bench.alice.lease(fresh_request())
+    (lease,) = bench.alice.lease()
     pass_time(bench, 19)
     assert bench.status().units["leased"] == 1
     pass_time(bench, 3)
-    (again,) = bench.bob.lease(fresh_request())
+    (again,) = bench.bob.lease()
     assert again.unit == lease.unit
 
 
 def test_who_comes_back_hands_in_what_is_still_free_and_is_told_what_is_not(bench: Bench) -> None:
-    first, second = bench.alice.lease(fresh_request(), 2)
+    first, second = bench.alice.lease(2)
     pass_time(bench)
-    (taken,) = bench.bob.lease(fresh_request())
+    (taken,) = bench.bob.lease()
     assert taken.unit == first.unit
     late = bench.alice.submit(first)
     assert code_of(late) == (410, "lease.late")
     assert late.json()["message"] == f"lease {first.lease} ran out and unit {first.unit} is leased meanwhile"
     assert bench.alice.submit(second).status_code == 201
-    (alice,) = [node for node in bench.status().nodes if node.name == "alice"]
+    alice = bench.view(bench.alice)
     assert (alice.state, alice.rejected, alice.strikes) == ("active", 0, 0)
 
 
 def test_after_a_pause_of_its_own_the_hub_gives_everybody_time_to_be_heard(bench: Bench) -> None:
-    bench.alice.lease(fresh_request())
+    bench.alice.lease()
     bench.clock.advance(100)
     pass_time(bench, 15)
     assert bench.status().units["leased"] == 1
@@ -55,33 +55,32 @@ def test_after_a_pause_of_its_own_the_hub_gives_everybody_time_to_be_heard(bench
 
 @pytest.mark.parametrize("how", ["suspended", "restarted"])
 def test_what_runs_out_while_the_hub_is_away_has_a_little_longer_and_costs_nobody_anything(bench, how):
-    first, second = bench.alice.lease(fresh_request(), 2)
+    first, second = bench.alice.lease(2)
     bench.clock.advance(LEASE_S + 100)
-    again = bench.restarted() if how == "restarted" else bench
-    pass_time(again, 15, heard=True)
-    assert again.status().units["leased"] == 2
-    assert not [lease for lease in again.bob.lease(fresh_request()) if lease.unit in (first.unit, second.unit)]
-    assert again.alice.submit(first).status_code == 201
-    pass_time(again, 10, heard=True)
-    assert again.status().units["open"] == 1, "for a little: then it is somebody else's turn"
-    assert again.row(again.alice).lapsed == 0
-    again.close()
+    if how == "restarted":
+        bench.restart()
+    pass_time(bench, 15, heard=True)
+    assert bench.status().units["leased"] == 2
+    assert not [lease for lease in bench.bob.lease() if lease.unit in (first.unit, second.unit)]
+    assert bench.alice.submit(first).status_code == 201
+    pass_time(bench, 10, heard=True)
+    assert bench.status().units["open"] == 1, "for a little: then it is somebody else's turn"
+    assert bench.row(bench.alice).lapsed == 0
 
 
 def test_what_had_run_out_before_is_not_spared(bench: Bench) -> None:
-    bench.alice.lease(fresh_request())
+    bench.alice.lease()
     pass_time(bench, LEASE_S - 10, heard=True)
     for _ in range(11):  # nobody ticks, but the hub hears: written down later than the deadline
         bench.clock.advance(1)
-        ok(bench.alice.call("POST", "/heartbeat", {}))
-    again = bench.restarted()
-    again.app.hub.upkeep.tick()
-    assert (again.status().units["open"], again.row(again.alice).lapsed) == (1, 1)
-    again.close()
+        bench.alice.beat()
+    bench.restart()
+    bench.hub.upkeep.tick()
+    assert (bench.status().units["open"], bench.row(bench.alice).lapsed) == (1, 1)
 
 
 def test_while_its_database_is_away_the_hub_is_away(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.alice.lease(fresh_request())
+    bench.alice.lease()
     pass_time(bench, 1, heard=True)
 
     with monkeypatch.context() as outage:
@@ -109,8 +108,7 @@ def test_one_part_that_fails_does_not_keep_the_others(bench: Bench, monkeypatch:
 def test_nonces_are_kept_until_no_hub_would_take_the_request_again(bench: Bench) -> None:
     """Its own clock may be behind the leader's, by as much as a request's may."""
     bench.clock.advance(60)
-    bench.alice.lease(fresh_request())
+    bench.alice.lease()
     bench.clock.advance(200)
     bench.hub.upkeep.tick()
-    with bench.hub.context.storage.write() as transaction:
-        assert transaction.forget_nonces(10**15, 99) > 0
+    assert bench.stored.forget_nonces(10**15, 99) > 0

@@ -151,11 +151,10 @@ class TestPolicyOfTheWorker:
         granted = self.grant(4, behind=True).leases
         assert {(row.version, row.digest) for row in granted} == {(4, "d" * 64)}
 
-    def test_room_is_that_of_the_older_policy(self) -> None:
-        """Groups by version 3 may be trained in step 5 only: 4 groups, of which 3 are alive."""
-        assert len(self.grant(3, behind=True, alive=3).leases) == 1
-        assert len(self.grant(5, behind=True, alive=3).leases) == 2, "its window, though there is room for 9"
-
-    @pytest.mark.parametrize(("version", "incarnation"), [(2, 0), (6, 0), (4, 1)])
-    def test_what_could_not_be_trained_on_is_not_leased(self, version: int, incarnation: int) -> None:
-        assert self.grant(version, behind=True, incarnation=incarnation).leases == ()
+    @pytest.mark.parametrize(("version", "incarnation", "alive", "units"), [
+        (3, 0, 3, 1),  # groups by version 3 may be trained in step 5 only: 4 groups, of which 3 are alive
+        (5, 0, 3, 2),  # its window, though there is room for 9
+        (2, 0, 0, 0), (6, 0, 0, 0), (4, 1, 0, 0),  # could not be trained on
+    ])  # fmt: skip
+    def test_room_is_that_of_the_older_policy(self, version: int, incarnation: int, alive: int, units: int) -> None:
+        assert len(self.grant(version, True, incarnation, alive).leases) == units

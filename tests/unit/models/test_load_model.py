@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from kit.tables import table
 from kit.tiny import build_tiny
 from shoal.errors import ModelError
 from shoal.models import TextTokenizer, as_numpy, eos_token_id, from_numpy, model_folder, read_files
@@ -217,11 +218,7 @@ def test_folders_with_missing_or_wrong_weights_do_not_load(copy, spoil, said):
         load_model(copy)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    *(({"model_type": kind}, "no known causal language model") for kind in ("clip", None, ["qwen3"])),
-    ({"model_type": "unheard-of"}, "no known causal language model .model_type 'unheard-of'"),
-    ({"num_attention_heads": "many"}, "config.json"), ({"hidden_size": -1}, "config.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), table("models", "unusable configurations"))
 def test_a_config_that_cannot_be_used_is_refused(copy, changes, said):
     edit_config(copy, **changes)
     with pytest.raises(ModelError, match=said):
@@ -340,16 +337,10 @@ def test_merged_is_an_ordinary_model_that_computes_the_same():
     assert not torch.allclose(plain(IDS).logits, build_tiny(0)(IDS).logits)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"[]", b"{}", b'{"rank": "many", "alpha": 1, "targets": ["q_proj"]}',
-     b'{"rank": 0, "alpha": 1, "targets": ["a"]}', b'{"rank": 4, "alpha": -1, "targets": ["a"]}',
-     b'{"rank": 4, "alpha": 1, "targets": []}',
-     b'{"rank": 99999999, "alpha": 1, "targets": ["q_proj"]}'],
-)  # fmt: skip
-def test_an_unusable_file_is_refused(data: bytes):
+@pytest.mark.parametrize("data", table("models", "unusable adapter files"))
+def test_an_unusable_file_is_refused(data: str):
     with pytest.raises(ModelError, match=r"adapter\.json"):
-        adapter_shape({ADAPTER_FILE: data})
+        adapter_shape({ADAPTER_FILE: data.encode()})
 
 
 @pytest.mark.parametrize("target", ["lm_head", "query", "embed_tokens"])

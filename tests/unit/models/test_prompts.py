@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.tables import table
 from kit.tiny import byte_tokenizer
 from shoal.errors import ModelError
 from shoal.models import PromptEncoder, TextTokenizer, model_folder, read_files
@@ -103,11 +104,7 @@ def test_functions_available_to_templates() -> None:
     assert TOKENIZER.decode(list(ids)) == '2024-07-26|{"role": "user", "content": "é"}True'
 
 
-@pytest.mark.parametrize(("template", "sentence"), [
-    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{{ messages[7].content }}", "refuses"),
-    ("{{ ''.__class__.__mro__ }}", "refuses the prompt: SecurityError"),
-    ("{% for i in range(10**9) %}x{% endfor %}", "refuses the prompt: OverflowError"), ("{% for %}", "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(("template", "sentence"), table("models", "templates that fail"))
 def test_a_template_that_fails_is_said(template: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         PromptEncoder(model(template)).encode("x")

@@ -1,7 +1,6 @@
-"""Keys: files, signatures, weak points, and sealed ones."""
+"""Keys: files, signatures, weak points."""
 
-import json
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit import at_once
 from shoal.errors import KeyFileError, SignatureError
 from shoal.protocol import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
 from shoal.protocol.identity import store_key
-from shoal.protocol.sealing import read_sealed, seal, unseal
 
 SEED = bytes(range(32))
 
@@ -64,19 +63,9 @@ def test_a_missing_file_and_an_impossible_folder(tmp_path: Path) -> None:
 
 def test_threads_that_race_end_with_the_same_key(tmp_path: Path) -> None:
     for turn in range(20):
-        path, keys = tmp_path / f"{turn}.key", []
-        gate = threading.Barrier(4)
-
-        def create(path: Path = path, keys: list[str] = keys, gate: threading.Barrier = gate) -> None:
-            gate.wait(10)
-            keys.append(load_or_create_key(path).public_key)
-
-        threads = [threading.Thread(target=create) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert keys == [load_key(path).public_key] * 4
+        path = tmp_path / f"{turn}.key"
+        keys = at_once(*[partial(load_or_create_key, path)] * 4)
+        assert [key.public_key for key in keys] == [load_key(path).public_key] * 4
 
 
 def test_names_are_derived_from_the_public_key_and_a_key_never_shows_itself() -> None:
@@ -122,46 +111,6 @@ def test_a_key_and_a_signature_have_one_spelling() -> None:
 
 
 KEY = SigningKey.from_seed(b"k" * 32)
-WORDS = "correct horse battery"
-CHEAP = 2**10  # scrypt's cost; a real one takes 128 MiB
-SEALED = seal(KEY, WORDS, CHEAP)
-
-
-def test_it_comes_back_with_its_passphrase_and_shows_whose_it_is_without() -> None:
-    assert (unseal(SEALED, WORDS).public_key, read_sealed(SEALED).node) == (KEY.public_key, KEY.node)
-    assert KEY.to_pem().decode().splitlines()[1] not in SEALED
-    assert "\n" not in SEALED
-
-
-@pytest.mark.parametrize("passphrase", ["", "correct horse batterz", WORDS + " "])
-def test_another_passphrase_does_not_open_it(passphrase: str) -> None:
-    with pytest.raises(KeyFileError, match="does not open"):
-        unseal(SEALED, passphrase)
-
-
-@pytest.mark.parametrize(("field", "value"), [
-    ("node", "0" * 32), ("public_key", "0" * 64), ("cost", 2**11), ("salt", "0" * 32), ("nonce", "0" * 24),
-    ("sealed", "00"), ("sealed", ""), *(("cost", cost) for cost in (2**21, 2**60, 0, -1, 1500)),  # all the memory
-])  # fmt: skip
-def test_nothing_of_it_can_be_exchanged(field: str, value: object) -> None:
-    changed = json.dumps({**json.loads(SEALED), field: value})
-    with pytest.raises(KeyFileError):
-        unseal(changed, WORDS)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "not json", SEALED[:-9], SEALED + " x", "{" * 100_000])
-def test_text_that_is_not_a_sealed_key_is_refused(text: str) -> None:
-    with pytest.raises(KeyFileError, match="shoal key export"):
-        unseal(text, WORDS)
-
-
-def test_a_sealed_key_that_gives_itself_out_as_another_and_a_short_passphrase_are_refused() -> None:
-    impostor = SigningKey.from_seed(b"i" * 32)
-    impostor.public_key = KEY.public_key
-    with pytest.raises(KeyFileError, match="not the one that it says it is"):
-        unseal(seal(impostor, WORDS, CHEAP), WORDS)
-    with pytest.raises(KeyFileError, match="too short"):
-        seal(KEY, "1234567")
 
 
 def test_key_is_stored_only_where_no_key_is(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.hostile import Answer, Asked, answering
+from kit.tables import table
 from shoal.environments import EnvironmentSettings
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
@@ -213,18 +214,12 @@ def test_trouble_that_may_pass_ends_nothing_at_the_start(reply: Answer) -> None:
     judge(server.url).prepare()  # nobody there
 
 
-@pytest.mark.parametrize(("text", "worth"), [
-    ("7", 0.7), ("7.25\n\n", 0.725), ("Score: 10", 1.0), ("**0**", 0.0), ("9/10", 0.9), ("8 / 10", 0.8),
-    ('{"score": 2.5}', 0.25), ("I give 3 and 4\nfinal: 5", 0.5), ("10.0", 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(("text", "worth"), table("judges", "grades"))
 def test_a_grade_is_the_one_number_of_the_last_line(text: str, worth: float) -> None:
     assert grade(text) == pytest.approx(worth)
 
 
-@pytest.mark.parametrize("text", [
-    "", "good", "11", "-1", "10\nthat is all", "3 or 4", '{"mark": 5}', "9/11", "1e3", "0x7", "7.5.1", "nan",
-    "\u0667.", "[" * 3000, '{"a":' * 3000,
-])  # fmt: skip
+@pytest.mark.parametrize("text", [*table("judges", "no grades"), "[" * 3000, '{"a":' * 3000])
 def test_answers_without_a_grade_are_unreadable(text: str) -> None:
     with pytest.raises(UnreadableAnswer):
         grade(text)

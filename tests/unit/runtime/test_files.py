@@ -12,8 +12,7 @@ import pytest
 
 from kit.smalldisk import SmallDisk, in_own_namespace, small_disk
 from shoal.errors import DiskError, ResourceError
-from shoal.runtime.files import is_full, resource_error, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, is_full, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import last_line
@@ -21,7 +20,7 @@ from shoal.runtime.supervise import last_line
 HOLD = """
 import sys
 from pathlib import Path
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import StopToken
 lock = FolderLock(Path(sys.argv[1])).acquire(StopToken())
 print("held", flush=True)

@@ -12,6 +12,7 @@ from kit import Logs, Patch, cast, eventually
 from kit.forged import write
 from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import PolicyManifest, TensorView
+from shoal.runtime.limits import show_bytes
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig, run_relay
 from shoal.shardcast.manifest import offered, size_of
@@ -224,7 +225,7 @@ def test_disk_budget_removes_the_oldest_and_complete_versions_are_logged(lab: ca
     caplog.set_level("INFO")
     budget = size_of([lab.publish(version) for version in range(3)][1:])
     upstream = lab.honest().url
-    relay = lab.relay("relay", upstream, keep_versions=3, disk_budget_gb=budget / 1e9)
+    relay = lab.relay("relay", upstream, keep_versions=3, disk_bytes=budget)
     for versions in (["0.1", "0.2"], ["0.2", "0.3"]):
         eventually(lambda kept=versions: cast.is_complete(relay, kept[1]) and cast.health(relay)["versions"] == kept)
         assert (cast.health(relay)["ok"], cast.health(relay)["disk_bytes"]) == (True, budget)
@@ -236,13 +237,13 @@ def test_disk_budget_removes_the_oldest_and_complete_versions_are_logged(lab: ca
 
 def test_version_that_does_not_fit_is_reported_and_its_chunks_are_served(lab: cast.Lab, caplog: Logs) -> None:
     small = lab.publish(1)
-    relay, _ = mirrored(lab, disk_budget_gb=size_of([small]) / 1e9)
+    relay, _ = mirrored(lab, disk_bytes=size_of([small]))
     until("0.1", relay)
     large = lab.publish(2, tensors=cast.content(2, sizes=(5000,))[1])
     eventually(lambda: cast.health(relay)["ok"] is False)
     state = cast.health(relay)
-    assert f"{size_of([large]) / 1e9:.6g} GB" in state["problem"]
-    assert f"disk_budget_gb is {size_of([small]) / 1e9:g}" in state["problem"]
+    needed, allowed = (show_bytes(size_of([one])) for one in (large, small))
+    assert f"needs {needed} of disk, {allowed} are allowed (--max-disk)" in state["problem"]
     assert state["problem"] in caplog.text
     assert state["versions"] == ["0.1"]
     for path in cast.chunk_paths(lab.www, small):

@@ -1,8 +1,8 @@
 """The worker's loop: what it asks for, generates and gives back; how it ends and waits; what its owner is told."""
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -185,6 +185,18 @@ class Bench:
         bench = cls(*arguments, **options)
         bench.worker.run()
         return bench
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """It works, in a thread, and the hub takes nothing before the end of the block."""
+        self.hub.gate.clear()
+        thread = threading.Thread(target=self.worker.run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.hub.gate.set()
+            thread.join(30)
 
     @property
     def released(self) -> list[tuple[str, ...]]:
@@ -408,18 +420,12 @@ def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_pa
 
 def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1), lease(3)])
-    bench.hub.gate.clear()
-    thread = threading.Thread(target=bench.worker.run)
-    thread.start()
-    try:
+    with bench.held_up():
         eventually(lambda: bench.waiting == [1, 3])
         before = len(bench.hub.beats) + 1  # one may be under way
         eventually(lambda: len(bench.hub.beats) > before)
         assert set(bench.hub.beats[-1].progress) == {"lease-1", "lease-3"}
         assert min(bench.hub.beats[-1].progress.values()) > 0
-    finally:
-        bench.hub.gate.set()
-        thread.join(30)
     tokens = {f"lease-{s.unit}": sum(len(r.token_ids) for r in s.rollouts) for s in bench.hub.submitted}
     assert max(bench.hub.beats, key=lambda beat: sum(beat.progress.values())).progress == tokens
     assert bench.worker.activity.heartbeat().progress == {}, "what is submitted is over"
@@ -560,9 +566,14 @@ def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_pa
     assert (again.units, again.waiting) == ([1], [])
 
 
-@pytest.mark.parametrize("route", ["lease", "heartbeat", "upload"])
-def test_being_shut_out_ends_it_and_leaves_the_outbox_to_other_runs(tmp_path: Path, route: str) -> None:
-    refusal = errors.ShutOut(403, "node.banned", "this node is banned: x")
+SHUT_OUT = errors.ShutOut(403, "node.banned", "this node is banned: x")
+
+
+@pytest.mark.parametrize(("route", "refusal", "sentence"), [
+    ("lease", SHUT_OUT, "this node is banned: x"), ("heartbeat", SHUT_OUT, r"banned this node: sampling\.seed"),
+    ("upload", SHUT_OUT, "this node is banned: x"), ("upload", errors.HubUnreachable("gone"), "gone"),
+])  # fmt: skip
+def test_being_shut_out_or_alone_ends_it_and_leaves_the_outbox_to_other_runs(tmp_path, route, refusal, sentence):
     bench = Bench(tmp_path, [lease(1)], *([refusal] if route == "lease" else [[]] * 100_000))
     other = lease(5).model_copy(update={"run": "other-000000000000"})
     [group] = CountingEngine().generate([GenerationRequest(other.prompt_ids, other.seed_numbers, SAMPLING)])
@@ -572,10 +583,9 @@ def test_being_shut_out_ends_it_and_leaves_the_outbox_to_other_runs(tmp_path: Pa
         bench.hub.refusals[1] = refusal
     if route == "heartbeat":
         bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED, "reason": "sampling.seed"})
-    sentence = r"banned this node: sampling\.seed" if route == "heartbeat" else "this node is banned: x"
-    with pytest.raises(errors.ShutOut, match=sentence) as caught:
+    with pytest.raises(type(refusal), match=sentence) as caught:
         bench.worker.run()
-    assert caught.value.exit_code == 6
+    assert (caught.value.exit_code == 6) is (refusal is SHUT_OUT)
     assert route != "upload" or bench.waiting == [1], "what was not taken stays"
     assert bench.outbox.waiting("other-000000000000") == [kept]
     assert kept.path.read_bytes() == protocol.pack(elsewhere)
@@ -601,26 +611,12 @@ def test_a_refused_group_is_given_up_and_work_continues(tmp_path: Path, status: 
     assert (bench.units, bench.waiting, bench.worker.activity.heartbeat().counters["refused"]) == ([2, 3], [], 1)
 
 
-def test_a_hub_that_is_gone_ends_it_and_keeps_the_work(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
-    bench.hub.refusals[1] = errors.HubUnreachable("gone")
-    with pytest.raises(errors.HubUnreachable):
-        bench.worker.run()
-    assert bench.waiting == [1]
-
-
 def test_a_full_outbox_pauses_work(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(loop, "OUTBOX_LIMIT", 2)
     bench = Bench(tmp_path, [lease(1), lease(2), lease(3)], [lease(4)])
-    bench.hub.gate.clear()
-    thread = threading.Thread(target=bench.worker.run)
-    thread.start()
-    try:
+    with bench.held_up():
         eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
         assert len(bench.hub.requests) == 1
-    finally:
-        bench.hub.gate.set()
-        thread.join(30)
     assert bench.units == [1, 2, 3, 4]
 
 

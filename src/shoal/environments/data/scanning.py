@@ -21,7 +21,7 @@ from shoal.environments.data.cache import data_digest, entry_name, load_arrays, 
 from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import ROW_LIMIT_BYTES, Broken, DataTable, rows_of, values_of
 from shoal.environments.formats import DatasetOptions, Format, fit
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
+from shoal.environments.graders import GRADERS, TASK_TYPES, Grader
 from shoal.environments.protocol import DIGEST_BYTES, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 

@@ -180,7 +180,6 @@ class App:
 
 
 def _find(request: HttpRequest) -> tuple[Call, dict[str, str]]:
-    """The call of the table, and the parameters in its path."""
     found = ((named, calls) for pattern, calls in CALLS if (named := pattern.fullmatch(request.path)))
     named, calls = next(found, (None, {}))
     call = calls.get("GET" if request.method == "HEAD" else request.method)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 from shoal.hub.http.app import App
 from shoal.hub.settings import HubConfig, HubSettings
+from shoal.runtime.files import FolderLock
 from shoal.runtime.http import OpenConnections, bind
 from shoal.runtime.limits import allow_files
-from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import local_url
 
@@ -63,9 +63,7 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
         is_new, is_alone = not config.folder.exists(), not config.settings.database
         if is_alone and not is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
-        listener = stack.enter_context(
-            contextlib.closing(bind(config.settings.host, config.settings.port, "hub.", stop))
-        )
+        listener = stack.enter_context(bind(config.settings.host, config.settings.port, "hub.", stop))
         if is_alone and is_new:
             stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         yield listener

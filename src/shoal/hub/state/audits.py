@@ -241,9 +241,8 @@ def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "tot
     if of == "total":
         return len(rewards) > 1 and len({reward.value for reward in rewards}) == 1
     judged = [sorted(item for item in reward.parts.items() if item[0].startswith(JUDGE_PART)) for reward in rewards]
-    return (
-        len(rewards) > 1 and len({(task, *said) for task, said in zip(task_rewards(rewards), judged, strict=True)}) == 1
-    )
+    kinds = {(task, *said) for task, said in zip(task_rewards(rewards), judged, strict=True)}
+    return len(rewards) > 1 and len(kinds) == 1
 
 
 def pass_rate(rewards: Sequence[RolloutReward]) -> float | None:

@@ -137,7 +137,6 @@ def write_down(
 
 
 def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
-    """The mean over all rollouts of these groups, in any order."""
     rewards = [reward for group in groups for reward in group]
     return math.fsum(rewards) / len(rewards) if rewards else None
 

@@ -9,6 +9,7 @@ validator asks for audits ─► units that nobody could judge twice (`units`) �
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from shoal.hub.state import newcomers, nodes, pacing
@@ -68,6 +69,9 @@ class LeasePlan:
     policy: PolicyRef | None = None
 
 
+_wait = partial(LeasePlan, held_back=True)
+
+
 def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePlan:
     node, rules, progress, crowd = ask.node, moment.rules, moment.progress, ask.crowd
     nodes.require_welcome(node)
@@ -75,25 +79,23 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePla
         how_long = "until the run's owner pardons it"
         if node.until_ms is not None:
             how_long = f"for {-(-(node.until_ms - moment.now_ms) // 1000)} s more"
-        return LeasePlan(f"this node is suspended {how_long}: {node.reason}", held_back=True)
+        return _wait(f"this node is suspended {how_long}: {node.reason}")
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
         return LeasePlan("the run is finished" if policy else "no policy has been published yet")
     if ask.policy is not None and ask.policy != policy:
         if not (ask.behind and pacing.serves(rules, progress, ask.policy)):
             waiting = f"policy {ask.policy.label} is not the newest: load policy {policy.label}, then ask again"
-            return LeasePlan(waiting, held_back=True)
+            return _wait(waiting)
         policy = ask.policy
         moment = replace(moment, progress=replace(progress, policy=policy))  # so are room and time left
     most = nodes.window(rules, node)
     if ask.held >= most:
-        waiting = f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
-        return LeasePlan(waiting, held_back=True)
+        return _wait(f"this node holds {ask.held} leases, the most that it may hold now: submit or release some")
     count = pacing.lease_size(moment, ask.tempo, node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
     if count <= 0:
         pace = f"a group takes this node {node.pace_ms / 1000:.1f} s and it holds {ask.held}"
-        waiting = f"{pace}: more would be back when policy {policy.label} is too old to train on"
-        return LeasePlan(waiting, held_back=True)
+        return _wait(f"{pace}: more would be back when policy {policy.label} is too old to train on")
     allowed = newcomers.room_for(moment, node, crowd)
     if allowed is not None and allowed < 1:
         return _crowded(moment, ask)
@@ -105,35 +107,30 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePla
     free = len(again) + room
     left = newcomers.left_by_turns(moment, node, crowd, free)
     if left < 1 <= free:
-        waiting = "newcomers of other networks are first: they had fewer units"
-        return LeasePlan(waiting, held_back=True, short="everywhere", yields=True)
+        return _wait("newcomers of other networks are first: they had fewer units", short="everywhere", yields=True)
     left = min(left, newcomers.left_inside(moment, node, crowd, left))
     if left < 1 <= free:
-        waiting = "other newcomers of this network are first: they had fewer units"
-        return LeasePlan(waiting, held_back=True, short="inside", yields=True)
+        return _wait("other newcomers of this network are first: they had fewer units", short="inside", yields=True)
     if node.lapses and newcomers.is_brief(moment, node, crowd):
         waiting = "this node's last lease came to nothing: it gets another when other new keys have finished theirs"
-        return LeasePlan(waiting, held_back=True, short="everywhere")
+        return _wait(waiting, short="everywhere")
     count = min(count, left, count if allowed is None else allowed)
     chosen = tuple(sorted(again, key=lambda unit: unit.unit)[:count])
-    held_back = len(again) < len(open_units)
-    return LeasePlan(
-        why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=min(count - len(chosen), room), policy=policy
-    )
+    held_back, fresh = len(again) < len(open_units), min(count - len(chosen), room)
+    return LeasePlan(why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=fresh, policy=policy)
 
 
 def _crowded(moment: Moment, ask: Demand) -> LeasePlan:
     own, in_hand = newcomers.own_room(moment, ask.node, ask.crowd), ask.crowd.in_hand
     if own is not None and own < 1 and in_hand.own:
-        waiting = "this node has one unit in hand, the most that it may have until its first group is accepted"
-        return LeasePlan(waiting, held_back=True)
+        return _wait("this node has one unit in hand, the most that it may have until its first group is accepted")
     if own is not None and own < 1:
         units = in_hand.unproven[ask.node.network]
         waiting = f"other new keys of this network have {units} units in hand, their most until a group is accepted"
-        return LeasePlan(waiting, held_back=True, short="inside")
+        return _wait(waiting, short="inside")
     counted, most = newcomers.counted(moment, ask.node, ask.crowd), newcomers.most_in_hand(moment)
     waiting = f"nodes on probation have {counted} units in hand, and may have {most} while established ones are here"
-    return LeasePlan(waiting, held_back=True, short="everywhere")
+    return _wait(waiting, short="everywhere")
 
 
 def why_no_unit(moment: Moment) -> str:

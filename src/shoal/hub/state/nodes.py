@@ -130,17 +130,14 @@ def reject(
     return [Save(struck, node.state)]
 
 
-def suspension_ms(suspensions: int) -> int:
-    """Of a node that was suspended so many times before."""
-    return min(LONGEST_MS, FIRST_MS << min(suspensions, 20))
-
-
 def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) -> list[Command]:
-    """A node that is suspended already stays so at least as long as it was."""
+    """Each suspension is twice as long as the last, if nobody says how long. A node that is suspended already stays so
+    at least as long as it was."""
     if node.state is NodeState.BANNED:
         raise Refusal(409, "node.banned", f"node {node.node} is banned: a suspension would be no more than that")
-    until_ms = now_ms + (suspension_ms(node.suspensions) if for_ms is None else for_ms)
-    until_ms = max(until_ms, node.until_ms or 0)
+    if for_ms is None:
+        for_ms = min(LONGEST_MS, FIRST_MS << min(node.suspensions, 20))
+    until_ms = max(now_ms + for_ms, node.until_ms or 0)
     moved = node if node.state is NodeState.SUSPENDED else node.to(NodeState.SUSPENDED)
     row = replace(moved, reason=reason, until_ms=until_ms, suspensions=node.suspensions + 1)
     return [Save(row, node.state), *_recorded(row, now_ms, until_ms=until_ms)]

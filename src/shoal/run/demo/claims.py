@@ -27,8 +27,7 @@ from shoal.run.ledger.sources import FolderLedger
 from shoal.run.recipe import Recipe
 from shoal.run.roles import role_names
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.manifest import read_manifest
@@ -60,14 +59,14 @@ class Participants:
 Accounts = Mapping[str, Account]  # of all nodes, by node id: credit by the ledger, the rest by the hub's rows
 
 
-def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
+def learned(scores: Sequence[float]) -> Claim:
     if len(scores) < 2:
         return Claim("it learned", False, f"the held-out score was measured {len(scores)} times; two are needed")
     rise = scores[-1] - scores[0]
     sentence = f"held-out score {scores[0]:.3f} → {scores[-1]:.3f} ({100 * rise:+.1f} points)"
-    if rise < least_rise:
-        sentence += f"; at least {100 * least_rise:+.0f} were expected"
-    return Claim("it learned", rise >= least_rise, sentence)
+    if rise < LEAST_RISE:
+        sentence += f"; at least {100 * LEAST_RISE:+.0f} were expected"
+    return Claim("it learned", rise >= LEAST_RISE, sentence)
 
 
 def cheater_caught(

@@ -61,7 +61,9 @@ def check_source(
             checked.notes.append(f"{beyond}: it cannot be compared with that head, so it may be another ledger")
         others = [pin for pin in others if pin.head.index <= last]
     # The place's own pins last: its rows are read as of then, so a growing run is not behind another head.
-    pins = checked.of_this_run([*source.pins(checked.run, checked.root_key), *given])
+    pins = [*source.pins(checked.run, checked.root_key), *given]
+    if (other := next((pin for pin in pins if pin.head.run != checked.run), None)) is not None:
+        raise LedgerError(f"{other.source} is of run {other.head.run}; this ledger is of {checked.run}")
     proofs = Proofs(Keys(checked.run, checked.root_key), Chain([*pins, *others]), needs_documents)
     try:
         check_rows(source, checked, proofs)
@@ -129,15 +131,14 @@ def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
             raise UserError(f"{path} is a folder: name a file, for example {path / 'ledger.jsonl'}")
     ensure_folder(out.absolute().parent)  # before anything is downloaded
     with closing(open_ledger(where, wait_s)) as source:
-        return write_ledger(source, out)
+        return _write(source, out)
 
 
 def leave_ledger(path: Path) -> int:
-    with closing(FolderLedger(path)) as source:
-        return write_ledger(source, path / "ledger.jsonl")
+    return export_ledger(str(path), path / "ledger.jsonl")
 
 
-def write_ledger(source: LedgerSource, out: Path) -> int:
+def _write(source: LedgerSource, out: Path) -> int:
     """Streamed into hidden files, which are renamed when they are complete and every hash fits."""
     signed, chain = source.signed_head(), Chain()
     targets = [out] if source.missing_evidence() else [out, evidence_file(out)]

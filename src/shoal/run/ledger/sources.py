@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from shoal import protocol
 from shoal.client import HubClient
@@ -75,6 +75,16 @@ class LedgerSource(LedgerReader):
         """What a witness published at the sources, not yet verified."""
         return []
 
+    def fetch(self, url: str, name: str, max_bytes: int, reach: Reach | None = None) -> list[bytes]:
+        """Nothing if a server does not have it, or does not answer (which is noted)."""
+        try:
+            with closing(Connection(url, StopToken(), Timeouts(ASK_S, ASK_S, reach=reach))) as connection:
+                found = get_document(connection, name, max_bytes, Deadline(ASK_S))
+        except (BroadcastError, ConfigError) as error:
+            self.notes.append(str(error))
+            return []
+        return [] if found is None else [found]
+
     def missing_evidence(self) -> str:
         return ""
 
@@ -115,8 +125,7 @@ class HubLedger(LedgerSource):
         return self._run.info.certificates
 
     def witnessed(self, public_key: str) -> list[bytes]:
-        found = [self._download(source, witness_key(public_key), MAX_WITNESS_BYTES) for source in self._sources]
-        return [data for data in found if data is not None]
+        return [data for url in self._sources for data in self._fetch(url, witness_key(public_key), MAX_WITNESS_BYTES)]
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         found = self._manifests()
@@ -139,23 +148,17 @@ class HubLedger(LedgerSource):
         run, key = self._run.run, self._run.trainer_key
         for source in self._sources:
             try:
-                head = self._download(source, HEAD, MAX_HEAD_BYTES)
-                labels = () if head is None else read_head(head, run, key).versions
+                heads = self._fetch(source, HEAD, MAX_HEAD_BYTES)
+                labels = [label for head in heads for label in read_head(head, run, key).versions]
                 keys = [manifest_key(place) for label in labels if (place := parse_label(label)) is not None]
-                kept = [self._download(source, name, MAX_MANIFEST_BYTES) for name in keys]
-                if found := [data for data in kept if data is not None]:
+                if found := [data for name in keys for data in self._fetch(source, name, MAX_MANIFEST_BYTES)]:
                     return _pins_of(found, run, key)
             except (BroadcastError, ProtocolError) as error:
                 self.notes.append(f"{source}: {error}")
         return None
 
-    def _download(self, source: str, name: str, max_bytes: int) -> bytes | None:
-        """None if a source does not have it, or does not answer (which is noted)."""
-        try:
-            return download(source, name, max_bytes, self._run.reach)
-        except (BroadcastError, ConfigError) as error:
-            self.notes.append(str(error))
-            return None
+    def _fetch(self, source: str, name: str, max_bytes: int) -> list[bytes]:
+        return self.fetch(source, name, max_bytes, self._run.reach)
 
     def close(self) -> None:
         self._client.close()
@@ -171,12 +174,6 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.L
                 return
             yield entry
             after = entry.index
-
-
-def download(source: str, name: str, max_bytes: int, reach: Reach | None = None) -> bytes | None:
-    """None if the source does not have it."""
-    with closing(Connection(source, StopToken(), Timeouts(ASK_S, ASK_S, reach=reach))) as connection:
-        return get_document(connection, name, max_bytes, Deadline(ASK_S))
 
 
 def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
@@ -296,20 +293,21 @@ class FileLedger(LedgerSource):
         return "" if path.is_file() else f"there is no {path.name} beside {self.path}"
 
     def pins(self, run: str, root_key: str) -> list[Pin]:
+        """The head of an export, if a hub of this very run signed it. The run's id holds the root key's fingerprint."""
         name, found = head_file(self.path).name, self.signed_head()
         if found is None:
             self.notes.append(f"there is no {name} beside it, with the hub's signed head: anybody may have written it")
             return []
-        self._head = found.opened(run, root_key, name)
+        try:
+            opened = [protocol.open_document(each, protocol.RoleCertificate, root_key) for each in found.certificates]
+            keys = {each.public_key for each in opened if (each.run, each.role) == (run, "hub")}
+            self._head = protocol.open_document(found.head, protocol.LedgerHead, keys)
+        except ProtocolError as error:
+            raise LedgerError(f"{name} was not signed by a hub of run {run}: {error}") from error
         return [Pin(self._head, name)]
 
     def signed_head(self) -> CertifiedHead | None:
-        try:
-            return CertifiedHead.model_validate_json(head_file(self.path).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as error:
-            raise LedgerError(f"{head_file(self.path)} is damaged, or no head of an export: {error}") from error
+        return read_kept(head_file(self.path), CertifiedHead, "it is damaged, or no head of an export", LedgerError)
 
     def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:  # noqa: ARG002  no row behind it is proven
         return self._head
@@ -336,8 +334,17 @@ def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-class KeptHead(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+def read_kept(path: Path, kind: type[M], remedy: str, raised: type[ShoalError] = ConfigError) -> M | None:
+    """What shoal has written to `path`; None if there is no such file."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise raised(f"cannot read {path}: {error}; {remedy}") from error
+
+
+class KeptHead(protocol.Message):
     run: str
     root_key: str
     index: int
@@ -350,21 +357,11 @@ class KeptHead(BaseModel):
         return protocol.LedgerHead(run=self.run, index=self.index, hash=self.hash)
 
 
-class CertifiedHead(BaseModel):
+class CertifiedHead(protocol.Message):
     """Beside an exported ledger: the hub's signed head, and what the root key says of the key that signed it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     head: protocol.SignedDocument
     certificates: tuple[protocol.SignedDocument, ...]
-
-    def opened(self, run: str, root_key: str, source: str) -> protocol.LedgerHead:
-        """The head, if a hub of this very run signed it. The run's id holds the root key's fingerprint."""
-        try:
-            opened = [protocol.open_document(each, protocol.RoleCertificate, root_key) for each in self.certificates]
-            keys = {each.public_key for each in opened if (each.run, each.role) == (run, "hub")}
-            return protocol.open_document(self.head, protocol.LedgerHead, keys)
-        except ProtocolError as error:
-            raise LedgerError(f"{source} was not signed by a hub of run {run}: {error}") from error
 
 
 def kept_path(run: str) -> Path:
@@ -372,14 +369,7 @@ def kept_path(run: str) -> Path:
 
 
 def load_kept(run: str) -> KeptHead | None:
-    path = kept_path(run)
-    try:
-        return KeptHead.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        remedy = "restore it, or remove it to begin again"
-        raise ConfigError(f"cannot read the kept head {path}: {error}; {remedy}") from error
+    return read_kept(kept_path(run), KeptHead, "restore it, or remove it to begin again")
 
 
 def keep(root_key: str, head: protocol.LedgerHead, signed: protocol.SignedDocument | None) -> None:

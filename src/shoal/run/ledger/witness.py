@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from shoal import protocol
 from shoal.client import HubClient
-from shoal.errors import BroadcastError, ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
+from shoal.errors import HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.run.folder import hub_address
-from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, download, save_proof, served_rows
+from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, read_kept, save_proof, served_rows
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.manifest import MAX_WITNESS_BYTES
 from shoal.shardcast.tree import Tree, witness_key
@@ -33,8 +32,7 @@ log = logging.getLogger("shoal.witness")
 LOCK_WAIT_S = 5.0
 
 
-class Seen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Seen(protocol.Message):
     run: str
     root_key: str
     last: protocol.LedgerEntry
@@ -54,7 +52,7 @@ class Witness:
         self._path = self.folder / "seen.json"
 
     def look(self) -> protocol.WitnessedHead:
-        run, seen = self.client.trusted_run(), self._seen()
+        run, seen = self.client.trusted_run(), read_kept(self._path, Seen, "restore it: it is what you vouched for")
         keys = Keys(run.run, run.info.root_key)
         if seen is not None and (seen.run, seen.root_key) != (keys.run, keys.root_key):
             raise LedgerError(f"this folder watches run {seen.run}; {keys.run} needs another --folder")
@@ -90,14 +88,6 @@ class Witness:
             return ""
         return f". The proof is in {path}"
 
-    def _seen(self) -> Seen | None:
-        try:
-            return Seen.model_validate_json(self._path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as error:
-            raise ConfigError(f"cannot read {self._path}: {error}; restore it: it is what you vouched for") from error
-
 
 def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, once: bool, stop: StopToken) -> None:
     ensure_folder(folder)
@@ -129,11 +119,7 @@ def witness_pins(source: LedgerSource, witness: str, run: str, given: Sequence[P
     found, said = source.witnessed(key), [pin.statement for pin in given if pin.statement is not None]
     found += [statement.model_dump_json().encode() for statement in said if statement.signed_by == key]
     if url:
-        try:
-            published = download(url, witness_key(key), MAX_WITNESS_BYTES)
-            found += [] if published is None else [published]
-        except (BroadcastError, ConfigError) as error:
-            source.notes.append(str(error))
+        found += source.fetch(url, witness_key(key), MAX_WITNESS_BYTES)
     pins = []
     for data in found:
         try:

@@ -56,7 +56,3 @@ def say_commands(terminal: Terminal, url: str, host: str, key: str, output: str)
 def public_url(url: str, host: str) -> str:
     """`url` for other machines: if the server listens everywhere, with this machine's own address."""
     return local_url(own_address() if host in WILDCARD_HOSTS else host, int(url.rpartition(":")[2]))
-
-
-def megabytes(size_bytes: int) -> str:
-    return f"{size_bytes} bytes" if size_bytes < 10_000 else f"{size_bytes / 1e6:,.2f} MB"

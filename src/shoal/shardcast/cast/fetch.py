@@ -22,12 +22,12 @@ from pathlib import Path
 
 from shoal.errors import BroadcastError, UserError, VersionNotFound
 from shoal.protocol import PolicyRef
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.lock import FolderLock
+from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
+from shoal.runtime.limits import show_bytes
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import visible
 from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
-from shoal.shardcast.cast import Sources, Terminal, megabytes
+from shoal.shardcast.cast import Sources, Terminal
 from shoal.shardcast.payload import copy_or_link, os_errors
 
 log = logging.getLogger(__name__)
@@ -93,13 +93,13 @@ def _fetch_version(ref: PolicyRef, downloader: Downloader, delivery: Delivery, t
             report(progress.done_bytes, progress.total_bytes)
 
         payload = downloader.fetch(ref, DEADLINE_S, on_progress)
-    seconds, whole = time.monotonic() - started_s, megabytes(payload.manifest.size_bytes)
+    seconds, whole = time.monotonic() - started_s, show_bytes(payload.manifest.size_bytes)
     line = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
     fetched = sum(last.by_source.values()) if last is not None else 0
     if last is None or not fetched:
         line += f", all of it here already; verified in {seconds:.1f} s"
     else:
-        part = "" if megabytes(fetched) == whole else f", {megabytes(fetched)} of it fetched"
+        part = "" if show_bytes(fetched) == whole else f", {show_bytes(fetched)} of it fetched"
         rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
         line += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
     terminal.say(visible(line))

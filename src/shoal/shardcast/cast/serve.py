@@ -14,16 +14,17 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import BroadcastError, ManifestRefused, PolicyMismatch, ResourceError, UserError, VersionNotFound
 from shoal.protocol import BroadcastHead, SigningKey, load_or_create_key
 from shoal.protocol.policy import name_problem
 from shoal.runtime.files import ensure_folder
+from shoal.runtime.limits import show_bytes
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, run_origin, run_relay
-from shoal.shardcast.cast import Sources, Terminal, megabytes, say_commands
+from shoal.shardcast.cast import Sources, Terminal, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
 from shoal.shardcast.lookup import Lookup
 from shoal.shardcast.manifest import read_head
@@ -144,30 +145,20 @@ def _publish(
     if head is not None and manifest.policy == head.policy:
         terminal.say(f"{name} version {version} is published already, and nothing has changed since")
         return
-    seconds, size = time.monotonic() - started_s, megabytes(manifest.size_bytes)
+    seconds, size = time.monotonic() - started_s, show_bytes(manifest.size_bytes)
     line = f"published {name} version {version}: {size} in {seconds:.1f} s, digest {manifest.policy.digest}"
     for delta in manifest.deltas[:1]:
-        line += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
+        line += f"; as a difference to version {delta.base.version}: {show_bytes(delta.size_bytes)}"
     terminal.say(line)
 
 
-@dataclass(frozen=True)
-class RelayRequest:
-    upstreams: tuple[str, ...]
-    peers: tuple[str, ...]
-    directory: Path
-    host: str
-    port: int
-    keep_versions: int
-    disk_budget_gb: float | None
-
-
-def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
-    """Mirror until stopped; `begin` is called when the request was found valid."""
-    sources, peers = Sources.parse(request.upstreams), tuple(peer.partition("#")[0] for peer in request.peers)
+def run_cast_relay(config: RelayConfig, begin: Callable[[], StopToken], terminal: Terminal) -> None:
+    """Mirror until stopped; `begin` is called when `config` was found valid. Its URLs are as a person gives them, with
+    the key; the run is that of the sources' head."""
+    sources, peers = Sources.parse(config.upstreams), tuple(peer.partition("#")[0] for peer in config.peers)
     for peer in peers:
         Address.parse(peer)
-    folder = ensure_folder(request.directory)
+    folder = ensure_folder(config.folder)
     stop, run = begin(), None
     if (data := Tree(folder).read(HEAD)) is not None:
         try:
@@ -183,6 +174,5 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
                 run = lookup.newest(None, Deadline(ATTEMPT_S))[0].run
             except VersionNotFound as error:
                 log.warning("%s; still trying", error)
-    served = request.host, request.port, peers, request.keep_versions, request.disk_budget_gb
-    config = RelayConfig(folder, sources.urls, run, sources.key, *served)
-    run_relay(config, stop, lambda url: say_commands(terminal, url, request.host, sources.key, run))
+    config = replace(config, upstreams=sources.urls, peers=peers, run=run, trusted_key=sources.key)
+    run_relay(config, stop, lambda url: say_commands(terminal, url, config.host, sources.key, run))

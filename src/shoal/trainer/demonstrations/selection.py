@@ -25,10 +25,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shoal.environments import Environment, prompt_settings_of
-from shoal.environments.composed import Composed
 from shoal.environments.graders import after_thinking
 from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import GeneratingEnvironment, prompt_digest, question_digest, task_digest, task_digests
+from shoal.environments.settings import Composed
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.rewards import Job, Scorer
 from shoal.rewards.panel import JudgedText, PartJudge

@@ -78,8 +78,6 @@ class Comparison:
             return bool(_PURE_WORDS.fullmatch(other.text)) and words.text == folded(other.text)
         if kinds != {"value"}:
             return self._grouped(gold, given)
-        if not gold.text or not given.text:
-            return False
         if (gold.unit == ("%",)) != (given.unit == ("%",)):
             return not (gold.unit and given.unit) and _percent(gold, given)
         return units_agree(gold.unit, given.unit) and self._same_formula(gold.text, given.text)
