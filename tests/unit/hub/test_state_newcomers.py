@@ -36,7 +36,7 @@ def declined(found: Granted) -> tuple[bool, str, bool]:
 
 
 @pytest.mark.parametrize(("units", "unproven", "fresh", "share", "tight"), [
-    (192, 0, 8, 0.25, False), (192, 0, 7, 0.25, True), (191, 0, 7, 0.25, False), (0, 64, 0, 0.25, False),
+    (193, 0, 8, 0.25, False), (193, 0, 7, 0.25, True), (192, 0, 7, 0.25, False), (0, 64, 0, 0.25, False),
     (0, 65, 0, 0.25, True), (0, 65, 0, 1.0, False),
 ])  # fmt: skip
 def test_bounds_near_enough_to_need_a_lock(units: int, unproven: int, fresh: int, share: float, tight: bool) -> None:

@@ -6,8 +6,8 @@
                              submission to audit) skips what others have locked
                   exclusive  by who changes what all rely on: policy, batch, sweep, posting, restore
     frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
-    epoch       a number in `meta`, grown by whoever changes policy, batches or settings: what a hub read of them under
-                the same epoch is not read again (`Standing`). It comes with the run's lock, in one trip
+    epoch       a number in `meta` that every change of policy, batches or settings increases: what a hub read of them
+                under the same epoch is not read again (`Remembered`). It comes with the run's lock, in one trip
 
 Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the
 frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
@@ -73,7 +73,7 @@ class PostgresStorage(Storage):
         self._engine = _engine(place)
         self._driver = self._engine.dialect.loaded_dbapi
         self.arrivals, self._known = Arrived(), dict[str, tuple[NodeRow, float]]()
-        self.standing = Standing()
+        self.standing = Remembered()
         try:
             with self.write(exclusive=True) as transaction:
                 tables.prepare(transaction._connection, self._where, create)
@@ -186,7 +186,7 @@ class PostgresStorage(Storage):
 
 
 @dataclass
-class Standing:
+class Remembered:
     """What was read under an epoch, by all writers of this hub."""
 
     epoch: str = ""
@@ -200,7 +200,7 @@ class PostgresWriter(Writer):
 
     def __init__(self, connection: Connection, storage: PostgresStorage, durable: bool, lock: str) -> None:
         super().__init__(connection)
-        self._storage, self._exclusive, self._standing, self._moved = storage, lock == _EXCLUSIVE, Standing(), False
+        self._storage, self._exclusive, self._standing, self._moved = storage, lock == _EXCLUSIVE, Remembered(), False
         self._sent: list[tuple[Any, str]] | None = None
         found = driver_of(connection).execute(f"BEGIN{'' if durable else _RELAXED}{lock}")
         if lock == _SHARED:
@@ -208,7 +208,7 @@ class PostgresWriter(Writer):
                 pass
             epoch = str(found.fetchone()[0] or "")
             if storage.standing.epoch != epoch:
-                storage.standing = Standing(epoch)
+                storage.standing = Remembered(epoch)
             self._standing = storage.standing
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
@@ -217,7 +217,7 @@ class PostgresWriter(Writer):
 
     def frontier(self) -> RunProgress:
         self._execute(_AT_FRONTIER, {})
-        self._standing = Standing()  # whoever comes here relies on what another one wrote before
+        self._standing = Remembered()  # who comes here relies on what the one before wrote
         return self.progress()
 
     def standing(self) -> RunProgress:
@@ -232,7 +232,7 @@ class PostgresWriter(Writer):
 
     def put_setting(self, key: str, value: str) -> None:
         super().put_setting(key, value)
-        self._moved, self._standing = True, Standing()
+        self._moved, self._standing = True, Remembered()
 
     def apply(self, wanted: Iterable[Command]) -> None:
         """Many commands make one trip."""
@@ -256,7 +256,7 @@ class PostgresWriter(Writer):
     def _apply(self, command: Command) -> None:
         super()._apply(command)
         if isinstance(command, AddBatch | AddPolicy):
-            self._moved, self._standing = True, Standing()
+            self._moved, self._standing = True, Remembered()
 
     def finish(self) -> None:
         """Last, so that nobody waits for this row longer than a commit takes."""

@@ -156,7 +156,7 @@ class Storage(Protocol):
         """From the database; `known` from then on."""
 
     def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:  # noqa: ARG002
-        """Whether no other hub has taken it. Where there is none, `arrivals` know."""
+        """Whether no other hub has taken it; a single hub looks into `arrivals`."""
         return True
 
     def flush(self) -> None:
