@@ -72,7 +72,7 @@ test-all: $(STAMP) ## all tests, slow ones included, with more examples of every
 
 test-vllm: ## the vLLM engine's tests, in .venv-vllm (3.4 GB): contract, cheats, whole runs; skipped if it cannot be installed
 	@$(MAKE) --no-print-directory $(VLLM_STAMP) && $(VLLM_PYTHON) -m pytest -m vllm tests/contract/test_engines.py \
-		tests/contract/test_engine_dialogues.py tests/on_vllm || \
+		tests/on_vllm || \
 		{ test ! -e $(VLLM_STAMP) && echo "skipped: $(VLLM) cannot be installed here ($(VLLM_VENV).log says why)"; }
 
 # Its parts for pictures and sound are of a CUDA build, without which they do not load; nothing here needs them.

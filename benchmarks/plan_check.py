@@ -1,15 +1,19 @@
 """Claim: `shoal plan` says what a run takes of disk, memory, links and time, role by role, to within a fifth.
 
     .venv/bin/python benchmarks/plan_check.py                        # 20 M weights in float32, 6 steps, on a CPU
-    .venv/bin/python benchmarks/plan_check.py --publish bfloat16
+    .venv/bin/python benchmarks/plan_check.py --publish bfloat16 --set run.max_new_tokens=64 --set trainer.processes=2
     .venv/bin/python benchmarks/plan_check.py --run FOLDER           # times and links of a finished run on a GPU
+    .venv/bin/python benchmarks/plan_check.py --save FILE --set …    # before it: what recipes/one-gpu.toml will take
+    .venv/bin/python benchmarks/plan_check.py --run FOLDER --against FILE
+
+Without `--run`: a real `shoal run` of a random model with the reward of recipes/sums.py. Its processes' peaks of
+resident memory (VmHWM) are read twice a second, the sizes of its folders ten times, and once when it has ended. Its
+held-out scores are all equal, so that the newest checkpoint is the best one, too: `keep_best` is 0.
 
 `--run` reads what a run with staleness 0 left (`one_gpu.py --keep`): its stages follow one another, so that each has
 the GPU for itself. Its first two steps, in which kernels are compiled, do not count; of the others the median does.
-
-A real `shoal run` of a random model with the reward of recipes/sums.py. Its processes' peaks of resident memory
-(VmHWM) are read twice a second, the sizes of its folders ten times, and once when it has ended. Its held-out scores
-are all equal, so that the newest checkpoint is the best one, too: `keep_best` is 0.
+The plan has the mean length that completions had. `--against` takes the plan that `--save` wrote before the run began,
+with a guessed length: nothing of the run is in it. It refuses a plan of other settings, or one that was made later.
 """
 
 from __future__ import annotations
@@ -25,26 +29,32 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from kit.tiny import build_tiny, build_tokenizer, tokenizer_config
-from shoal.models.folder import model_folder
+from shoal.cli.plan import planning
 from shoal.run.estimate import Planning
 from shoal.run.recipe import Recipe, load_recipe
 from shoal.runtime.sizing import Speeds
-from shoal.trainer.memory import GIB, available, plan, shape_of
 
 ROOT = Path(__file__).parents[1]
 EVERY_S, LOOKS = 0.1, 5
-RANDOM_DELTA_SHARE = 0.03 / 4**0.83  # measured: a step of four changes more of random weights, which are small
+GPU_GIB = 141
+RANDOM_DELTA_SHARE = 0.022 / 4**0.83  # measured: a step of four changes more of random weights, which are small
 FOLDERS = {
     "trainer: checkpoints": "trainer/checkpoints", "trainer: export": "trainer/export", "origin": "origin",
     "each relay": "relay-0", "each validator": "validator-0", "each worker": "worker-0", "hub": "hub",
 }  # fmt: skip
 ROLES = {"trainer": "trainer", "validator": "validator", "join": "worker", "hub": "hub", "relay": "origin, relay"}
+Sizes = dict[str, float]
+Lists = dict[str, list[float]]
 
 
 def main() -> None:
@@ -53,12 +63,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--publish", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--set", action="append", default=[], help="a further setting of the run")
     parser.add_argument("--run", type=Path, help="a finished run's folder: compare times and links with it")
     parser.add_argument("--model", type=Path, help="its model, if it is no longer where the run had it")
+    parser.add_argument("--save", type=Path, help="write what one-gpu.toml with these settings will take")
+    parser.add_argument("--length", type=float, help="tokens of a mean completion, of --save: what is expected")
+    parser.add_argument("--against", type=Path, help="compare --run with what --save wrote")
     options = parser.parse_args()
-    if options.run:
-        compare_times(options.run, options.model)
-        return
+    if options.save:
+        save_plan(options.save, load_recipe(ROOT / "recipes" / "one-gpu.toml", tuple(options.set)), options.length)
+    elif options.run:
+        compare_times(options.run, options.model, options.against)
+    else:
+        check_on_cpu(options)
+
+
+def check_on_cpu(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="plan-check-") as temporary:
         folder = Path(temporary)
         make_model(folder / "model", options.width, options.layers)
@@ -67,20 +87,14 @@ def main() -> None:
             f"run.steps={options.steps}", "run.groups_per_step=4", "run.group_size=4", "run.max_new_tokens=16",
             f"trainer.publish_dtype={options.publish}", "trainer.micro_batch_tokens=256", "worker.dtype=float32",
             "trainer.evaluate_tasks=8", "trainer.device=cpu", "trainer.learning_rate=1e-6", "trainer.keep_best=0",
+            *options.set,
         ]  # fmt: skip
-        seen = measure(folder / "run", overrides)
-        recipe = load_recipe(ROOT / "recipes" / "tiny.toml", tuple(overrides))
-        print_tables(planning(recipe, Speeds(RANDOM_DELTA_SHARE, length_share=1.0)), *seen)
-
-
-def planning(recipe: Recipe, speeds: Speeds, gpu_gib: float | None = None) -> Planning:
-    """What `shoal plan` makes its lines of, for one trainer process."""
-    config = (model_folder(recipe.model.path) / "config.json").read_bytes()
-    shape, (kind, here) = shape_of({"config.json": config}, recipe.trainer), available(recipe.trainer, 1)
-    if gpu_gib is not None:
-        kind, here = "cuda", int(gpu_gib * GIB)
-    memory = plan(shape, recipe.trainer, 1, recipe.run.max_new_tokens, kind)
-    return Planning(recipe, shape, memory, 1, kind, here, speeds)
+        run, recipe = folder / "run", load_recipe(ROOT / "recipes" / "tiny.toml", tuple(overrides))
+        memory, disk, ended = measure(run, overrides, recipe.trainer.processes)
+        speeds = Speeds(RANDOM_DELTA_SHARE, length_share=length_share(run, recipe))
+        planned = planning(recipe, recipe.trainer.processes, None, None, speeds)
+        print_tables(planned, memory, disk, ended)
+        print_table("bytes on links", {name: (size, seen_links(run)[name]) for name, size in links(planned).items()})
 
 
 def make_model(folder: Path, width: int, layers: int) -> None:
@@ -95,31 +109,40 @@ def make_model(folder: Path, width: int, layers: int) -> None:
     (folder / "tokenizer_config.json").write_text(tokenizer_config())
 
 
-Sizes = dict[str, float]
-
-
-def measure(run: Path, overrides: list[str]) -> tuple[Sizes, Sizes, Sizes]:
+def measure(run: Path, overrides: list[str], trainers: int) -> tuple[Sizes, Sizes, Sizes]:
     """Peaks of resident memory by role, peaks of folders, and folders in the end."""
     command = [sys.executable, "-m", "shoal.cli", "run", str(ROOT / "recipes" / "tiny.toml"), str(run)]
     ran = subprocess.Popen([*command, *(part for one in overrides for part in ("--set", one))], env=os.environ)
-    memory: Sizes = defaultdict(float)
+    processes: dict[int, tuple[str, float]] = {}
     disk: Sizes = defaultdict(float)
     pause = threading.Event()
     looks = 0
     while ran.poll() is None:
         looks += 1
-        for role, size in resident(run).items() if looks % LOOKS == 0 else ():
-            memory[role] = max(memory[role], size)
+        processes |= resident(run) if looks % LOOKS == 0 else {}
         for name, size in folders(run).items():
             disk[name] = max(disk[name], size)
         pause.wait(EVERY_S)
     if ran.returncode:
         sys.exit(f"shoal run ended with exit code {ran.returncode}")
-    return memory, disk, folders(run)
+    return by_role(processes.values(), trainers), disk, folders(run)
 
 
-def resident(run: Path) -> Sizes:
-    found: Sizes = defaultdict(float)
+def by_role(processes: Iterable[tuple[str, float]], trainers: int) -> Sizes:
+    """The largest process of each role. Several trainer processes have a parent, which is small."""
+    of_role: Lists = defaultdict(list)
+    for role, size in sorted(processes, key=lambda each: -each[1]):
+        of_role[role].append(size)
+    found = {role: sizes[0] for role, sizes in of_role.items()}
+    if trainers > 1:
+        ranks = of_role["trainer"][:trainers]
+        found |= {"trainer, first process": ranks[0], "trainer, each other process": ranks[-1]}
+        found[f"trainer, {trainers} on one host"] = sum(ranks)
+    return found
+
+
+def resident(run: Path) -> dict[int, tuple[str, float]]:
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_text().split("\0")
@@ -128,7 +151,7 @@ def resident(run: Path) -> Sizes:
             continue  # it has ended
         if str(run) in words and "shoal.cli" in words and "VmHWM:" in status:
             role = ROLES.get(words[words.index("shoal.cli") + 1], "")
-            found[role] = max(found[role], 1024.0 * int(status.partition("VmHWM:")[2].split()[0]))
+            found[int(process.name)] = role, 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
     return found
 
 
@@ -145,79 +168,145 @@ def folders(run: Path) -> Sizes:
 
 
 def print_tables(planned: Planning, memory: Sizes, disk: Sizes, ended: Sizes) -> None:
-    print(f"\n{planned.shape.weights / 1e6:.1f} M weights, published in {planned.recipe.trainer.publish_dtype}\n")
-    print("| memory | planned, MB | measured, MB | planned / measured |\n|---|--:|--:|--:|")
-    for name, device, host, _ in planned.memory():
-        row("memory", name, device + host, memory[name])
-    print("\n| disk | planned, MB | measured, MB | planned / measured |\n|---|--:|--:|--:|")
+    print(f"\n{planned.shape.weights / 1e6:.1f} M weights, published in {planned.recipe.trainer.publish_dtype}")
+    print_table("memory", {name: (device + host, memory[name]) for name, device, host, _ in planned.memory()})
+    rows = {}
     for name, running, finished, _ in planned.disk():
         if name in disk:
-            row("disk", name, running, disk[name])
-            row("disk", f"{name}, finished", finished, ended[name])
+            rows[name] = running, disk[name]
+            rows |= {f"{name}, finished": (finished, ended[name])} if finished else {}
+    print_table("disk", rows)
+
+
+def print_table(what: str, rows: dict[str, tuple[float, float]], unit: str = "MB", scale: float = 1e6) -> None:
+    print(f"\n| {what} | planned, {unit} | measured, {unit} | planned / measured |\n|---|--:|--:|--:|")
+    for name, (planned, measured) in rows.items():
+        ratio = f"{planned / measured:.2f}" if measured else "-"
+        print(f"| {name} | {cell(planned / scale)} | {cell(measured / scale)} | {ratio} |")
+
+
+def cell(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 SKIPPED = 2
-FETCHED = re.compile(r"policy 0\.(\d+): ([\d.]+) MB \(of ([\d.]+) MB\) in ([\d.]+) s by policy")
+FETCHED = re.compile(r"policy 0\.(\d+): [\d.]+ MB \(of [\d.]+ MB\) in ([\d.]+) s by the local policy")
 JUDGED = re.compile(r"(\d+) submissions by policy 0\.(\d+) judged and reported in ([\d.]+) s")
 
 
-def compare_times(run: Path, model: Path | None) -> None:
-    """What the plan says of the run's recipe, beside what the run took; completions as long as they were."""
-    recipe = load_recipe(run / "recipe.toml", (f"model.path={model}",) if model else ())
+def links(planned: Planning) -> Sizes:
+    """The delta and the payload of a version, and a group's bytes."""
+    groups = planned.recipe.run.groups_per_step
+    return {
+        "delta into each worker": planned.delta, "a whole version": float(planned.payload),
+        "a group, worker to hub": planned.hub_links()["workers to hub"] / groups,
+        "a group, hub to validator": planned.hub_links()["hub to validators"] / groups,
+    }  # fmt: skip
+
+
+def seen_links(run: Path) -> Sizes:
+    """Of versions what the manifests say that the origin has left; of groups what the hub has stored, and what of that
+    was judged. (A worker's log does not count what an interrupted fetch had brought.)"""
+    deltas, manifests = [], [
+        json.loads(path.read_text())["document"] for path in (run / "origin" / "manifests").glob("*.json")
+    ]  # fmt: skip
+    for manifest in manifests:
+        version = manifest["policy"]["version"]
+        deltas += [each["size_bytes"] for each in manifest["deltas"] if each["base"]["version"] == version - 1 > 0]
+    submitted, judged = queried(
+        run, "select avg(s.size_bytes), avg(case when v.submission is null then null else s.size_bytes end) "
+        "from submissions s left join verdicts v on v.submission = s.submission",
+    )[0]  # fmt: skip
+    return {
+        "delta into each worker": statistics.median(deltas), "a whole version": manifests[0]["size_bytes"],
+        "a group, worker to hub": submitted, "a group, hub to validator": judged,
+    }  # fmt: skip
+
+
+def queried(run: Path, query: str) -> list[tuple[float, ...]]:
+    database = f"file:{run / 'hub' / 'hub.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(database, uri=True)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def trained(run: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (run / "trainer" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "step_s" in row]
-    share = statistics.mean(row["tokens"] for row in steps) / (
-        recipe.run.groups_per_step * recipe.run.group_size * recipe.run.max_new_tokens
-    )
-    planned = planning(recipe, Speeds(length_share=share), 141)
-    stages = {name: seconds for name, seconds, _ in planned.stages()}
-    later = steps[SKIPPED:]
-    fetches = [
-        (float(megabytes), float(seconds))
-        for version, megabytes, _, seconds in FETCHED.findall((run / "logs" / "worker-0.log").read_text())
-        if int(version) >= SKIPPED
-    ]
+    return [row for row in rows if "step_s" in row]
+
+
+def length_share(run: Path, recipe: Recipe) -> float:
+    most = recipe.run.groups_per_step * recipe.run.group_size * recipe.run.max_new_tokens
+    return statistics.mean(row["tokens"] for row in trained(run)) / most
+
+
+def stages(planned: Planning) -> Sizes:
+    """Seconds, with one worker and one validator."""
+    found = {name: seconds for name, seconds, _ in planned.stages()}
+    found["generate"] *= planned.workers
+    found["audit"] *= planned.validators
+    return {name: found[name] for name in ("generate", "audit", "train", "publish", "apply")}
+
+
+def seen_stages(run: Path) -> Sizes:
     judged: dict[int, float] = defaultdict(float)
     for _, version, seconds in JUDGED.findall((run / "logs" / "validator-0.log").read_text()):
         judged[int(version)] += float(seconds)
-    seen = {
-        "generate": [seconds for version, seconds in generated(run / "hub" / "hub.db").items() if version >= SKIPPED],
+    later = trained(run)[SKIPPED:]
+    fetched = FETCHED.findall((run / "logs" / "worker-0.log").read_text())
+    generated = queried(
+        run, "select l.version, max(s.received_at_ms) - min(l.issued_at_ms) from submissions s "
+        "join leases l on l.lease = s.lease group by l.version",
+    )  # fmt: skip
+    seen: Lists = {
+        "generate": [milliseconds / 1000 for version, milliseconds in generated if version >= SKIPPED],
         "audit": [seconds for version, seconds in judged.items() if version >= SKIPPED],
         "train": [row["train_s"] for row in later],
         "publish": [row["hidden_s"] - row["save_s"] for row in later],
-        "apply": [seconds for _, seconds in fetches],
+        "apply": [float(seconds) for version, seconds in fetched if int(version) >= SKIPPED],
     }
-    workers, validators = planned.workers, planned.validators
-    stages["generate"], stages["audit"] = (
-        stages["generate"] * workers,
-        stages["audit"] * validators,
-    )  # there was one of each
-    print("| stage, s a step | planned | measured, median | planned / measured |\n|---|--:|--:|--:|")
-    for name, seconds in seen.items():
-        middle = statistics.median(seconds)
-        print(f"| {name} | {stages[name]:.2f} | {middle:.2f} | {stages[name] / middle:.2f} |")
-    links = {name: delta for name, delta, _ in planned.links()}
-    measured = statistics.median(megabytes for megabytes, _ in fetches)
-    print(f"| delta into each worker, MB | {links['into each worker and validator'] / 1e6:.2f} | {measured:.2f} | "
-          f"{links['into each worker and validator'] / 1e6 / measured:.2f} |")  # fmt: skip
-    whole = [float(all_) for _, _, all_, _ in FETCHED.findall((run / "logs" / "worker-0.log").read_text())]
-    payload = planned.payload / 1e6
-    print(f"| a whole version, MB | {payload:.1f} | {whole[0]:.1f} | {payload / whole[0]:.2f} |")
+    return {name: statistics.median(seconds) for name, seconds in seen.items()}
 
 
-def generated(database: Path) -> dict[int, float]:
-    """By version, the seconds from the first lease to the last submission."""
-    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        found = connection.execute(
-            "select l.version, max(s.received_at_ms) - min(l.issued_at_ms) from submissions s "
-            "join leases l on l.lease = s.lease group by l.version"
-        )
-        return {version: milliseconds / 1000 for version, milliseconds in found}
+def compare_times(run: Path, model: Path | None, against: Path | None) -> None:
+    """What the plan says of the run's recipe, beside what the run took."""
+    recipe = load_recipe(run / "recipe.toml", (f"model.path={model}",) if model else ())
+    if against is None:
+        plan = described(recipe, length_share(run, recipe))
+    else:
+        plan = saved_before(against, run, recipe)
+        length = length_share(run, recipe) * recipe.run.max_new_tokens
+        print(f"planned with completions of {plan['length']:.0f} tokens; they had {length:.0f}")
+    for what, seen, unit, scale in (
+        ("stage of a step", seen_stages(run), "s", 1.0), ("bytes on links", seen_links(run), "MB", 1e6),
+    ):  # fmt: skip
+        print_table(what, {name: (plan[what][name], size) for name, size in seen.items()}, unit, scale)
 
 
-def row(_kind: str, name: str, planned: float, measured: float) -> None:
-    ratio = f"{planned / measured:.2f}" if measured else "-"
-    print(f"| {name} | {planned / 1e6:,.1f} | {measured / 1e6:,.1f} | {ratio} |")
+def described(recipe: Recipe, share: float) -> dict[str, Any]:
+    planned = planning(recipe, 1, GPU_GIB, None, Speeds(length_share=share))
+    settings = recipe.model_dump(mode="json", exclude={"model"})
+    return {
+        "length": share * recipe.run.max_new_tokens, "stage of a step": stages(planned),
+        "bytes on links": links(planned), "a step": planned.step_s, "assumed": asdict(planned.speeds),
+        "settings": settings, "made_at_ms": time.time_ns() // 10**6,
+    }  # fmt: skip
+
+
+def save_plan(path: Path, recipe: Recipe, length: float | None) -> None:
+    share = Speeds().length_share if length is None else length / recipe.run.max_new_tokens
+    plan = described(recipe, share)
+    path.write_text(json.dumps(plan, indent=1) + "\n")
+    print(json.dumps({name: plan[name] for name in ("length", "stage of a step", "bytes on links")}, indent=1))
+
+
+def saved_before(path: Path, run: Path, recipe: Recipe) -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads(path.read_text())
+    settings = recipe.model_dump(mode="json", exclude={"model"})
+    if others := [name for name, section in settings.items() if plan["settings"].get(name) != section]:
+        sys.exit(f"{path} is the plan of other settings than the run in {run} had: {', '.join(others)}")
+    if plan["made_at_ms"] >= queried(run, "select min(issued_at_ms) from leases")[0][0]:
+        sys.exit(f"{path} was made after the run in {run} had begun")
+    return plan
 
 
 if __name__ == "__main__":

@@ -435,6 +435,8 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
     workflows = {path.name: yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/workflows/*.yml")}
     assert sorted(workflows) == ["ci.yml", "newest.yml"]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    in_ci = [step.get("run", "") for job in workflows["ci.yml"]["jobs"].values() for step in job["steps"]]
+    assert {"make lint", "make test", "make demo", "make test-vllm"} <= set(in_ci)
     for workflow in workflows.values():
         runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
         assert {run.split()[1] for run in runs if run.startswith("make ")} <= targets

@@ -1,4 +1,4 @@
-"""What every engine promises, run against each of them."""
+"""What every engine promises, run against each of them; at the end where the environment answers the model's turns."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from kit.engines import ENGINE_NAMES
+from kit.engines import ENGINE_NAMES, assert_same, begins, exactly, holds
 from shoal.engines import ENGINES, build, kind_of
 from shoal.engines.cpu.decoder import CpuDecoder
+from shoal.engines.dialogue import Characters, Dialogue
 from shoal.engines.guesses import Guessed
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
@@ -20,11 +21,13 @@ from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
+from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters
+from shoal.protocol.submission import drawn_mask, pack_spans
 from shoal.sampling import check_seeded, uniforms
 from shoal.toploc import check_proofs, chunk_rows, compare, split_proofs
 
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=1)
+EOS = 1
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=EOS)
 REF = PolicyRef(incarnation=0, version=3, digest="ab" * 32)
 OTHER = PolicyRef(incarnation=0, version=4, digest="cd" * 32)
 PROOF = ProofParameters()
@@ -137,9 +140,7 @@ def test_progress_of_each_group_is_reported(engine, tiny):
         total = sum(len(completion.token_ids) for completion in completions)
         assert said == sorted(said)
         assert 0 < said[0] <= said[-1] <= total
-    plain = engine.generate(asked)
-    for one, other in zip(groups, plain, strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in other], "it changes nothing"
+    assert exactly(groups) == exactly(engine.generate(asked)), "it changes nothing"
 
 
 class EnoughTold(Exception):
@@ -155,8 +156,7 @@ def test_call_ended_by_its_listener_changes_nothing(engine, tiny, by):
     plain = engine.generate(asked, PROOF)
     with pytest.raises(EnoughTold):
         engine.generate([asked[0], replace(asked[1], **{by: enough}), asked[2]], PROOF)
-    for one, two in zip(chain(*plain), chain(*engine.generate(asked, PROOF)), strict=True):
-        assert (one.token_ids.tolist(), one.proofs) == (two.token_ids.tolist(), two.proofs)
+    assert exactly(plain) == exactly(engine.generate(asked, PROOF))
 
 
 def test_check_is_called_after_every_token_on_a_processor(engine, tiny):
@@ -252,24 +252,18 @@ def test_tokens_that_are_guessed_are_those_that_are_drawn_and_so_are_their_proof
     engine, proof = TorchEngine.wrap(model, pages=True), ProofParameters(topk=16, rows=16)
     guessed = drawn_and_prefilled(engine, requests, proof)
     assert sum(right) > 10
+    assert all(holds(one, prefill, engine.hidden_size, proof) for one, prefill in guessed)
     right.clear()
     monkeypatch.setattr(CpuDecoder, "guessing_rows", 0)
-    plain = drawn_and_prefilled(engine, requests, proof)
+    plain = engine.generate(requests, proof)
     assert not right
-    for (one, prefill), (two, _) in zip(guessed, plain, strict=True):
-        np.testing.assert_array_equal(one.token_ids, two.token_ids)
-        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
-        assert one.finish == two.finish
-        chunks = split_proofs(one.proofs, len(one.token_ids), engine.hidden_size, proof.topk, proof.rows)
-        assert check_proofs(compare(prefill.points, chunks)).passed
+    assert_same([[one for one, _ in guessed]], [list(chain(*plain))], proofs=False)
 
 
 def test_proofs_change_nothing_else(engine, tiny):
     requests = [group(tiny, prompt) for prompt in PROMPTS]
-    plain, proved = engine.generate(requests), engine.generate(requests, ProofParameters(topk=16, rows=4))
-    for one, two in zip(chain(*plain), chain(*proved), strict=True):
-        np.testing.assert_array_equal(one.token_ids, two.token_ids)
-        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-6)
+    proved = engine.generate(requests, ProofParameters(topk=16, rows=4))
+    assert_same(engine.generate(requests), [[replace(each, proofs=b"") for each in one] for one in proved], atol=1e-6)
 
 
 def test_entropy_and_varentropy_match_2000_draws(engine, tiny):
@@ -375,15 +369,114 @@ def test_listener_gets_the_first_chunks_of_its_group(engine, tiny):
         by_seed = dict(zip(asked[number].seeds, groups[number], strict=True))
         assert len(looks) >= 2
         for seed, each in chain(*(chunks.items() for chunks in looks)):
-            length, whole = len(each.token_ids), by_seed[seed].token_ids
-            assert each.token_ids.tolist() == whole[:length].tolist()
-            assert by_seed[seed].proofs.startswith(b"".join(each.proofs))
+            length, whole = len(each.token_ids), by_seed[seed]
+            assert begins(each, whole)
             assert len(each.proofs) == -(-length // 2)
-            assert length % 2 == 0 or length == len(whole), "a short chunk is a completion's last one"
+            assert length % 2 == 0 or length == len(whole.token_ids), "a short chunk is a completion's last one"
         first, *_, last = (sum(len(each.token_ids) for each in chunks.values()) for chunks in looks)
         assert 0 < first < last
-    for one, two in zip(chain(*groups), chain(*engine.generate(asked, proof)), strict=True):
-        assert (one.token_ids.tolist(), one.proofs) == (two.token_ids.tolist(), two.proofs), "it changes nothing"
+    assert exactly(groups) == exactly(engine.generate(asked, proof)), "it changes nothing"
     before = [len(looks) for looks in shown.values()]
     engine.generate(told)
     assert [len(looks) for looks in shown.values()] == before
+
+
+TALK_PROOF = ProofParameters(topk=16, rows=8)
+SEEDS = tuple(range(10))
+
+
+def echo(turns):
+    """Says how many tokens each turn had, in characters that are tokens of any vocabulary of 96."""
+    return "".join(chr(5 + len(turn)) for turn in turns)
+
+
+def dialogue(max_turns=3, limit=40, tool=echo) -> Dialogue:
+    terms = DialogueTerms(tool="echo", max_turns=max_turns, before=(70, EOS, 71), after=(72,))
+    return Dialogue(terms, EOS, limit, tool, Characters())
+
+
+def talking(tiny, talk: Dialogue | None, prompt="31=", seeds=SEEDS) -> GenerationRequest:
+    limit, respond = (40, None) if talk is None else (talk.max_new_tokens, talk.respond)
+    return replace(group(tiny, prompt, seeds, max_new_tokens=limit), respond=respond)
+
+
+def test_tool_answers_each_turn_but_the_last(engine, tiny):
+    [drawn] = engine.generate([talking(tiny, dialogue())])
+    assert {len(each.given) for each in drawn} == {2}
+    for each in drawn:
+        tokens = each.token_ids.tolist()
+        assert (tokens[-1], each.finish) == (EOS, "eos")
+        ends = [start for start, _ in each.given]
+        assert all(tokens[end - 1] == EOS for end in ends)
+        start, length = each.given[0]
+        assert tokens[start : start + length] == [70, EOS, 71, 5 + ends[0] - 1, 72]
+        own = np.flatnonzero(own_tokens(each)).tolist()
+        assert EOS not in [tokens[i] for i in own[:-1] if i + 1 not in ends]
+
+
+def own_tokens(completion: Completion) -> np.ndarray:
+    return drawn_mask(pack_spans(completion.given), len(completion.token_ids))
+
+
+def test_drawn_dialogue_reads_the_same_to_a_validator(engine, tiny):
+    for max_turns, limit in ((1, 40), (5, 40), (3, 9)):
+        talk = dialogue(max_turns, limit)
+        for each in engine.generate([talking(tiny, talk)])[0]:
+            reading = talk.read(each.token_ids.tolist())
+            assert (reading.given, reading.finish, reading.problem) == (each.given, each.finish, "")
+            assert len(each.token_ids) <= limit
+
+
+def test_tool_tokens_use_up_no_draw_and_are_in_the_proofs_and_shown_chunks(engine, tiny):
+    shown: list[dict[int, Chunks]] = []
+    request = replace(talking(tiny, dialogue()), on_chunks=lambda take: shown.append(take()))
+    last_shown = 0
+    for seed, (each, seen) in zip(SEEDS, drawn_and_prefilled(engine, [request], TALK_PROOF), strict=True):
+        mask, u_T = own_tokens(each), uniforms(seed, 0, len(each.token_ids))
+        assert check_seeded(u_T[mask], seen.cdf_low[mask], seen.cdf_high[mask], seen.logprobs[mask]).passed
+        np.testing.assert_allclose(each.logprobs[mask], seen.logprobs[mask], atol=1e-3)
+        assert not each.logprobs[~mask].any()
+        assert (~mask).sum() >= 8
+        assert holds(each, seen, engine.hidden_size, TALK_PROOF)
+        assert begins(shown[-1][seed], each)
+        last_shown += sum(start < len(shown[-1][seed].token_ids) for start, _ in each.given)
+    assert last_shown
+
+
+def test_dialogues_do_not_change_each_other(engine, tiny):
+    """Rows with and without a dialogue, of several prompts and limits, together and alone."""
+    prompts = ("31=", "90713=", "5=")
+    requests = [
+        talking(tiny, dialogue(2), prompts[0]), talking(tiny, None, prompts[1]),
+        talking(tiny, dialogue(4), prompts[2]), talking(tiny, None, prompts[0]),
+        talking(tiny, dialogue(3, 12), prompts[1]),
+    ]  # fmt: skip
+    for request, together in zip(requests, engine.generate(requests, TALK_PROOF), strict=True):
+        alone = [engine.generate([replace(request, seeds=(seed,))], TALK_PROOF)[0][0] for seed in request.seeds]
+        assert_same([together], [alone], proofs=False, atol=1e-3)
+
+
+def test_silent_tool_changes_nothing(engine, tiny):
+    heard: list[list[int]] = []
+    silent = dialogue(tool=lambda turns: heard.append(list(turns[-1])))
+    [spoken, plain] = engine.generate([talking(tiny, silent), talking(tiny, None)])
+    assert exactly([spoken]) == exactly([plain])
+    finished = [list(map(chr, each.token_ids.tolist()[:-1])) for each in spoken if each.finish == "eos"]
+    assert finished
+    assert sorted(heard) == sorted(finished)
+
+
+def test_tool_answer_that_fills_the_limit_is_left_out(engine, tiny):
+    """With one token more of room it is: the limit is exact."""
+    [[each]] = engine.generate([talking(tiny, dialogue(), seeds=(3,))])
+    (start, length), tokens = each.given[0], each.token_ids.tolist()
+    full = start + length
+    [[cut]] = engine.generate([talking(tiny, dialogue(limit=full), seeds=(3,))])
+    assert (cut.token_ids.tolist(), cut.finish, cut.given) == (tokens[:start], "length", ())
+    [[more]] = engine.generate([talking(tiny, dialogue(limit=full + 1), seeds=(3,))])
+    assert (more.token_ids.tolist(), more.given) == (tokens[: full + 1], ((start, length),))
+
+
+def test_tool_tokens_outside_the_vocabulary_are_refused(engine, tiny):
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        engine.generate([replace(talking(tiny, None), respond=lambda _tokens: (96,))])

@@ -35,7 +35,9 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: Capture) -> None:
     command = [*EVAL, "--env", "sort", "--tasks", "24", "--samples", "4", "--batch-rows", "32"]
-    said = told(capsys, 0, *command, "--out", tmp_path / "a").out
+    first = told(capsys, 0, *command, "--out", tmp_path / "a")
+    said = first.out
+    assert f"evaluating, in {tmp_path / 'a'}\n" in first.err, "before the first batch ends"
     assert "avg@4" in said
     assert "pass@2" in said
     found = summary_of(tmp_path / "a")

@@ -1,18 +1,24 @@
 """The recipes and examples of the repository with real processes, only shorter; and a run whose policies are deltas."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from tokenizers import AddedToken
 
 from kit.run import ledger, metrics, rows, start_run
 from kit.sandbox import needs_bubblewrap
-from shoal.environments import build
+from kit.tiny import build_tiny, build_tokenizer, tokenizer_config
+from shoal.environments import Environment, build
+from shoal.environments.settings import inner_of
 from shoal.environments.tools import TOOLS
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.run.recipe import load_recipe
@@ -54,11 +60,39 @@ def test_bfloat16_run_sends_deltas_and_writes_them_in_place(tmp_path: Path) -> N
     assert "only what changed was written into the engine" in log
 
 
+def thinking_twin(folder: Path) -> Path:
+    """The twin with the described prefix and length text. Its random model says 4, `</think>` or the end, whatever was
+    said before: of a completion that should be 4 an eighth is right, and an eighth is 4 without an end of thinking."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken("</think>", special=False, normalized=False)])
+    model = build_tiny(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=512)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 10.0  # the last hidden state is then about 8 times the first axis
+        model.lm_head.weight[:, 0] = -2.0
+        for token, share in {"4": 0.4, "</think>": 0.3, "<eos>": 0.3}.items():
+            model.lm_head.weight[tokenizer.token_to_id(token), 0] = math.log(share) / 8
+    model.save_pretrained(folder / "model")
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    (folder / "model" / "tokenizer_config.json").write_text(tokenizer_config())
+    text, path = TWIN.read_text(), folder / "intellect2-tiny.toml"
+    for before, after in {
+        '"data/': f'"{TWIN.parent}/data/', 'path = "tiny"': f'path = "{folder}/model"',
+        "[environment.length]": '[environment.prompt]\nthinking = "<think>\\n"\n\n[environment.length]',
+        'text = "({target})="': 'text = "Think for {target} tokens before giving a response."',
+    }.items():  # fmt: skip
+        assert before in text
+        text = text.replace(before, after)
+    path.write_text(text)
+    return path
+
+
 @needs_bubblewrap
-def test_small_twin_of_the_described_recipe_runs(tmp_path: Path) -> None:
-    folder, recipe = tmp_path / "run", load_recipe(TWIN)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_small_twin_of_the_described_recipe_runs(thinks: bool, tmp_path: Path) -> None:
+    path = thinking_twin(tmp_path) if thinks else TWIN
+    folder, recipe = tmp_path / "run", load_recipe(path)
     environment = build(recipe.environment)
-    with start_run(folder, recipe=TWIN) as run:
+    with start_run(folder, recipe=path) as run:
         assert run.wait() == 0, run.said()
         assert f"{folder} keeps " in run.said()
 
@@ -80,6 +114,19 @@ def test_small_twin_of_the_described_recipe_runs(tmp_path: Path) -> None:
     tasks = {row["task"] for row in table}
     assert {task.partition(":")[0] for task in tasks} == {"sums", "described", "programs"}
     assert {environment.task(task).kind for task in tasks} == {"mathematics", "code"}
+    if thinks:
+        assert_thinking_must_close(table, environment)
+
+
+def assert_thinking_must_close(table: list[dict[str, Any]], environment: Environment) -> None:
+    """A completion that never closes its thinking is worth nothing, also where all of its text is the answer."""
+    asked = r"Think for (2|4|8) tokens before giving a response\.<think>\n"
+    assert [row["prompt"] for row in table if not re.search(f"{asked}$", row["prompt"])] == []
+    inner, solved = inner_of(environment), {True: set[bool](), False: set[bool]()}  # closed → whether a task was solved
+    for row in table:
+        if inner.score(environment.task(row["task"]), row["completion"]).value == 1:
+            solved["</think>" in row["completion"]].add(row["reward"] > 0.5)  # the penalty is at most 0.14
+    assert solved == {True: {True}, False: {False}}
 
 
 def test_one_gpu_recipe_trains_random_weights(tmp_path: Path) -> None:

@@ -182,8 +182,9 @@ def row_of(hub: Hub, key: protocol.SigningKey) -> NodeRow:
     return row
 
 
-def hub_at(folder: Path, database: str, clock: ManualClock, **run: int) -> Hub:
-    return Hub(kit.make_config(folder, run, {"database": database}), clock)
+def hub_at(folder: Path, database: str, clock: ManualClock, run_id: str = kit.RUN_ID, **run: int) -> Hub:
+    config = kit.make_config(folder, run, {"database": database})
+    return Hub(replace(config, run_id=run_id), clock)
 
 
 def begun(hub: Hub) -> NodeRow:
@@ -233,7 +234,7 @@ def test_units_of_a_hub_that_is_gone_do_not_lie_about(tmp_path: Path, database_u
     second.close()
 
 
-def test_what_a_hub_remembers_is_what_another_one_wrote_last(database_url: str) -> None:
+def test_hub_sees_settings_and_batches_that_another_one_wrote(database_url: str) -> None:
     first, second = (PostgresStorage(database_url) for _ in range(2))
 
     def seen() -> tuple[str | None, int]:
@@ -326,6 +327,8 @@ def test_hub_with_another_secret_or_blob_folder_is_refused(tmp_path: Path, datab
     hub_at(tmp_path / "a", database_url, clock).close()
     with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy another hub's"):
         hub_at(tmp_path / "b", database_url, clock)
+    with pytest.raises(ConfigError, match=rf"holds another run, {kit.RUN_ID}, not other-1: give each run a database"):
+        hub_at(tmp_path / "c", database_url, clock, "other-1")
     secret.parent.mkdir(exist_ok=True)
     secret.write_text("ab" * 32)
     with pytest.raises(ConfigError, match="secret from the hub that began the run"):

@@ -116,7 +116,7 @@ def scripted(folder: Path) -> list[str]:
     """Settings of a run in which only the trainer loads torch, with tasks whose rewards differ whatever is said."""
     (folder / "reward.py").write_text(REWARD)
     return [
-        f"environment.file={folder / 'reward.py'}", "worker.engine=scripted", "validator.engine=scripted",
+        f"environment.file={folder / 'reward.py'}", "worker.engine=scripted",
         "worker.units_per_lease=4", "run.group_size=4", "run.max_new_tokens=8", "trainer.evaluate_every=0",
         "trainer.guards.divergence.action=off",  # a scripted engine computes another model than the trainer
     ]  # fmt: skip

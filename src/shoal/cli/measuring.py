@@ -92,6 +92,7 @@ def worked(
     """The result of `work(processes, folder, stop, report)`; told to stop, the command ends."""
     stop = stop_on_signals()
     with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
+        echo(f"{what}, in {folder}", err=True)  # the first batch may take minutes
         found = work(partial(source.scoring, environment, stop), folder, stop, report)
     if found is None:
         echo(f"stopped; {kept.format(folder)}", err=True)

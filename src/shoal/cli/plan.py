@@ -45,7 +45,7 @@ def plan(
     from shoal.run.recipe import load_recipe
 
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
-    found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
+    found = planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
     echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
     raise Exit(0 if found.trainer.total <= found.room("trainer") else 3)
 
@@ -59,7 +59,7 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
         try:
             given[name.strip()] = float(value)
         except ValueError:
-            raise ConfigError(f"--assume {text}: expected NAME=NUMBER, for example --assume link_mbit=200") from None
+            raise ConfigError(f"--assume {text}: expected NAME=NUMBER, for example --assume length_share=0.5") from None
         if name.strip() not in known:
             raise ConfigError(f"--assume {text}: there is no such assumption; there are {', '.join(known)}")
         least = 0.0 if name.strip() == "worker_tokens_s" else 1e-6
@@ -69,7 +69,7 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
     return replace(Speeds(), **given)
 
 
-def _planning(
+def planning(
     recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
 ) -> Planning:
     """Also for benchmarks/plan_check.py."""
@@ -146,17 +146,25 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     yield f"bytes of a version on each link, MB:{'delta':>8}{'whole':>10}"
     for name, delta, whole in found.links():
         yield f"  {name:<32}{_cell(delta / 1e6)}{_cell(whole / 1e6)}"
-    yield f"time of a step of {found.tokens:,.0f} tokens, s, on GPUs of the speeds assumed below, not on this machine:"
+    yield f"bytes of the groups of a step of {found.tokens:,.0f} tokens, MB:"
+    for name, size in found.hub_links().items():
+        yield f"  {name:<32}{_cell(size / 1e6)}"
+    yield "time of a step, s, on GPUs of the speeds assumed below, not on this machine:"
     for name, seconds, what in found.stages():
         yield f"  {name:<32}{_cell(seconds)}   {what}"
     what = "training, or what takes longer" if run.max_staleness else "one stage after another"
     yield f"  {'a step':<32}{_cell(found.step_s)}   {what}; times {run.steps}"
     machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
-    yield f"machines needed: {found.processes} to train, {machines}"
+    others = f"without a GPU {count_of(found.relays, 'relay')}, 1 hub"
+    yield f"machines needed: {found.processes} to train, {machines}; {others}"
     yield from _remedy_lines(found)
-    started = found.recipe.validator.count
-    if found.validators > started and found.kind == "cuda":  # the speeds of GPUs say nothing of a CPU's trainer
-        yield f"  the recipe starts {started} of the validators: raise validator.count, or every step waits for audits"
+    for role, needed, else_ in (
+        ("validator", found.validators, "every step waits for audits"),
+        ("relay", found.relays, "start others (shoal relay)"),
+    ):
+        started = getattr(found.recipe, role).count
+        if needed > started and found.kind == "cuda":  # the speeds of GPUs say nothing of a CPU's trainer
+            yield f"  the recipe starts {started} of the {needed} {role}s: raise {role}.count, or {else_}"
     if gpu_hour_price is not None:
         yield f"money: {found.cost(gpu_hour_price):,.0f}, at {gpu_hour_price:g} for a GPU and hour"
     yield "settings that depend on the size:"
@@ -166,6 +174,8 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
         for name in (name for name in type(settings).model_fields if name in vars(found.chosen)):
             how = "derived" if name in derived else "set by the recipe"
             yield f"  {f'{section}.{name}':<32}{getattr(found.chosen, name):>10g}   {how}"
+    for name, what in {"policy_wait_s": "for a policy, by a validator", "audit_s": "for one claim of audits"}.items():
+        yield f"  {name:<32}{getattr(found.chosen, name):>10g}   derived: longest wait {what}"
     yield "assumed (change with --assume NAME=NUMBER):"
     for one in fields(found.speeds):
         yield f"  {one.name:<20}{getattr(found.speeds, one.name):>10g}   {one.metadata['source']}"

@@ -82,13 +82,13 @@ def run(
         _warn(line)
     if dry_run:
         if directory is not None:
-            RunFolder.refuse_other(directory.absolute(), resolved)
+            RunFolder.refuse_other(directory.absolute(), resolved, changed=recipe is None)
         shown, derived = with_derived_settings(resolved)
         return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
     directory = directory or Path("runs") / resolved.run.name
-    made = RunFolder.prepare(directory.absolute(), resolved)
+    made = RunFolder.prepare(directory.absolute(), resolved, changed=recipe is None)
     if not prepare:
         raise Exit(_launch(made, patience_s))
     from shoal.run.roles import command_of, role_names
@@ -152,7 +152,8 @@ def demo(
         launched = launch(folder, patience_s, stop, display, (spec,), notes)
     ending, place = launched.ending, shlex.quote(str(path))
     if ending.exit_code == STOPPED_CODE:
-        echo(f"stopped. To start again: {shoal_command()} demo {place}")
+        given = f"--seed {seed} --staleness {staleness} --steps {steps} --cheat {chosen.name} --patience {patience_s:g}"
+        echo(f"stopped. To start again: {shoal_command()} demo {place} {given}")
         echo(f"to resume without the cheater: {shoal_command()} run {place}")
     elif ending.exit_code != 0:
         echo(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", err=True)

@@ -422,13 +422,7 @@ def _points(hidden_NH: Tensor, lengths: Sequence[int], proof: ProofParameters | 
     if proof is None:
         return [None] * len(lengths)
     points = top_points(hidden_NH.to(torch.bfloat16), lengths, proof.topk, proof.rows)
-    chunk_ends = np.cumsum([-(-length // proof.rows) for length in lengths])
-    point_ends = np.cumsum(points.counts)[chunk_ends - 1]
-    cuts = zip(_cuts(point_ends), _cuts(chunk_ends), strict=True)
-    return [
-        PointBatch(points.indices[at], points.bits[at], points.counts[chunks], points.sizes[chunks])
-        for at, chunks in cuts
-    ]
+    return [points[chunks] for chunks in _cuts(np.cumsum([-(-length // proof.rows) for length in lengths]))]
 
 
 def _cuts(ends: npt.NDArray[np.int64]) -> list[slice]:

@@ -49,7 +49,8 @@ def build(settings: EnvironmentSettings) -> Environment:
 def build_ingredient(settings: TaskSource) -> Environment:
     if settings.file is not None:
         if settings.options:
-            raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
+            remedy = "leave them out (--set environment.options= takes away those of a recipe)"
+            raise EnvironmentSetupError(f"environment.options are of built-in environments, a file has none: {remedy}")
         return FunctionEnvironment(settings.file, settings.held_out_size, settings.data)
     name, known = settings.name, ", ".join(sorted(ENVIRONMENTS))
     if settings.name not in ENVIRONMENTS:

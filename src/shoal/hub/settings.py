@@ -11,6 +11,7 @@ from shoal.environments import Environment, Task
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
 from shoal.protocol import BodyLimits, ModelSize, SignedDocument, SigningKey
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_GROUP, MAX_NEW_TOKENS, ProofParameters, SamplingParameters
+from shoal.protocol.node import LINK_MBIT
 from shoal.runtime.sizing import DERIVED, RunSize, settle
 
 MIB = 1024 * 1024
@@ -64,6 +65,8 @@ class HubSettings(BaseModel):
     database: str = Field("", description="postgresql://… shared by several hubs; empty: SQLite in the run's folder")
     storage: str = Field("", description="s3://bucket/prefix for submissions; empty: a folder of the run's")
     storage_endpoint: str = Field("", description="address of an S3-compatible server, if it is not Amazon's")
+    link_mbit: float = Field(
+        LINK_MBIT, ge=0.1, le=1e6, description="Mbit/s of the slowest machine: waits for policies follow from it")
     lease_s: float | None = Field(
         None, gt=0, description=f"time a worker has for one lease, from its last sign of progress; {DERIVED} 60")
     lease_hard_s: float | None = Field(
@@ -113,7 +116,8 @@ class HubConfig:
     @property
     def rules(self) -> Rules:
         run, settings = self.run, self.settings
-        chosen = settle(settings, RunSize.made_of(self.model, run.group_size, run.max_new_tokens, run.max_staleness))
+        model, lengths = self.model, (run.group_size, run.max_new_tokens, run.max_staleness)
+        chosen = settle(settings, RunSize(model.parameters, model.payload_bytes, *lengths, settings.link_mbit))
         return Rules(
             steps=run.steps, groups_per_step=run.groups_per_step, group_size=run.group_size,
             max_staleness=run.max_staleness, max_new_tokens=run.max_new_tokens, refill_cap=settings.refill_cap,

@@ -43,7 +43,7 @@ def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[st
 
 
 def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
-    """`apply_state` for another state, such as a trainer's float32 weights."""
+    """`apply_state` for another state, such as vLLM's weights."""
     check_fit(state, tensors)
     with torch.no_grad():
         for name, target in state.items():

@@ -23,6 +23,7 @@ from shoal.protocol.signing import Document, Message, Milliseconds, PublicKey, S
 PROTOCOL_VERSION = 3
 HEADER_PROTOCOL = "shoal-protocol"
 UPGRADE = "pip install -U shoal-rl"
+LINK_MBIT = 1000.0  # of the slowest machine, unless a recipe says so (hub.link_mbit)
 
 
 def check_spoken(who: str, version: int) -> None:
@@ -73,7 +74,8 @@ class ModelSize(Message):
 class RunInfo(Document):
     """What a node needs to take part; signed by the hub. Weights come from `sources` (relays); from `last_resort` (the
     origin) only what none of those can give. `hubs` are further addresses of the same run; keys in `revoked` are
-    trusted for nothing; a node refuses a policy larger than `model` says before it takes memory or disk for it."""
+    trusted for nothing; a node refuses a policy larger than `model` says before it takes memory or disk for it.
+    `link_mbit` is of the slowest machine: all roles derive their deadlines from it (`runtime/sizing.py`)."""
 
     kind: ClassVar[str] = "run-info"
     protocol_version: int = PROTOCOL_VERSION
@@ -94,6 +96,7 @@ class RunInfo(Document):
     hubs: tuple[Url, ...] = Field(default=(), max_length=MAX_URLS)
     revoked: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=1024)
     model: ModelSize = ModelSize()
+    link_mbit: FiniteFloat = Field(default=LINK_MBIT, gt=0)
 
 
 class Registration(Message):

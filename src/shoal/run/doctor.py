@@ -55,7 +55,7 @@ def examine(
     urls: Sequence[str], folder: Path, device: str = "auto", dtype: str = "auto", engine: str = "torch"
 ) -> list[MachineFinding]:
     """All checks; one that cannot be made is a problem, not a crash."""
-    checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
+    checks = (_torch, _memory, lambda: _device(device), lambda: _disk(folder), lambda: _writable(folder))
     return [*(check() for check in checks), *(_route(urls, engine, device, dtype) if urls else [])]
 
 
@@ -88,11 +88,12 @@ def gpu_files() -> list[str]:
     return [name for name in GPU_FILES if (DEVICES / name).exists()]
 
 
-def _device() -> MachineFinding:
+def _device(asked: str = "auto") -> MachineFinding:
     """By the files of drivers in /dev, because torch would take seconds."""
     gpus = gpu_files()
     if not gpus:
-        return MachineFinding("device", True, "cpu (no GPU, or no driver for it)")
+        remedy = "install its driver, or leave --device cuda out"
+        return _judged("device", asked != "cuda", "cpu (no GPU, or no driver for it)", remedy)
     can_use = "+cpu" not in (torch_version() or "+cpu")
     remedy = "the installed torch has no CUDA: install one that has"
     return _judged("device", can_use, f"a GPU ({', '.join(gpus)})", remedy)

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from shoal.trainer.memory import MemoryPlan, Shape
 
 GIB = 2**30
-PROCESS_BYTES = {"hub": 130 * 10**6, "relay": 85 * 10**6}  # resident, of a small run: plan_check.md
+PROCESS_BYTES = {"hub": 113 * 10**6, "relay": 69 * 10**6}  # resident, of a small run: plan_check.md
 BATCH_SHARE = 0.8  # of free GPU memory that a batch takes (engines/memory.py)
 CACHED = 2  # policies on a worker's disk (worker/loop.py)
 PROOF_BYTES = 8  # of a token as submitted; what is trained on has none
+PROVEN_BEYOND = 16  # tokens: a rollout's last proof has the size of those of 32
 DATABASE_BYTES, DATABASE_LOG_BYTES = 300_000, 4_000_000  # empty, and what SQLite writes ahead: plan_check.md
 FROM_BEFORE = 2  # checkpoints kept beside the newest and the best (trainer/folder.py), once there are so many
 ANCHORED = 1.7  # payloads of deltas in a row after which a version is whole: shorter ways skip some (plan_check.md)
@@ -52,8 +53,8 @@ class Planning:
 
     @property
     def size(self) -> RunSize:
-        run, announced = self.recipe.run, most_bytes(self.payload)
-        return RunSize(self.shape.weights, announced, run.group_size, run.max_new_tokens, run.max_staleness)
+        announced = most_bytes(self.payload)
+        return run_size(self.recipe, ModelSize(parameters=self.shape.weights, payload_bytes=announced))
 
     @cached_property
     def chosen(self) -> Derived:
@@ -102,12 +103,22 @@ class Planning:
         run = self.recipe.run
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 
+    @property
+    def submitted(self) -> float:
+        """Bytes of a step's groups: of its tokens, and of what is proven beyond a rollout's last token."""
+        rollouts = self.recipe.run.groups_per_step * self.recipe.run.group_size
+        return self.tokens * self.speeds.submission_bytes + rollouts * PROOF_BYTES * PROVEN_BEYOND
+
+    @property
+    def trained(self) -> float:
+        return self.tokens * (self.speeds.submission_bytes - PROOF_BYTES)
+
     def disk(self) -> Iterator[tuple[str, float, float, str]]:
         """Folder, largest size during the run, size after it, and what it contains."""
         run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
         yield self._checkpoints()
         yield "trainer: export", payload, payload, "the last version"
-        rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
+        rollouts = self.trained * run.steps
         yield "trainer: rollouts", rollouts, rollouts, "what each step was trained on"
         kept = max(OriginSettings().keep_versions, run.max_staleness + 2) + 1
         finished = self._offered(sizing.kept_when_finished(run.max_staleness))
@@ -118,8 +129,7 @@ class Planning:
         for role, count in {"validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}.items():
             size = (held := min(versions, count)) * (payload + self._beside)
             yield f"each {role}", size, 0, f"{held} versions, with the one that is being made"
-        submitted = self.tokens * run.steps * self.speeds.submission_bytes
-        hub = DATABASE_BYTES + submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
+        hub = DATABASE_BYTES + run.steps * (self.submitted + run.groups_per_step * self.speeds.group_row_bytes)
         yield "hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top"
 
     def _offered(self, count: int) -> float:
@@ -184,10 +194,15 @@ class Planning:
         return sizing.policies_loaded(self.chosen.keep_versions, each, int(self.room("validator")))
 
     def links(self) -> Iterator[tuple[str, float, float]]:
+        """Bytes of most versions, and of a whole one."""
         copies = self.speeds.workers_per_relay + 1
         yield "origin to each relay", self.delta, self.payload
         yield f"out of a relay ({copies:g} copies)", copies * self.delta, copies * self.payload
         yield "into each worker and validator", self.delta, self.payload
+
+    def hub_links(self) -> dict[str, float]:
+        """Bytes of a step's groups. All are submitted whole, checked, and trained on without proofs."""
+        return {"workers to hub": self.submitted, "hub to validators": self.submitted, "hub to trainer": self.trained}
 
     @property
     def _length(self) -> float:
@@ -274,7 +289,7 @@ class Planning:
 
     @property
     def _transfer_s(self) -> float:
-        return (self.speeds.workers_per_relay + 1) * self.delta / self.speeds.link_bytes_s
+        return self.size.transfer_s((self.speeds.workers_per_relay + 1) * self.delta, self.speeds)
 
     @property
     def _saving_s(self) -> float:
@@ -288,6 +303,10 @@ class Planning:
     def validators(self) -> int:
         return machines_needed(self.tokens / self.audit_tokens_s, self._wanted_s, self.recipe.run.steps)
 
+    @property
+    def relays(self) -> int:
+        return ceil((self.workers + self.validators) / self.speeds.workers_per_relay)
+
     def stages(self) -> Iterator[tuple[str, float, str]]:
         speeds, gb, every = self.speeds, self.payload / 1e9, self.chosen.checkpoint_every
         for name, machine, count, tokens_s in (
@@ -298,9 +317,9 @@ class Planning:
         yield "train", self.train_s, f"{count_of(self.processes, 'device')} of {self._train_tflops:g} TFLOP/s"
         yield "save", self._saving_s, f"a checkpoint every {f'{every:,} steps' if every > 1 else 'step'}, per step"
         yield "publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s"
-        whole_s = (speeds.workers_per_relay + 1) * self.payload / speeds.link_bytes_s
-        whole = f"a whole version: {whole_s:,.0f} s"
-        yield "transfer", self._transfer_s, f"out of a relay with {speeds.workers_per_relay:g} workers; {whole}"
+        whole_s = self.size.transfer_s((speeds.workers_per_relay + 1) * self.payload, speeds)
+        link = f"of {self.recipe.hub.link_mbit:g} Mbit/s with {speeds.workers_per_relay:g} workers"
+        yield "transfer", self._transfer_s, f"out of a relay {link}; a whole version: {whole_s:,.0f} s"
         disk = f"on a worker's disk at {speeds.apply_gb_s:g} GB/s"
         apply_s = self.payload / 1e9 / speeds.apply_gb_s if self._beside else 0.0
         yield "apply", apply_s, f"{disk}; a whole version is checked as it comes"
@@ -343,7 +362,8 @@ def with_derived_settings(recipe: Recipe) -> tuple[Recipe, str]:
 
 def run_size(recipe: Recipe, model: ModelSize) -> RunSize:
     run = recipe.run
-    return RunSize.made_of(model, run.group_size, run.max_new_tokens, run.max_staleness)
+    lengths = run.group_size, run.max_new_tokens, run.max_staleness
+    return RunSize(model.parameters, model.payload_bytes, *lengths, recipe.hub.link_mbit)
 
 
 def usual_config(parameters: float) -> dict[str, object]:

@@ -22,7 +22,7 @@ from shoal.runtime.clock import SystemClock
 from shoal.runtime.config import dump_config, load_config
 from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import own_address
+from shoal.shardcast.server import public_url
 
 ADMIN = "admin"
 BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
@@ -62,13 +62,14 @@ class RunFolder:
     recipe: Recipe
 
     @classmethod
-    def prepare(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Make the folder, or open one with the same recipe; afterwards every key and certificate exists."""
+    def prepare(cls, path: Path, recipe: Recipe, changed: bool = False) -> RunFolder:
+        """Make the folder, or open one with the same recipe; afterwards every key and certificate exists. `changed`:
+        the recipe is the folder's own with other settings, which a run that has not begun may have."""
         stored = path / "recipe.toml"
         if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
             raise ConfigError(f"the folder {path} is not empty and not a run's; give another RUN")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # the recipe of a running run must not change
-            cls.refuse_other(path, recipe)
+            cls.refuse_other(path, recipe, changed)
             ensure_folder(path / "logs")
             ensure_folder(path / "keys", private=True)
             folder = cls(path, recipe)
@@ -90,11 +91,12 @@ class RunFolder:
         return cls(path, _stored_recipe(stored))
 
     @staticmethod
-    def refuse_other(path: Path, recipe: Recipe) -> None:
-        stored = path / "recipe.toml"
-        if stored.exists() and (path / "hub").exists():  # without hub/ the run has not begun
+    def refuse_other(path: Path, recipe: Recipe, changed: bool = False) -> None:
+        stored, has_begun = path / "recipe.toml", (path / "hub").exists()
+        if stored.exists() and (has_begun or not changed):
             refuse_other_recipe(path, _stored_recipe(stored), recipe)
-            _refuse_moved(path, _stored_recipe(stored), recipe)
+            if has_begun:
+                _refuse_moved(path, _stored_recipe(stored), recipe)
 
     @property
     def trusted_roles(self) -> dict[str, protocol.Role]:
@@ -193,9 +195,7 @@ class RunFolder:
         for index in range(2 + self.recipe.relay.count):
             wanted = [hub.port] if index == 0 and hub.port else [*earlier[index : index + 1], 0, 0, 0]
             ports.append(_free_port(hub.host, wanted, ports))
-        own = hub.host in ("0.0.0.0", "::", "")  # then others reach this machine by its own address
-        host = own_address() if own else f"[{hub.host}]" if ":" in hub.host else hub.host
-        urls = [f"http://{host}:{port}" for port in ports]
+        urls = [public_url(hub.host, port) for port in ports]
         endpoints = Endpoints(
             run=self.run_id, root_key=self.root_key, bind=hub.host, hub=urls[0], origin=urls[1],
             advertise=hub.advertise, relays=tuple(urls[2:]),

@@ -19,6 +19,7 @@ from shoal.environments.protocol import SPLITS
 from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.http.limits import Addresses
+from shoal.hub.storage import check_places
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import BUILTIN, check_targets, check_weights, read_config
 from shoal.rewards.chat import check_address
@@ -44,6 +45,7 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
     the checked tasks, and a missing model or sandbox stops no other check."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
+    check_places(recipe.hub.database, recipe.hub.storage, recipe.hub.storage_endpoint)
     files = None if say is not None and not has_model(recipe) else _check_model(recipe)
     length, most = recipe.environment.length, recipe.run.max_new_tokens
     if length is not None and max(length.targets) > most:
@@ -116,22 +118,18 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
 
 def check_engines(recipe: Recipe) -> None:
     """Names, number formats and profiles: a worker that no validator can judge would get no unit."""
-    for section, settings in (("worker", recipe.worker), ("validator", recipe.validator)):
-        if settings.engine not in ENGINES:
-            known = ", ".join(sorted(ENGINES))
-            raise ConfigError(f"[{section}] engine = {settings.engine!r}: there is no such engine; there are {known}")
-        if (section, settings.engine) == ("validator", "vllm"):
-            raise ConfigError(
-                "[validator] engine = 'vllm': validators check with torch; workers may generate with vLLM"
-            )
+    worker, validator, dtype = recipe.worker, recipe.validator, recipe.trainer.publish_dtype
+    for section, engine, settings in (
+        ("worker", worker.engine, worker), ("validator", worker.checked_with, validator),
+    ):  # fmt: skip
         try:
-            check_engine(settings.engine, settings.device, settings.dtype)
+            check_engine(engine, settings.device, settings.dtype)
         except ConfigError as error:
             raise ConfigError(f"[{section}] {error}") from error
-    validator, dtype = recipe.validator, recipe.trainer.publish_dtype
-    taken = {*profile_keys(validator), *(measurable_kinds(validator, dtype) if validator.engine == "torch" else ())}
-    kinds = possible_kinds(recipe.worker.engine, recipe.worker.device, recipe.worker.dtype)
-    if recipe.worker.count == 0 or kinds & taken:
+    measured = worker.checked_with == "torch"
+    taken = {*profile_keys(validator), *(measurable_kinds(validator, dtype) if measured else ())}
+    kinds = possible_kinds(worker.engine, worker.device, worker.dtype)
+    if worker.count == 0 or kinds & taken:
         return
     coarse = "" if dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
     why = f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that"

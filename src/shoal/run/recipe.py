@@ -32,12 +32,16 @@ class ModelSettings(BaseModel):
 
 class ValidatorSection(ValidatorSettings):
     count: int = Field(default=1, ge=1, le=64, description="validators that `shoal run` starts")
-    engine: str = Field(default="torch", description="what they check with")
 
 
 class WorkerSection(WorkerSettings):
     count: int = Field(default=1, ge=0, le=256, description="workers that `shoal run` starts; more may join")
     engine: str = Field(default="torch", description="what they generate with")
+
+    @property
+    def checked_with(self) -> str:
+        """The engine of validators: torch also for work of vLLM."""
+        return "scripted" if self.engine == "scripted" else "torch"
 
 
 class RelaySection(BaseModel):
@@ -106,18 +110,25 @@ def make_project(path: Path) -> list[Path]:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Paths in a recipe are relative to its folder, those in overrides to the working directory."""
+    """Paths in a recipe are relative to its folder, those in overrides to the working directory. What a recipe of
+    shoal's names and does not bring along, such as a model, is looked for there, too."""
     path = shipped_recipe(path) or path
     recipe = load_config(path, Recipe, overrides)
     given, overridden = recipe.model_dump(exclude_unset=True), {each.partition("=")[0].strip() for each in overrides}
+    folder = path.expanduser().absolute().parent
+
+    def place_of(setting: str, file: str | Path) -> Path:
+        file, beside = Path(file).expanduser(), folder / Path(file).expanduser()
+        is_here = any(f"{setting}.".startswith(f"{each}.") for each in overridden)
+        is_here = is_here or (folder == shipped("recipes") and not beside.exists())
+        return Path.cwd() / file if is_here else beside
+
     for name, holder, key in _places(given):
-        base = Path.cwd() if name in overridden else path.expanduser().absolute().parent
-        holder[key] = str(base / Path(holder[key]).expanduser())
+        holder[key] = str(place_of(name, holder[key]))
     for setting, kind, holder, key in _own_code(given):
         file, _, name = str(holder[key]).rpartition(":")
         if extensions.file_of(holder[key]) is not None:
-            base = Path.cwd() if setting in overridden else path.expanduser().absolute().parent
-            holder[key] = f"{base / Path(file).expanduser()}:{name}"
+            holder[key] = f"{place_of(setting, file)}:{name}"
         holder[key] = extensions.pinned(setting, kind, holder[key])
     if recipe.worker.dtype == "bfloat16":  # weights are never rounded on the way: they are published so
         given.setdefault("trainer", {}).setdefault("publish_dtype", "bfloat16")
@@ -189,7 +200,8 @@ def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
     if not changed:
         return
     shown, more = "; ".join(changed[:3]), f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
-    remedy = f"give another RUN, or resume with: shoal run {path}"
+    way = "resume with: shoal run {}" if (path / "hub").exists() else "change it: shoal run {} --set SECTION.KEY=VALUE"
+    remedy = f"give another RUN, or {way.format(path)}"
     raise ConfigError(f"the run in {path} was made with another recipe ({shown}{more}); {remedy}")
 
 

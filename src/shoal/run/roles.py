@@ -72,7 +72,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     recipe, endpoints = folder.recipe, folder.endpoints
     environment = build(recipe.environment)
     retire_after = recipe.environment.retire_after
-    trainer, scripted = recipe.trainer, recipe.validator.engine == "scripted"
+    trainer, scripted = recipe.trainer, recipe.worker.checked_with == "scripted"
     asking = Asking(read_files(model_folder(recipe.model.path)), environment, recipe.run.max_new_tokens)
     evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
     kinds = profile_keys(recipe.validator)
@@ -146,7 +146,7 @@ def validator_config(folder: RunFolder, index: int) -> ValidatorConfig:
         raise ConfigError(f"this run has {recipe.validator.count} validators; there is no --index {index}")
     return ValidatorConfig(
         folder=folder.path / name, settings=recipe.validator, environment=build(recipe.environment),
-        engine=recipe.validator.engine, hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
+        engine=recipe.worker.checked_with, hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
         key=folder.key(name), certificate=folder.certificate(name),
         shuffle_rewards=recipe.environment.shuffle_rewards, scored_by=recipe.environment,
     )  # fmt: skip

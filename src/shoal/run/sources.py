@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, build, require_scoring
 from shoal.environments.data.locating import kind_of
 from shoal.environments.formats import FORMATS
-from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError
+from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.models import BUILTIN
 from shoal.protocol import PolicyManifest
 from shoal.rewards import ScoringPatience, ScoringPool
@@ -31,7 +31,8 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
         raise ConfigError("--best and --version name two checkpoints; give one of them")
     checkpoints = (folder := RunFolder.open(directory)).path / "trainer" / "checkpoints"
     if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
-        raise CheckpointError(f"there is no checkpoint in {checkpoints} yet; has the trainer started?")
+        wait = f"export again once its trainer has written one (shoal status {directory} says how far it is)"
+        raise ConfigError(f"there is no checkpoint in {checkpoints} yet: {wait}")
     refuse_foreign(out)
     place = out.resolve()
     ensure_folder(place if place.is_dir() else place.parent)

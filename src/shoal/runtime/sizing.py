@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shoal.protocol import ModelSize, RunInfo
+from shoal.protocol import RunInfo
+from shoal.protocol.node import LINK_MBIT
 
 DERIVED = "if not set, by the model's size (`shoal plan`); of a small one"
 MARGIN = 1.5  # above what a transfer or a computation should take
@@ -32,15 +33,14 @@ class Speeds:
     """Assumed speeds of machines and links, each with its source (files are in benchmarks/results). GPU speeds are of
     one H200. `delta_share` is for a policy in bfloat16."""
 
-    delta_share: float = _from(0.0015, "plan_check.md: one optimizer step at 1e-6; grows as rate^0.86, steps^0.83")
+    delta_share: float = _from(0.0015, "plan_check.md: a step at 1e-6, by run 0.82 to 1.44; by rate^0.86, steps^0.83")
     float32_delta_share: float = _from(0.41, "plan_check.md: at 1e-6; ten times that rate adds 0.1, above 0.6: whole")
     publish_gb_s: float = _from(1.75, "plan_check.md: 1.2 GB; large_shape.md: 2.05 of 16 GB")
     publish_least_s: float = _from(0.08, "plan_check.md: of any version: files, signature, announcement")
     apply_gb_s: float = _from(1.2, "plan_check.md: fetch, apply on disk, verify; swap_in_place.md: 0.9 to 1.0")
     load_gb_s: float = _from(2.7, "swap_in_place.md: a full load into the engine")
     disk_gb_s: float = _from(1.0, "assumed: a checkpoint written and hashed (two cores: 0.2, publish_hidden.md)")
-    link_mbit: float = _from(1000.0, "assumed: the link of each machine")
-    link_overhead: float = _from(1.2, "cast_links.md: 1.25 to 1.31 times one link")
+    link_overhead: float = _from(1.2, "cast_links.md: 1.25 to 1.31 times what hub.link_mbit would take")
     audit_tflops: float = _from(160.0, "check_overhead.md: 134,907 tokens/s of 0.6 B weights, 2 operations each")
     audit_group_s: float = _from(0.052, "plan_check.md: of one group beside its prefill: papers, rewards, statistics")
     branch_share: float = _from(0.02, "steered_branches.md: of a node's tokens that are decoded again; at first 0.08")
@@ -59,10 +59,6 @@ class Speeds:
     submission_bytes: float = _from(14.0, "a token as submitted: proof 8 (128 points of 32 tokens), number 4, id 2")
     group_row_bytes: float = _from(10_000.0, "plan_check.md: rows of one group in the hub's database")
 
-    @property
-    def link_bytes_s(self) -> float:
-        return self.link_mbit * 125_000 / self.link_overhead
-
 
 @dataclass(frozen=True)
 class RunSize:
@@ -73,14 +69,15 @@ class RunSize:
     group_size: int = 0
     max_new_tokens: int = 0
     max_staleness: int = 1
+    link_mbit: float = LINK_MBIT
 
     @classmethod
     def of(cls, run: RunInfo) -> RunSize:
-        return cls.made_of(run.model, run.group_size, run.sampling.max_new_tokens, run.max_staleness)
+        shape = run.model.parameters, run.model.payload_bytes, run.group_size, run.sampling.max_new_tokens
+        return cls(*shape, run.max_staleness, run.link_mbit)
 
-    @classmethod
-    def made_of(cls, model: ModelSize, group_size: int, max_new_tokens: int, max_staleness: int) -> RunSize:
-        return cls(model.parameters, model.payload_bytes, group_size, max_new_tokens, max_staleness)
+    def transfer_s(self, size_bytes: float, speeds: Speeds) -> float:
+        return size_bytes * speeds.link_overhead / (self.link_mbit * 125_000)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -99,26 +96,30 @@ class Derived:
     keep_versions: int = 3
     checkpoint_every: int = 1
     keep_checkpoints: int = 2
+    batch_deadline_s: float = 1800.0
 
 
 def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
     """The settings for a run of that size. `policy_wait_s`: a whole policy over the link, and into the engine.
     `lease_s`: applying and loading a version; four of them are a worker's first group. `lease_hard_s`: the longest
-    group on the slowest worker, and the `lease_s` before its first token. `audit_s`: the policy, then one claim."""
+    group on the slowest worker, and the `lease_s` before its first token. `audit_s`: the policy, then one claim.
+    `batch_deadline_s`: all of these, one after the other."""
     small, gb = Derived(), size.payload_bytes / 1e9
     load_s = gb / speeds.load_gb_s
-    wait_s = _at_least(small.policy_wait_s, MARGIN * (size.payload_bytes / speeds.link_bytes_s + load_s))
+    wait_s = _at_least(small.policy_wait_s, MARGIN * (size.transfer_s(size.payload_bytes, speeds) + load_s))
     group_s = size.max_new_tokens * max(speeds.token_s, gb / speeds.worker_gb_s)
     lease_s = _at_least(small.lease_s, MARGIN * (gb / speeds.apply_gb_s + load_s), group_s / FIRST_LEASE)
     audit_s = 2 * size.parameters * size.group_size * size.max_new_tokens / (speeds.audit_tflops * 1e12)
     audits = max(1, min(small.max_audits, int(CLAIM_S / audit_s))) if audit_s else small.max_audits
+    hard_s = _at_least(small.lease_hard_s, lease_s + group_s)
+    claim_s = _at_least(small.audit_s, wait_s + MARGIN * audits * audit_s)
     holds_more = small.keep_versions * size.payload_bytes <= HELD_BYTES
     return Derived(
-        lease_s, _at_least(small.lease_hard_s, lease_s + group_s),
-        _at_least(small.audit_s, wait_s + MARGIN * audits * audit_s), policy_wait_s=wait_s, max_audits=audits,
+        lease_s, hard_s, claim_s, policy_wait_s=wait_s, max_audits=audits,
         keep_versions=small.keep_versions if holds_more else max(2, size.max_staleness + 1),
         checkpoint_every=max(1, ceil(size.checkpoint_bytes / 1e9 / speeds.disk_gb_s / CHECKPOINT_S)),
         keep_checkpoints=small.keep_checkpoints if 2 * size.checkpoint_bytes <= TWO_CHECKPOINTS_BYTES else 1,
+        batch_deadline_s=_at_least(small.batch_deadline_s, MARGIN * (wait_s + hard_s + claim_s)),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from urllib.parse import parse_qsl
 from shoal.protocol import Chunk
 from shoal.runtime.http import HttpRequest, OpenConnections, Reply, bind, client_of
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import own_address
 from shoal.shardcast.manifest import MAX_WITNESS_BYTES, Place
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_label
 
@@ -49,7 +50,7 @@ WATCH_HEAD_S = 0.05  # between two looks for a head of another process
 JSON, BYTES, TEXT = "application/json", "application/octet-stream", "text/plain; charset=utf-8"
 IMMUTABLE = {"cache-control": "public, max-age=31536000, immutable"}
 REPLACED, NO_STORE = {"cache-control": "no-cache"}, {"cache-control": "no-store"}
-WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+WILDCARD_HOSTS = ("0.0.0.0", "", "::")
 
 
 class Blob(NamedTuple):
@@ -310,11 +311,12 @@ def run_server(
     on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
     with contextlib.closing(bind(host, port, "--", stop)) as listener:
-        url = local_url(host, listener.getsockname()[1])
+        url = public_url(host, listener.getsockname()[1])
         log.info("serving at %s", url)
         asyncio.run(server.serve(listener, ended, lambda: on_ready(url)))
 
 
-def local_url(host: str, port: int) -> str:
-    host = WILDCARD_HOSTS.get(host, host)
+def public_url(host: str, port: int) -> str:
+    """For other machines: of a server that listens at all addresses, this machine's own."""
+    host = own_address() if host in WILDCARD_HOSTS else host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -78,23 +78,37 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def read_tensors(folder: Path, name: str) -> Iterator[tuple[str, tuple[int, ...], Callable[..., Tensor]]]:
-    """Name, shape and reader of every tensor of a file or its parts. The reader can be given the rows to read."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. `stored[rows]` reads these rows, `stored[...]` all of it."""
+
+    shape: list[int]
+    dtype: str
+    part: Callable[[Any], Tensor]
+    whole: Callable[[], Tensor]
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return self.whole() if rows is ... else self.part(rows)
+
+
+def stored_tensors(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """The tensors of a file, or of its parts."""
     paths = [folder / name]
     if not paths[0].is_file():
         paths = sorted(folder.glob(part_name(name, 0, 1).replace("00001", "[0-9]" * 5)))
         found = [path.name for path in paths]
         if not found or found != [part_name(name, number, len(paths)) for number in range(len(paths))]:
             raise CheckpointError(f"the checkpoint {folder} is damaged: of {name} there are the parts {found}")
+    stored: dict[str, StoredTensor] = {}
     for path in paths:
         try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - no dictionary
-                    part, whole = file.get_slice(key), partial(file.get_tensor, key)
-                    read = lambda rows=None, part=part, whole=whole: whole() if rows is None else part[rows]  # noqa: E731
-                    yield key, tuple(part.get_shape()), read
+            file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not a part of a checkpoint: {error}") from error
+        for key in file.keys():  # noqa: SIM118 - no dictionary
+            part, whole = file.get_slice(key), partial(file.get_tensor, key)
+            stored[key] = StoredTensor(part.get_shape(), part.get_dtype(), part.__getitem__, whole)
+    return stored
 
 
 def checkpoint_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> CheckpointFiles:
@@ -119,7 +133,7 @@ class StoredCheckpoint:
     files: Mapping[str, bytes]
 
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
-        return {key: read() for key, _shape, read in read_tensors(self.folder, name)}
+        return {key: stored[...] for key, stored in stored_tensors(self.folder, name).items()}
 
 
 class CheckpointStore:
@@ -237,12 +251,16 @@ class CheckpointStore:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def restore(learner: Learner, stored: StoredCheckpoint) -> None:
-    """Restore weights, moments and generators. On the same machine training continues bit for bit."""
-    learner.load_state(stored.tensors(MODEL))
-    training = stored.tensors(TRAINING)
+def restore(learner: Learner, folder: Path) -> None:
+    """Restore weights, moments and generators; each rank reads its own rows, whatever number of ranks wrote them. On
+    the same machine training continues bit for bit."""
+    learner.load_state(stored_tensors(folder, MODEL))
+    training = stored_tensors(folder, TRAINING)
     learner.load_moments({name[len(MOMENTS) :]: each for name, each in training.items() if name.startswith(MOMENTS)})
-    restore_generators(training)
+    torch.set_rng_state(training["generator/cpu"][...])
+    for index in range(torch.cuda.device_count()):
+        if (state := training.get(f"generator/cuda-{index}")) is not None:
+            torch.cuda.set_rng_state(state[...], index)
 
 
 def training_state(learner: Learner) -> dict[str, Tensor]:
@@ -252,13 +270,6 @@ def training_state(learner: Learner) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         state |= {f"generator/cuda-{i}": value for i, value in enumerate(torch.cuda.get_rng_state_all())}
     return state
-
-
-def restore_generators(training: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(training["generator/cpu"])
-    for index in range(torch.cuda.device_count()):
-        if (state := training.get(f"generator/cuda-{index}")) is not None:
-            torch.cuda.set_rng_state(state, index)
 
 
 def _content_hash(content: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ killed in between, the folder has no weights and cannot be mistaken for a model.
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import ConfigError
 from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
 from shoal.models.lora import merged
 from shoal.protocol import LedgerHead, PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
-from shoal.trainer.checkpoint import MODEL, CheckpointStore, StoredCheckpoint
+from shoal.trainer.checkpoint import MODEL, CheckpointStore, StoredCheckpoint, save_tensors
 from shoal.trainer.folder import HIDDEN, MARK, TrainerProgress, ranked, refuse_foreign, scores_of, written_files
 from shoal.trainer.publisher import cast
 from shoal.trainer.record import latest_metrics
@@ -140,11 +138,9 @@ def export_policy(
     card = replace(card, files=sorted({*files, "config.json", MODEL, "README.md", MARK}))
     try:
         hidden.mkdir()
-        weights = {name: cast(tensor, DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
-        save_file(weights, hidden / MODEL, metadata={"format": "pt"})
+        weights = {name: cast(tensor, DTYPES[dtype]) for name, tensor in tensors.items()}
+        save_tensors(hidden / MODEL, weights)
         (hidden / MODEL).chmod(0o644)  # the library makes it private
-        with (hidden / MODEL).open("rb") as file:
-            os.fsync(file.fileno())
         # With the type of the exported weights, so that a loader does not cast them.
         config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"} | {"dtype": dtype}
         for name, data in {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}.items():
@@ -196,7 +192,7 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
     """The checkpoint asked for, and a phrase that says why it is this one."""
     places = store.places()
     if not places:
-        raise CheckpointError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
+        raise ConfigError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
     if which == "newest":
         stored = store.newest()
         assert stored is not None, "there are checkpoints"

@@ -29,7 +29,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
 from shoal.models.packed import attends_by_flash, compile_layers, decoder_layers, supports_packing
-from shoal.models.state import overwrite, policy_state
+from shoal.models.state import check_fit, policy_state
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings
 
@@ -120,9 +120,15 @@ class Learner:
         exact = {} if self.masters is None else {**self.masters.named, **self.masters.frozen}
         return {name: exact.get(name, own).detach() for name, own in policy_state(self.model).items()}
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite the weights in place; nothing is written unless every name, shape and type fits."""
-        overwrite(self.state(), tensors)
+    def load_state(self, tensors: Mapping[str, Any]) -> None:
+        """Overwrite the weights in place with this rank's rows of tensors, or of `StoredTensor`s; nothing is written
+        unless every name, shape and type fits."""
+        state = self.state()
+        check_fit(state, tensors)
+        with torch.no_grad():
+            for name, target in state.items():
+                own, rows = self.ranks.own_rows(target)
+                own.copy_(tensors[name][rows])
         if self.masters is not None:
             self.masters.write_back(frozen=True)
 
@@ -131,16 +137,20 @@ class Learner:
         slots = {name: self.optimizer.state.get(weight, {}) for name, weight in self.trained().items()}
         return {f"{name}/{slot}": value for name, values in slots.items() for slot, value in values.items()}
 
-    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+    def load_moments(self, moments: Mapping[str, Any]) -> None:
+        """Replace the state of the optimizer by this rank's rows of it."""
         trained = self.trained()
         self.optimizer.state.clear()
         for name, value in moments.items():
             weight, _, slot = name.rpartition("/")
             if weight not in trained:
                 raise CheckpointError(f"there are moments of weight {weight}, which is not trained here")
-            # AdamW keeps the count of updates on the CPU (unless fused), moments beside their weights.
-            count_stays = slot == "step" and not self.optimizer.defaults["fused"]
-            self.optimizer.state[trained[weight]][slot] = value if count_stays else value.to(trained[weight].device)
+            own, rows = self.ranks.own_rows(target := trained[weight])
+            if slot != "step":
+                loaded = self.ranks.sharded_as(target, value[rows].to(own.device))
+            else:  # AdamW keeps the count of updates on the CPU, unless fused
+                loaded = value[...].to(own.device) if self.optimizer.defaults["fused"] else value[...]
+            self.optimizer.state[target][slot] = loaded
 
 
 def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:

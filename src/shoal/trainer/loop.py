@@ -149,7 +149,7 @@ class TrainingRun:
         return Publisher(
             origin=parts.origin, hub=parts.hub, record=self._record, store=self._store, files=parts.files,
             dtype=settings.publish_dtype, key=parts.key, run=self._info.run, incarnation=incarnation,
-            republished_until=max(out, default=-1), deadline_s=settings.batch_deadline_s, clock=parts.clock,
+            republished_until=max(out, default=-1), deadline_s=self._chosen.batch_deadline_s, clock=parts.clock,
         )  # fmt: skip
 
     def _advance(self) -> None:
@@ -205,7 +205,7 @@ class TrainingRun:
     def _batch_of(self, step: int) -> tuple[Batch, TrainingBatch]:
         """The batch of a step as the hub wrote it down, with its rollouts."""
         clock, hub = self._parts.clock, self._parts.hub
-        deadline_s = self._settings.batch_deadline_s
+        deadline_s = self._chosen.batch_deadline_s
         began_s, waiting = clock.monotonic_s(), "nothing was said"
         while True:  # until it is written down
             self._publisher.check()
@@ -323,7 +323,7 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
     require_trackers(settings.tracking)
     make_deterministic(settings)
     ensure_folder(config.folder)
-    options = ClientOptions(patience_s=settings.batch_deadline_s)
+    options = ClientOptions(patience_s=settle(settings).batch_deadline_s)
     with (
         _in_ranks() as ranks,
         FolderLock(config.folder).acquire(stop, LOCK_WAIT_S),
@@ -359,7 +359,8 @@ def _in_ranks() -> Iterator[RankGroup | None]:
 
 
 def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGroup | None) -> TrainingParts:
-    settings = config.settings
+    waits = settle(config.settings, RunSize.of(info)).batch_deadline_s
+    settings = config.settings.model_copy(update={"batch_deadline_s": waits})  # which the other ranks are sent
     loaded = starting_model(config.model, settings, device=None if ranks is None else "cpu")
     learner = new_learner(loaded.model, settings) if ranks is None else lead_ranks(loaded, settings, ranks)
     kept = OriginSettings(keep_versions=max(OriginSettings().keep_versions, info.max_staleness + 2))

@@ -7,7 +7,7 @@
     head         a tile of logits with its softmax; on a CPU also copies of the size of the head
     copy         the state that is saved and published: in host memory for a GPU, beside the model on a CPU
     copying      on a GPU: the one weight that is copied out while training continues
-    holes        on a CPU: free memory that is not returned to the system
+    holes        on a CPU: free memory that is not returned to the system; of gathering, with several processes
 
 Compiled layers keep less (`COMPILED`). `COMPILED` and `HOLES` are measured, not derived.
 """
@@ -44,7 +44,7 @@ HOLES = 0.4  # of the activations of all layers; see `_holes`
 MAPPED_BYTES = 32 * 2**20  # glibc maps larger blocks, and returns them to the system at once
 CONTEXT_BYTES = {"cuda": GIB, "cpu": GIB // 2}  # torch itself, empty
 ATTENTION = "shoal_planned"
-COPIES = ("copy of the state", "published copy")  # only in the first process
+COPIES = ("copy of the state", "published copy", "holes of gathering")  # only in the first process
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,10 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
     # For saving and publishing (`Copies`): weights in the saved type and in the published type, if that is another. On
     # a GPU the largest weight is gathered and rounded before it is copied out.
     rounds = settings.publish_dtype == "bfloat16" and settings.lora is None
-    sizes = (4 * shape.weights + 8 * shape.trained, 2 * shape.weights * rounds)
+    state = 4 * shape.weights + 8 * shape.trained
+    # On a CPU each matrix (about a quarter of its layer) that is gathered to be copied leaves a hole of its size.
+    leaves_holes = on_host and not alone and shape.largest_layer < MAPPED_BYTES
+    sizes = (state, 2 * shape.weights * rounds, state * leaves_holes)
     copied = {name: size for name, size in zip(COPIES, sizes, strict=True) if size}
     copying = ((0 if alone else 4) + (2 if rounds else 0)) * table
     kept = shape.activation_bytes * tokens

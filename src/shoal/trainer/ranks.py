@@ -88,6 +88,14 @@ class Ranks:
         """A tensor with all its rows, also if it is sharded."""
         return tensor
 
+    def own_rows(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What this rank holds of a tensor, and which rows these are."""
+        return tensor, ...
+
+    def sharded_as(self, target: Tensor, own: Tensor) -> Tensor:  # noqa: ARG002
+        """The tensor of which `own` are this rank's rows, sharded like `target`."""
+        return own
+
     def send(self, command: bytes) -> None:
         """Rank 0: send a command to the others."""
 
@@ -123,6 +131,20 @@ class RankGroup(Ranks):
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def own_rows(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        if not isinstance(tensor, DTensor):
+            return tensor, ...
+        local: Tensor = tensor.to_local()
+        rows = rows_of(tensor.shape[0], self.rank, self.world)
+        assert local.shape[0] == rows.stop - rows.start, "FSDP shards rows in another way than `rows_of`"
+        return local, rows
+
+    def sharded_as(self, target: Tensor, own: Tensor) -> Tensor:
+        if not isinstance(target, DTensor):
+            return own
+        shape: dict[str, Any] = {"shape": target.shape, "stride": target.stride()}
+        return DTensor.from_local(own, target.device_mesh, target.placements, run_check=False, **shape)
 
     def send(self, command: bytes) -> None:
         self._store.set(f"message-{self._messages}", str(len(command)))
@@ -170,6 +192,12 @@ class RankGroup(Ranks):
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+def rows_of(count: int, rank: int, world: int) -> slice:
+    """The rows of `count` that a rank holds: equal shards, the last ones smaller or empty. 5 in 4 ranks: 2, 2, 1, 0."""
+    size = -(-count // world)
+    return slice(min(count, rank * size), min(count, (rank + 1) * size))
 
 
 def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:

@@ -121,7 +121,9 @@ class TrainerSettings(BaseModel):
     keep_best: int = Field(1, ge=0, description="checkpoints with the best held-out scores, kept beside those")
     evaluate_every: int = Field(5, ge=0, description="steps between held-out evaluations by validators; 0: never")
     evaluate_tasks: int = Field(128, ge=1, description="held-out tasks per evaluation, the first ones")
-    batch_deadline_s: Real = Field(1800, gt=0, le=1e8, description="longest wait for a batch, or for the hub")
+    batch_deadline_s: Real | None = Field(
+        None, gt=0, le=1e8, description=f"longest wait for a batch, or for the hub; {DERIVED} 1800"
+    )
 
     @field_validator("advantage", "loss", "tracking")
     @classmethod

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from shoal.errors import CheckpointError
 from shoal.models.load import DTYPES, LoadedModel, model_from_files
 from shoal.models.packed import decoder_layers
+from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies, StateCopy, StoredCheckpoint
+from shoal.trainer.checkpoint import Copies, StateCopy, StoredCheckpoint
 from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
 from shoal.trainer.memory import within_memory
 from shoal.trainer.ranks import COLLECTIVE_S, RUN_METHOD, RankGroup, Ranks, join_ranks, lost_peers
@@ -83,10 +82,7 @@ class Actions:
 
     def restore(self, learner: Learner, stored: StoredCheckpoint) -> None:
         _send(learner.ranks, Restore(str(stored.folder)))
-        if isinstance(learner.ranks, RankGroup):
-            restore_shard(learner, stored.folder, learner.ranks)
-        else:
-            checkpoint.restore(learner, stored)
+        checkpoint.restore(learner, stored.folder)
 
     def copy(self, learner: Learner, with_training: bool) -> StateCopy:
         _send(learner.ranks, Copy(with_training))
@@ -120,7 +116,7 @@ def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
     ranks.use(choose_device(settings.device))
     with within_memory(settings, begin.files, ranks.world):
         learner = _learner(None, settings, begin.files, ranks)
-        while (message := ranks.receive(stop, WAITS * settings.batch_deadline_s)) is not None:
+        while (message := ranks.receive(stop, WAITS * settle(settings).batch_deadline_s)) is not None:
             match msgspec.msgpack.decode(message, type=Train | Copy | Restore):
                 case Train(work=work, check_policy=is_check):
                     (check_policy if is_check else train_step)(learner, work, stop.is_set)
@@ -130,7 +126,7 @@ def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
                     for value in [*learner.state().values(), *training.values()]:
                         learner.ranks.whole(value)
                 case Restore(folder=folder):
-                    restore_shard(learner, Path(folder), ranks)
+                    checkpoint.restore(learner, Path(folder))
 
 
 def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], ranks: RankGroup) -> Learner:
@@ -171,21 +167,6 @@ def shard(model: Any, precision: str, ranks: RankGroup) -> None:
     register_fsdp_forward_method(model, RUN_METHOD)
 
 
-def rows_of(count: int, rank: int, world: int) -> slice:
-    """The rows of `count` that a rank holds: equal shards, the last ones smaller or empty. 5 in 4 ranks: 2, 2, 1, 0."""
-    size = -(-count // world)
-    return slice(min(count, rank * size), min(count, (rank + 1) * size))
-
-
-def own_rows(tensor: Tensor, ranks: RankGroup) -> tuple[Tensor, slice]:
-    """The local rows of a sharded tensor, and which rows these are."""
-    assert isinstance(tensor, DTensor)
-    local: Tensor = tensor.to_local()
-    rows = rows_of(tensor.shape[0], ranks.rank, ranks.world)
-    assert local.shape[0] == rows.stop - rows.start, "FSDP shards rows in another way than `rows_of`"
-    return local, rows
-
-
 @torch.no_grad()
 def _send_weights(whole: nn.Module | None, model: nn.Module, ranks: RankGroup) -> None:
     """One tensor at a time, so a device holds at most its shard and the largest tensor."""
@@ -196,37 +177,5 @@ def _send_weights(whole: nn.Module | None, model: nn.Module, ranks: RankGroup) -
         else:
             values = theirs[name].detach().to(ranks.device, own.dtype, copy=True).contiguous()
         ranks.broadcast(values)
-        if isinstance(own, DTensor):
-            local, rows = own_rows(own, ranks)
-            local.copy_(values[rows])
-        else:
-            own.copy_(values)
-
-
-def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:
-    """Read this rank's rows of a checkpoint, whatever number of processes wrote it. Collective."""
-    state, trained = learner.state(), learner.trained()
-    stored = {name: shape for name, shape, _read in checkpoint.read_tensors(folder, MODEL)}
-    if stored.keys() != state.keys():
-        raise CheckpointError(f"the weights in {folder} are for another model than the one that is trained here")
-    for name, shape, read in checkpoint.read_tensors(folder, MODEL):
-        target = state[name]
-        if shape != tuple(target.shape):
-            raise CheckpointError(f"weight {name} is {list(shape)} in the checkpoint, here {list(target.shape)}")
-        local, rows = own_rows(target, ranks) if isinstance(target, DTensor) else (target, None)
-        with torch.no_grad():
-            local.copy_(read(rows))
-    moments, generators = dict[str, Tensor](), dict[str, Tensor]()
-    for name, shape, read in checkpoint.read_tensors(folder, TRAINING):
-        weight = trained.get(name.removeprefix(MOMENTS).rpartition("/")[0])
-        if not name.startswith(MOMENTS):
-            generators[name] = read()
-        elif isinstance(weight, DTensor) and shape == tuple(weight.shape):
-            local, rows = own_rows(weight, ranks)
-            shaped: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
-            values = read(rows).to(local.device)
-            moments[name[len(MOMENTS) :]] = DTensor.from_local(values, weight.device_mesh, weight.placements, **shaped)
-        else:  # a scalar that every rank has
-            moments[name.removeprefix(MOMENTS)] = read()
-    learner.load_moments(moments)
-    checkpoint.restore_generators(generators)
+        local, rows = ranks.own_rows(own)
+        local.copy_(values[rows])

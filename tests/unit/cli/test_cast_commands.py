@@ -23,9 +23,9 @@ from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.shardcast import Content, Downloader, Origin, Payload, RelayConfig
-from shoal.shardcast.cast import Sources, public_url, say_commands
+from shoal.shardcast.cast import Sources, say_commands
 from shoal.shardcast.cast.fetch import Delivery
-from shoal.shardcast.server import local_url
+from shoal.shardcast.server import public_url
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
 KEYED = f"{DEAD}/#{KEY.public_key}"
@@ -140,12 +140,13 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     assert "25 %" in file.getvalue()
 
 
-def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture) -> None:
-    say_commands(CastTerminal(), "http://127.0.0.1:7", "192.0.2.5", "ab" * 32, "my file")
-    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} --out 'my file'\n" in capsys.readouterr().out
-    assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
-    assert public_url("http://[::1]:7", "fe80::1") == "http://[fe80::1]:7"
-    assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"
+def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("shoal.shardcast.server.own_address", lambda: "192.0.2.5")
+    for everywhere in ("0.0.0.0", "::", ""):
+        say_commands(CastTerminal(), public_url(everywhere, 7), "ab" * 32, "my file")
+        assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} --out 'my file'\n" in capsys.readouterr().out
+    assert public_url("127.0.0.1", 7) == "http://127.0.0.1:7"
+    assert public_url("fe80::1", 7) == "http://[fe80::1]:7"
 
 
 def complaint(capsys: Capture, *arguments: str) -> tuple[int, str]:

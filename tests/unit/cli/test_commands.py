@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,14 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
     assert ran.returncode == 0, ran.stderr
     spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # other processes may keep us waiting
     assert spent_s < 0.3
+
+
+def test_a_stopped_demo_says_how_to_start_it_as_it_was(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    stopped = SimpleNamespace(ending=SimpleNamespace(exit_code=STOPPED_CODE), elapsed_s=0.0)
+    monkeypatch.setattr("shoal.run.launch.launch", lambda *_arguments: stopped)
+    given = "--seed 3 --staleness 1 --steps 7 --cheat cold --patience 60"
+    said = told(capsys, STOPPED_CODE, "demo", tmp_path / "demo", *given.split()).out
+    assert f"demo {tmp_path / 'demo'} {given}\n" in said
 
 
 COMMANDS: Any = typer.main.get_command(app)
@@ -260,7 +269,7 @@ def test_output_that_is_not_utf_8_ends_nothing() -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "scripted"])
 def test_scripted_work_only_where_validators_are_scripted(tmp_path: Path, engine: str, monkeypatch: Patch) -> None:
-    folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"validator.engine={engine}"]))
+    folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"worker.engine={engine}"]))
     folder.assign_endpoints()
     taken: list[HubConfig] = []
     monkeypatch.setattr("shoal.hub.http.server.run_hub", lambda config, _stop, _ready: taken.append(config))

@@ -27,6 +27,8 @@ def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: Patch, tmp_path: Path,
     monkeypatch.setattr(doctor, "DEVICES", tmp_path)
     monkeypatch.setattr(doctor, "torch_version", lambda: torch)
     assert doctor._device() == doctor.MachineFinding("device", True, "cpu (no GPU, or no driver for it)")
+    asked = doctor._device("cuda")
+    assert (asked.ok, asked.text.rpartition("; ")[2]) == (False, "install its driver, or leave --device cuda out")
     (tmp_path / "nvidia0").touch()
     finding = doctor._device()
     assert finding.ok is ok

@@ -82,11 +82,13 @@ def test_a_missing_certificate_needs_the_same_root_key_and_no_second_one_is_made
         RunFolder.prepare(folder.path, folder.recipe)
 
 
-def test_a_folder_takes_a_corrected_recipe_until_something_has_happened_in_it(folder: RunFolder) -> None:
-    RunFolder.prepare(folder.path, recipe("run.seed=3"))
+def test_a_folder_takes_its_own_recipe_changed_until_something_has_happened_in_it(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError, match=r"another recipe \(run.seed was 0, is 3\); .* change it: shoal run .* --set"):
+        RunFolder.prepare(folder.path, recipe("run.seed=3"))
+    RunFolder.prepare(folder.path, recipe("run.seed=3"), changed=True)
     (folder.path / "hub").mkdir()
     with pytest.raises(ConfigError, match=r"another recipe \(run.seed was 3, is 7; trainer.loss was 'two_sided_clip'"):
-        RunFolder.prepare(folder.path, recipe("run.seed=7", "trainer.loss=ppo_clip"))
+        RunFolder.prepare(folder.path, recipe("run.seed=7", "trainer.loss=ppo_clip"), changed=True)
     assert RunFolder.open(folder.path).recipe.run.seed == 3
 
 

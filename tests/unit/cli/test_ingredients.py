@@ -137,19 +137,14 @@ def test_tokens_that_the_model_has_not(model: Path, changes: dict[str, int], wor
     ("changes", "sentence"),
     [
         ({"worker": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[worker\] the engine scripted does not"),
-        ({"validator": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[validator\] the engine scripted does not"),
+        ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, r"\[validator\] the engine scripted"),
         ({"worker": {"dtype": "bfloat16"}},
             r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype"),
-        ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' "),
-        ({"worker": {"engine": "torhc"}}, "there is no such engine; there are scripted, torch, vllm"),
-        ({"validator": {"engine": "vllm"}}, "validators check with torch"),
+        ({"worker": {"engine": "torhc"}}, r"^\[worker\] there is no engine 'torhc'; there are scripted, torch, vllm"),
     ],
-    ids=[
-        "worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine",
-        "vllm-checks",
-    ],
+    ids=["worker-dtype", "validator-dtype", "not-published", "no-profile-file", "proxy", "no-engine"],
 )  # fmt: skip
 def test_kinds_that_no_validator_judges_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
@@ -161,7 +156,7 @@ def test_kinds_that_no_validator_judges_are_refused(changes: dict[str, object], 
     {"worker": {"dtype": "bfloat16", "count": 0}},
     {"worker": {"dtype": "bfloat16"}, "trainer": {"publish_dtype": "bfloat16"}},
     {"worker": {"device": "cpu"}, "validator": {"dtype": "bfloat16"}},
-    {"worker": {"engine": "scripted"}, "validator": {"engine": "scripted"}},
+    {"worker": {"engine": "scripted"}},
 ], ids=["named", "no-workers", "measured", "coarse-validator", "scripted"])  # fmt: skip
 def test_kinds_that_a_validator_judges_pass(changes: dict[str, object]) -> None:
     check_engines(Recipe.model_validate(changes, strict=False))

@@ -78,13 +78,21 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run TINY --set steps", 2, "expected section.key=value"),
     ("run TINY --set trainer.minibatches=many", 2, "--set trainer.minibatches=many: [trainer] mini"),
     ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),
-    ("run TINY --set worker.engine=steam", 2, "there is no such engine"),
+    ("run TINY --set worker.engine=steam", 2, "there is no engine 'steam'"),
     ("run TINY --set environment.name=sorting", 2, "there is no environment"),
     *((f"run TINY run --set 'trainer.lora.targets=[\"qproj\"]'{mode}", 2, "an adapter is called 'qproj'; there are: ")
       for mode in ("", " --dry-run", " --prepare")),
     *((f"run TINY {where}", 3, "a part of the path is a file, not a folder") for where in ("file", "file/run")),
     ("run TINY .", 2, "is not empty and not a run's"),
+    ("run TINY --set hub.database=mysql://x --prepare", 2, "hub.database is for mysql, not for PostgreSQL"),
+    *((f"run TINY --set hub.storage={url} --prepare", 2, f"hub.storage = '{url}' is no bucket: write s3://BUCKET")
+      for url in ("s3:/x", "http://x")),
+    ("run TINY --set hub.storage=s3://x --set hub.storage_endpoint=host --prepare", 2, "'host' is no server: write"),
+    ("run TINY fresh --prepare", 2, "or change it: shoal run {here}/fresh --set SECTION.KEY=VALUE"),
+    ("run gym --dry-run --set environment.file=a.py", 2, "--set environment.options= takes away those of a recipe"),
+    ("run gym", 2, "there is no model folder {here}/runs/gym-start"),
     ("export . out", 2, "it is not a run's folder"),
+    ("export fresh out", 2, "there is no checkpoint in fresh/trainer/checkpoints yet: export again once its trainer"),
     ("export . out --best --version 3", 2, "--best and --version name two checkpoints"),
     ("status .", 2, ". has no recipe.toml: it is not a run's folder; a run is given by its folder"),
     ("admin pause none", 2, "runs/none is not there"),
@@ -168,8 +176,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("plan TINY --set 'trainer.lora.targets=[\"qproj\"]'", 2, "can have an adapter is called 'qproj'; there are: "),
     *((f"plan TINY {name} {value}", 2, f"'{name}': '{value}' is not a number from ")
       for name in ("--parameters", "--memory", "--gpu-hour-price") for value in ("inf", "nan", "-1")),
-    *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in ("speed=3", "link_mbit",
-        "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1", "length_share=5", "length_share=nan")),
+    *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in ("speed=3", "token_s",
+        "token_s=fast", "token_s=0", "token_s=inf", "length_share=-1", "length_share=5", "length_share=nan")),
     # a machine
     *((f"doctor {two}", 2, "three things: ask for one of them") for two in
         ("--selftest --calibrate", "--bench --selftest")),
@@ -221,12 +229,13 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
     """The folder that commands are given in, full of odd things."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.chdir(tmp_path)
-    names = "hollow/sub zeros linked piped socketed odd mine begun.work/corpus free.parquet.work"
+    names = "hollow/sub fresh zeros linked piped socketed odd mine begun.work/corpus free.parquet.work"
     for name in names.split():
         (tmp_path / name).mkdir(parents=True)
     names = "file linked/fine piped/fine mine/thesis.txt begun.work/corpus/precious free.parquet.work/thesis.txt"
     for name in (*names.split(), "odd/a\nb"):
         (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "fresh" / "recipe.toml").write_text("[run]\nname = 'fresh'\n")
     for name in ("empty.jsonl", "zeros/a"):
         (tmp_path / name).write_bytes(b"")
     rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
@@ -255,7 +264,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(here, own_home, capsys, reques
     if "WEB" in command:
         command = command.replace("WEB", request.getfixturevalue("lab").source(says(b"<html>", 404)).url)
     ended, said = main(shlex.split(command.replace("TINY", str(TINY)))), capsys.readouterr().err
-    assert words in said
+    assert words.replace("{here}", str(here)) in said
     assert ended == code
     assert said.startswith("shoal: ")
     assert said.count("\n") == 1

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mappin
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
     ("tiny.toml --memory 4", 0, ["Qwen3ForCausalLM: 0.2 M weights, 3 layers", "of 4.00: fits (activations are an",
-     "machines needed: 1 to train, 1 worker, 1 validator\nsettings that depend"]),  # no more for a toy
+     "machines needed: 1 to train, 1 worker, 1 validator; without a GPU 1 relay, 1 hub\nsettings"]),  # a toy
     ("tiny.toml --memory 8 --parameters 1e7", 0, ["a guessed shape for --parameters 1e+07: "]),
     ("tiny.toml --memory 1.2 --devices 2 --set trainer.objective.kl=0.1", 3,
      ["by 2 processes on cuda", "of 1.20: does not fit", "reference", "recompute=true"]),
@@ -129,9 +130,11 @@ def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mappin
      ["a validator does not fit into 80.0 GiB. It takes one of these: 5 devices of at least 123.2 GiB\n"]),
     ("tiny.toml --parameters 32.8e9 --memory 80", 3, ["a worker does not fit into 80.0 GiB. It takes one of these: "
      "1 device of at least 123.2 GiB; --set worker.dtype=bfloat16: 62.1 GiB, fits; "]),
-    ("tiny.toml --memory 80 --parameters 6e8 --set model.path=missing --gpu-hour-price 2 --assume link_mbit=200", 0,
+    ("tiny.toml --memory 80 --parameters 6e8 --set model.path=missing --gpu-hour-price 2 --assume token_s=0.2 "
+     "--set hub.link_mbit=200", 0,
      ["memory, GiB", "disk, GB", "bytes of a version", "time of a step", "machines needed", "money: ",
-      "link_mbit                  200", "hub.lease_s                             60   derived"]),
+      "token_s                    0.2", "out of a relay of 200 Mbit/s",
+      "hub.lease_s                             60   derived"]),
 ])  # fmt: skip
 def test_the_command_says_what_fits_and_what_would(arguments, code, words, capsys):
     recipe, *options = arguments.split()
@@ -148,11 +151,14 @@ def test_advice_of_more_validators_is_for_gpus_only(where: list[str], advised: b
     assert ("raise validator.count" in capsys.readouterr().out) == advised
 
 
-def test_on_a_cpu_only_the_first_process_holds_copies_and_more_processes_save_nothing() -> None:
+@pytest.mark.parametrize(("layer", "bytes_each"), [(10**8, 12), (10**7, 24)])
+def test_on_a_cpu_only_the_first_process_holds_copies_and_more_processes_save_nothing(layer, bytes_each) -> None:
+    """Matrices of small layers, once gathered, leave holes as large as the copies."""
     recipe, given = parse_config(LARGE, Recipe, "test"), settings(objective={"kl": 0.1})
-    found = Planning(recipe, SHAPE, plan(SHAPE, given, 2, kind="cpu"), 2, "cpu", GIB)
+    shape = replace(SHAPE, largest_layer=layer)
+    found = Planning(recipe, shape, plan(shape, given, 2, kind="cpu"), 2, "cpu", GIB)
     first, other = (found.device_bytes(f"trainer, {which} process") for which in ("first", "each other"))
-    assert first - other == 12 * WEIGHTS
+    assert first - other == bytes_each * WEIGHTS
     assert {name: host for name, _, host, _ in found.memory()}["trainer, 2 on one host"] == first + other
     assert not any("processes" in words for words in alternatives(SHAPE, given, 2, kind="cpu"))
 
@@ -234,8 +240,11 @@ def test_disk_of_every_role_and_of_a_short_run() -> None:
     assert found["each relay"] == pytest.approx((2 * 64 + deltas[2], 0))
     assert found["each validator"] == pytest.approx((4 * 64 + 4 * delta, 0))
     assert found["each worker"] == pytest.approx((3 * 64 + 3 * delta, 0))
-    tokens = 256 * 16 * 8192 * 400
-    assert found["hub"][1] == pytest.approx((tokens * 14 + 256 * 400 * 10_000 + 300_000) / 1e9)
+    submitted = 256 * 16 * (8192 * 14 + 16 * 8)  # the last proof of a rollout is for half as much, on average
+    assert found["hub"][1] == pytest.approx((400 * (submitted + 256 * 10_000) + 300_000) / 1e9)
+    trained = 256 * 16 * 8192 * 6  # without proofs
+    links = {"workers to hub": submitted, "hub to validators": submitted, "hub to trainer": trained}
+    assert planning().hub_links() == pytest.approx(links)
     # 14 steps, 384 GB each: 1 newest, 1 best, 1 being written, and version 0
     short = LARGE.replace("steps = 400", "steps = 14").replace("[trainer]", "[trainer]\ncheckpoint_every = 1")
     _, running, *_ = next(planning(short).disk())
@@ -273,7 +282,7 @@ def test_time_machines_and_money_follow_from_the_speeds() -> None:
     assert stages["train"] == found.step_s == pytest.approx(6342.0, abs=0.1)
     assert found.worker_tokens_s == pytest.approx(63.60, abs=0.01)
     assert found.audit_tokens_s == pytest.approx(761.2, abs=0.5)
-    assert (found.workers, found.validators) == (84, 7)
+    assert (found.workers, found.validators, found.relays) == (84, 7, 10)
     assert stages["publish"] == pytest.approx(0.08 + 64 / 1.75)
     assert stages["transfer"] == pytest.approx(11 * 96e6 * 4**0.83 * 1.2 / 125e6)
     assert stages["apply"] == pytest.approx(64 / 1.2)
@@ -281,10 +290,10 @@ def test_time_machines_and_money_follow_from_the_speeds() -> None:
     assert found.cost(2.0) == pytest.approx(99 * 2 * 400 * found.step_s / 3600)
     patient = planning(speeds=Speeds(decode_s=3.0))  # a completion may be 3 steps old
     assert patient.step_s == pytest.approx((0.25 + LONGEST * 3.0426667 + 15.252) / 3, rel=1e-5)
-    found = planning(speeds=Speeds(worker_tokens_s=1000, link_mbit=100))
-    assert found.workers == 6
-    assert found.chosen.policy_wait_s > planning().chosen.policy_wait_s
-    slow = planning(speeds=Speeds(link_mbit=1))
+    found = planning(LARGE + "[hub]\nlink_mbit = 50", Speeds(worker_tokens_s=1000))
+    assert (found.workers, found.relays) == (6, 2)
+    assert found.chosen.policy_wait_s == pytest.approx(20 * planning().chosen.policy_wait_s, rel=0.05)
+    slow = planning(LARGE + "[hub]\nlink_mbit = 1")
     assert slow.step_s == {name: seconds for name, seconds, _ in slow.stages()}["transfer"] > 10_000
     compiled = planning(LARGE.replace("recompute = true", "recompute = true\ncompile = true"))
     assert compiled.train_s == pytest.approx(3027.5 + 0.9, abs=0.1)

@@ -37,9 +37,9 @@ trainer.objective: normalisation ratio_base clip_high ratio_cap kl entropy
 trainer.memory: precision recompute compile
 trainer.guards.NAME: limit action
 trainer.lora: rank alpha targets
-hub: host port advertise trusted_proxies database storage storage_endpoint lease_s lease_hard_s audit
+hub: host port advertise trusted_proxies database storage storage_endpoint link_mbit lease_s lease_hard_s audit
 hub: newcomer_share refill_cap drop_equal leases_per_node requests_per_key_s requests_per_address_s
-validator: max_audits keep_versions profiles device dtype memory_share count engine
+validator: max_audits keep_versions profiles device dtype memory_share count
 worker: units_per_lease device dtype memory_share count engine
 relay: count keep_versions
 """
@@ -102,6 +102,26 @@ def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(tmp_path: Pa
     built_in = load_recipe(path, ["validator.profiles=['torch/cuda/bfloat16']"]).validator.profiles
     assert built_in == (Path("torch/cuda/bfloat16"),)
     assert parse_config(dump_config(given), Recipe, "dump") == given
+
+
+def test_paths_inside_a_table_of_an_override_are_meant_from_here(tmp_path: Path, monkeypatch: Patch) -> None:
+    (tmp_path / "recipes").mkdir()
+    path, judge = tmp_path / "recipes" / "mine.toml", "{label = 'a', path = 'a'}"
+    path.write_text(f"[environment]\njudges = [{judge}]\n")
+    monkeypatch.chdir(tmp_path)
+    for overrides, place in (
+        ([], "recipes/a"), ([f"environment.judges=[{judge}]"], "a"), (["environment.judges.0.path=b"], "b"),
+        (["environment.judges.0.weight=2.0"], "recipes/a"),
+    ):  # fmt: skip
+        assert load_recipe(path, overrides).environment.judges[0].path == tmp_path / place, overrides
+
+
+def test_a_shipped_recipe_looks_here_for_what_it_does_not_bring(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(Path("gym")).model.path == str(tmp_path / "runs" / "gym-start")
+    recipe = load_recipe(Path("intellect2"))
+    assert recipe.model.path == str(tmp_path / "models" / "QwQ-32B")
+    assert recipe.environment.data == ROOT / "recipes" / "data" / "described.jsonl"
 
 
 @pytest.mark.parametrize(("text", "message"), [

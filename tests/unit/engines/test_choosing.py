@@ -144,33 +144,22 @@ def shelf_of(held: int) -> tuple[Source, EngineShelf]:
     return source, EngineShelf(source.fetch, source.build, held)
 
 
-def test_a_policy_is_fetched_once_and_in_place() -> None:
-    source, shelf = shelf_of(2)
-    first = shelf.get(ref(1), 1)
-    assert shelf.get(ref(1), 1) is first
-    assert first.engine.policy == ref(1)
-    assert source.fetched == [1]
-
-
-def test_the_least_lately_used_goes_and_its_engine_is_used_again() -> None:
+def test_a_policy_is_fetched_once_and_the_least_lately_used_makes_room_with_its_engine() -> None:
     source, shelf = shelf_of(2)
     one, two = shelf.get(ref(1), 1), shelf.get(ref(2), 1)
-    shelf.get(ref(1), 1)
+    assert shelf.get(ref(1), 1) is one
+    assert one.engine.policy == ref(1)
     three = shelf.get(ref(3), 1)
     assert three.engine is two.engine
     assert three.engine.policy == ref(3)
-    assert shelf.get(ref(1), 1) is one
+    with pytest.raises(VersionNotFound):
+        shelf.get(ref(99), 1)
+    assert shelf.get(ref(1), 1) is one, "a failed fetch leaves the shelf as it was"
     shelf.get(ref(2), 1)
-    assert source.fetched == [1, 2, 3, 2]
-    assert source.built == 2
-
-
-def test_another_model_gets_another_engine() -> None:
-    source, shelf = shelf_of(1)
-    shelf.get(ref(1), 1)
+    assert (source.fetched, source.built) == ([1, 2, 3, 99, 2], 2)
     source.files = {"config.json": b"{}"}
-    assert shelf.get(ref(2), 1).files == {"config.json": b"{}"}
-    assert source.built == 2
+    assert shelf.get(ref(4), 1).files == {"config.json": b"{}"}
+    assert source.built == 3, "another model gets another engine"
 
 
 @pytest.mark.parametrize("published", [ref(1, "b"), ref(2)])
@@ -180,14 +169,6 @@ def test_weights_that_were_not_promised_are_never_loaded(published: PolicyRef) -
     with pytest.raises(PolicyMismatch, match=r"policy 0\.1 was promised"):
         shelf.get(ref(1), 1)
     assert source.built == 0
-
-
-def test_a_failed_fetch_leaves_the_shelf_as_it_was() -> None:
-    _source, shelf = shelf_of(1)
-    one = shelf.get(ref(1), 1)
-    with pytest.raises(VersionNotFound):
-        shelf.get(ref(99), 1)
-    assert shelf.get(ref(1), 1) is one
 
 
 def test_where_memory_does_not_suffice_fewer_policies_are_held() -> None:

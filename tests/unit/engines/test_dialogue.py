@@ -48,16 +48,11 @@ dice = st.lists(tokens, min_size=40, max_size=40)
 
 
 @given(talks, dice, st.integers(1, 40))
-def test_the_beginning_of_what_is_drawn_reads_as_the_beginning(talk: Dialogue, dice: list[int], length: int) -> None:
+def test_drawn_dialogue_is_read_the_same_and_so_is_its_beginning(talk: Dialogue, dice: list[int], length: int) -> None:
     line = drawn(talk, dice)
-    reading = talk.read(line.tokens[:length], whole=False)
-    assert reading.problem == ""
-    assert reading.given == tuple((start, min(count, length - start)) for start, count in line.given if start < length)
-
-
-@given(talks, dice)
-def test_drawn_dialogue_is_read_the_same(talk: Dialogue, dice: list[int]) -> None:
-    line = drawn(talk, dice)
+    begun = talk.read(line.tokens[:length], whole=False)
+    assert begun.problem == ""
+    assert begun.given == tuple((start, min(count, length - start)) for start, count in line.given if start < length)
     reading = talk.read(line.tokens)
     assert (reading.given, reading.finish, reading.problem) == (tuple(line.given), line.finish, "")
     assert len(line.tokens) <= talk.max_new_tokens

@@ -4,20 +4,21 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kit import engines as kit_engines
 from kit.tiny import build_tiny
-from shoal.engines import Chunks, Completion, GenerationRequest, PrefillRequest, memory
+from shoal.engines import Chunks, GenerationRequest, PrefillRequest, memory
 from shoal.engines import torch as engine_module
 from shoal.engines.memory import PATIENCE, Room, is_out_of_memory, release_memory
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ResourceError
 from shoal.protocol import ProofParameters, SamplingParameters
-from shoal.toploc import check_proofs, compare, split_proofs
 
 SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=24, eos_token_id=1)
 PROOF = ProofParameters(topk=16, rows=4)
@@ -60,12 +61,7 @@ def continued(caplog: pytest.LogCaptureFixture) -> bool:
     return any(isinstance(record.args, tuple) and record.args[2:] > (0,) for record in caplog.records)
 
 
-def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
-    for one, two in zip(found, expected, strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-        assert [(c.finish, c.given, len(c.proofs)) for c in one] == [(c.finish, c.given, len(c.proofs)) for c in two]
-        for a, b in zip(one, two, strict=True):
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+assert_same = partial(kit_engines.assert_same, proofs=False)
 
 
 @pytest.mark.parametrize("limits", [{"rows": 3}, {"cells": 130}, {"cells": 45}], ids=str)
@@ -83,9 +79,8 @@ def test_a_device_that_is_too_small_draws_the_same_completions_with_proofs_that_
     assert continued(caplog) or "rows" in limits
     for request, group in zip(requests(), found, strict=True):
         asked = [PrefillRequest(request.prompt_ids, each.token_ids, 0.8) for each in group]
-        for completion, prefill in zip(group, TorchEngine.wrap(model).prefill(asked, PROOF), strict=True):
-            chunks = split_proofs(completion.proofs, len(completion.token_ids), 64, PROOF.topk, PROOF.rows)
-            assert check_proofs(compare(prefill.points, chunks)).passed
+        prefills = TorchEngine.wrap(model).prefill(asked, PROOF)
+        assert all(kit_engines.holds(*pair, 64, PROOF) for pair in zip(group, prefills, strict=True))
 
 
 def test_shown_chunks_hold_after_memory_ran_out(model, caplog) -> None:
@@ -105,9 +100,7 @@ def test_shown_chunks_hold_after_memory_ran_out(model, caplog) -> None:
     assert continued(caplog), "after chunks had been shown"
     for request, group in zip(asked, groups, strict=True):
         for seed, completion in zip(request.seeds, group, strict=True):
-            for chunks in shown[seed]:
-                assert completion.token_ids[: len(chunks.token_ids)].tolist() == chunks.token_ids.tolist()
-                assert completion.proofs.startswith(b"".join(chunks.proofs))
+            assert all(kit_engines.begins(chunks, completion) for chunks in shown[seed])
     for group, told in zip(groups, counts.values(), strict=True):
         total = sum(len(completion.token_ids) for completion in group)
         assert max(told) <= total

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig
 
+from kit.engines import assert_same, begins, exactly
 from kit.tiny import build_tiny
 from shoal.engines import GenerationRequest, PrefillRequest, decoder
 from shoal.engines.batching import paged_decoder
@@ -80,8 +81,7 @@ def test_however_work_is_cut_the_numbers_are_the_same(model, monkeypatch, patche
     if patched:
         monkeypatch.setattr(patched, value)
     cut = TorchEngine.wrap(model, **limits)
-    for one, two in zip(completions, cut.generate(asked), strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+    assert exactly(cut.generate(asked)) == exactly(completions)
     assert [ids.tolist() for ids in cut.greedy(PROMPTS, 9, 1)] == greedy
     for one, two in zip(expected, cut.prefill(prefilled), strict=True):
         np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
@@ -168,7 +168,7 @@ def test_proofs_are_computed_once_whether_they_are_shown_or_not(model, monkeypat
     committed.clear()
     shown = engine.generate([replace(each, on_chunks=lambda take: take()) for each in requests()], proof)
     assert sum(committed) == total
-    assert [[c.proofs for c in group] for group in shown] == [[c.proofs for c in group] for group in plain]
+    assert exactly(shown) == exactly(plain)
 
 
 PAGE_PROOF = ProofParameters(topk=16, rows=16)
@@ -203,13 +203,6 @@ def page_requests(tiny) -> list[GenerationRequest]:
     ]
 
 
-def same(ones, others) -> None:
-    for one, other in zip((c for g in ones for c in g), (c for g in others for c in g), strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-        assert (one.finish, one.proofs) == (other.finish, other.proofs)
-
-
 both_devices = pytest.mark.parametrize("pages", [True, None], ids=["gpu", "processor"])
 
 
@@ -218,7 +211,7 @@ both_devices = pytest.mark.parametrize("pages", [True, None], ids=["gpu", "proce
 def test_rows_that_wait_for_a_place_are_drawn_as_if_alone(tiny, monkeypatch, pages, rows) -> None:
     expected = engine(tiny, pages=False).generate(page_requests(tiny), PAGE_PROOF)
     monkeypatch.setattr(decoder, "SIZES", (rows,))
-    same(engine(tiny, pages=pages, rows=rows).generate(page_requests(tiny), PAGE_PROOF), expected)
+    assert_same(engine(tiny, pages=pages, rows=rows).generate(page_requests(tiny), PAGE_PROOF), expected)
 
 
 @both_devices
@@ -278,13 +271,11 @@ def test_when_memory_runs_out_whole_chunks_are_kept_and_the_rest_is_drawn(tiny, 
 
     monkeypatch.setattr(kind, "run", run)
     told = replace(asked[1], on_chunks=lambda chunks: shown.append(chunks()))
-    same(worker.generate([asked[0], told, *asked[2:]], PAGE_PROOF), expected)
+    assert_same(worker.generate([asked[0], told, *asked[2:]], PAGE_PROOF), expected)
     assert next(calls, None) is None
     for chunks in shown:  # what was shown before memory ran out is how the completion begins
         for seed, each in chunks.items():
-            whole = expected[1][asked[1].seeds.index(seed)]
-            np.testing.assert_array_equal(each.token_ids, whole.token_ids[: len(each.token_ids)])
-            assert whole.proofs.startswith(b"".join(each.proofs))
+            assert begins(each, expected[1][asked[1].seeds.index(seed)])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The owner's orders: who may give them, what they do to a running hub, and that the ledger keeps them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from kit import hub as kit
 from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, ok
 from shoal.errors import LedgerError
 from shoal.ledger import fold, open_order, verify
-from shoal.protocol import NodeState, SigningKey
+from shoal.protocol import ModelSize, NodeState, SigningKey
+from shoal.runtime.sizing import RunSize, derive
 
 ALICE = kit.worker_key(1).node
 KEY = SigningKey.from_seed(b"w" * 32)
@@ -118,6 +120,14 @@ def test_relays_come_and_go(bench: Bench, owner: Owner) -> None:
     assert owner.run_info().sources == ("http://relay:8472",)
     assert owner.order("add-relay", target="http://127.0.0.1:1").changed
     assert set(owner.run_info().sources) == {"http://127.0.0.1:1", "http://relay:8472"}
+
+
+def test_every_role_derives_its_waits_from_the_slowest_link(tmp_path: Path) -> None:
+    size = ModelSize(parameters=32 * 10**9, payload_bytes=64 * 10**9)
+    bench = Bench(tmp_path, settings={"link_mbit": 50}, changes={"model": size})
+    told = derive(RunSize.of(Owner(bench).run_info()))
+    assert told.policy_wait_s == 18_470.0  # as in unit/runtime/test_limits.py
+    assert bench.hub.context.rules.audit_ms == 1000 * told.audit_s
 
 
 def test_a_validator_is_added_and_its_key_revoked(bench: Bench, owner: Owner) -> None:

@@ -1,5 +1,6 @@
 """What a process may take of its machine; settings derived from sizes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,18 @@ def test_a_large_model_gets_what_its_transfers_and_computations_take() -> None:
         keep_versions=3,  # max_staleness + 1
         checkpoint_every=7,  # 384 s, 60 of them a step
         keep_checkpoints=1,  # two are 768 GB, above 240
+        batch_deadline_s=15_290.0,  # 1.5 x (960 + 7950 + 1280)
     )
+
+
+def test_a_slow_link_gets_longer_waits_for_policies_audits_and_batches() -> None:
+    """At 50 Mbit/s 64 GB take 12,288 s, and into the engine 23.7."""
+    slower = {
+        "policy_wait_s": 18_470.0,  # 1.5 x 12,311.7
+        "audit_s": 18_790.0,  # and 1.5 x 209.7
+        "batch_deadline_s": 67_820.0,  # 1.5 x (18,470 + 7,950 + 18,790)
+    }
+    assert derive(replace(LARGE, link_mbit=50)) == replace(derive(LARGE), **slower)
 
 
 def test_with_short_completions_a_lease_covers_applying_a_version_and_given_settings_win() -> None:

@@ -55,7 +55,7 @@ def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_pat
     assert max(version for _, version in hub.policies) == 1, "what step 1 made of it was never published"
     assert "guard.divergence" in hub.alarms[1], "the hub heard why"
     good = learner(seed=5)
-    restore(good, CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).at((0, 0)))
+    restore(good, CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).at((0, 0)).folder)
     assert same(weights(good), weights(learner()))
     metrics = train_step(good, StepWork(0, hub.rollouts(0).groups, temperature=1.0, max_staleness=0))
     assert metrics["mismatch"] < 1e-5, "it gives the recorded tokens their probabilities"

@@ -12,10 +12,10 @@ from shoal.cli.main import main
 from shoal.errors import CheckpointError
 from shoal.shardcast.origin import Origin
 from shoal.trainer import ranks, settings
-from shoal.trainer.checkpoint import MODEL, TRAINING, StoredCheckpoint, part_name, read_tensors
+from shoal.trainer.checkpoint import MODEL, TRAINING, StoredCheckpoint, part_name, stored_tensors
 from shoal.trainer.learner import new_learner
+from shoal.trainer.ranks import rows_of
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.shards import rows_of
 
 SHARED = SETTINGS.model_copy(update={"evaluate_every": 0, "micro_batch_tokens": 24, "grad_clip": 0.05})
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "up_proj"]}
@@ -120,19 +120,19 @@ def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, 
 def test_rows_of_a_tensor_are_read_alone(tmp_path: Path) -> None:
     value = torch.arange(15.0).reshape(5, 3)
     save_file({"weight": value}, tmp_path / TRAINING)
-    [(name, shape, read)] = read_tensors(tmp_path, TRAINING)
-    assert (name, shape) == ("weight", (5, 3))
+    stored = stored_tensors(tmp_path, TRAINING)["weight"]
+    assert (stored.shape, stored.dtype) == ([5, 3], "F32")
     for world in range(1, 7):
-        assert torch.equal(torch.cat([read(rows_of(5, rank, world)) for rank in range(world)]), value)
+        assert torch.equal(torch.cat([stored[rows_of(5, rank, world)] for rank in range(world)]), value)
 
 
 def test_parts_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2, 3)}, tmp_path / part_name(TRAINING, 0, 2))
     with pytest.raises(CheckpointError, match=r"of training\.safetensors there are the parts"):
-        list(read_tensors(tmp_path, TRAINING))
+        stored_tensors(tmp_path, TRAINING)
     (tmp_path / part_name(TRAINING, 1, 2)).write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match="is not a part of a checkpoint"):
-        list(read_tensors(tmp_path, TRAINING))
+        stored_tensors(tmp_path, TRAINING)
 
 
 @pytest.mark.parametrize(("failures", "code", "said"), [

@@ -69,18 +69,6 @@ def test_gradients_are_summed_in_float32_over_micro_batches(groups) -> None:
     assert all(weight.grad is None for weight in made.model.parameters())  # those in bfloat16 are not kept
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_loaded_learner_continues_bit_for_bit(groups, tied: bool) -> None:
-    made, resumed = (learner(ROUNDED, seed, tie_word_embeddings=tied) for seed in (0, 3))
-    train(made, groups)
-    resumed.load_state({name: value.clone() for name, value in made.state().items()})
-    resumed.load_moments({name: value.clone() for name, value in made.moments().items()})
-    assert same(policy_state(resumed.model), policy_state(made.model))
-    assert train(made, groups, 1) == train(resumed, groups, 1)
-    assert same(made.state(), resumed.state())
-    assert same(made.moments(), resumed.moments())
-
-
 def test_moments_and_weights_of_another_model_are_refused(groups) -> None:
     made, other = learner(ROUNDED), learner(ROUNDED, num_hidden_layers=1)
     train(made, groups)

@@ -21,41 +21,35 @@ from shoal.trainer.learner import Learner
 from shoal.trainer.step import StepWork, train_step
 
 
-def train(made: Learner, groups: list[TrainingGroup], steps: range = range(1)) -> None:
-    for step in steps:
-        train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
+def train(made: Learner, groups: list[TrainingGroup], steps: range = range(1)) -> list[dict[str, float]]:
+    return [train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99)) for step in steps]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_restored_learner_continues_bit_for_bit(tmp_path: Path, groups: list[TrainingGroup], tied: bool) -> None:
-    whole = learner(tie_word_embeddings=tied)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_restored_learner_continues_bit_for_bit(tmp_path, groups, monkeypatch, tied, precision):
+    """Also if its moments are in parts: where weights are tied."""
+    settings = changed(memory={"precision": precision}, micro_batch_tokens=24)
+    whole = learner(settings, tie_word_embeddings=tied)
     train(whole, groups, range(2))
-    store = CheckpointStore(tmp_path, keep=2)
-    store.save(whole, TrainerProgress(RUN, 2), tiny_files(whole.model))
-    drawn = torch.rand(4)
-    train(whole, groups, range(2, 4))
-
-    resumed = learner(seed=9, tie_word_embeddings=tied)  # other weights: everything must come from the checkpoint
-    assert stored_in(tmp_path).progress == TrainerProgress(RUN, 2, 0)
-    restore(resumed, stored_in(tmp_path))
-    assert torch.equal(torch.rand(4), drawn), "generators are restored"
-    train(resumed, groups, range(2, 4))
-    assert same(weights(whole), weights(resumed))
-
-
-def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(tmp_path, groups, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
-    made, other = learner(), learner()
-    train(made, groups, range(2))
-    folder = CheckpointStore(tmp_path, 1).save(made, TrainerProgress(RUN, 2), tiny_files(made.model))
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000 if tied else 2**30)
+    folder = CheckpointStore(tmp_path, keep=2).save(whole, TrainerProgress(RUN, 2), tiny_files(whole.model))
     parts = sorted(path.name for path in folder.glob("training*"))
-    assert len(parts) > 2
-    assert parts == [checkpoint.part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
-    restore(other, stored_in(tmp_path))
-    assert same(weights(other), weights(made))
-    assert same(other.moments(), made.moments())
-    flip(folder / parts[1])
-    with pytest.raises(CheckpointError, match=parts[1]):
+    if tied:
+        assert len(parts) > 2
+        assert parts == [checkpoint.part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
+    drawn = torch.rand(4)
+
+    resumed = learner(settings, 9, tie_word_embeddings=tied)  # other weights: everything must come from the checkpoint
+    assert stored_in(tmp_path).progress == TrainerProgress(RUN, 2, 0)
+    restore(resumed, stored_in(tmp_path).folder)
+    assert torch.equal(torch.rand(4), drawn), "generators are restored"
+    assert same(weights(whole), weights(resumed)), "also those that are computed with"
+    assert train(whole, groups, range(2, 4)) == train(resumed, groups, range(2, 4))
+    assert same(whole.state(), resumed.state())
+    assert same(whole.moments(), resumed.moments())
+    flip(folder / parts[-1])
+    with pytest.raises(CheckpointError, match=parts[-1]):
         CheckpointStore(tmp_path, 1).newest()
 
 
@@ -205,26 +199,14 @@ class Late(CopyStream):
     before_update = wait
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    transfer = Late()
-    monkeypatch.setattr(Copies, "_new_stream", lambda *_: transfer)
-    return transfer
-
-
-def test_taking_a_copy_waits_for_nothing(late: Late) -> None:
-    copied = Copies().take(made := learner(), with_training=False)
-    assert len(late.begun) == len(copied.weights)
-    copied.arrived()
-    assert same(copied.weights, weights(made))
-
-
-def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late, groups: list[TrainingGroup]) -> None:
-    made, copies = learner(), Copies()
+def test_taking_a_copy_waits_for_nothing_and_no_update_changes_it_on_its_way(groups, monkeypatch) -> None:
+    made, copies, late = learner(), Copies(), Late()
+    monkeypatch.setattr(Copies, "_new_stream", lambda *_: late)
     train(made, groups)
     before = weights(made)
     moments = {f"{MOMENTS}{name}": value.clone() for name, value in made.moments().items()}
     copied = copies.take(made, with_training=True)
+    assert len(late.begun) == len(copied.weights) + sum(map(len, copied.captured.values()))
     train(made, groups, range(1, 2))
     assert not late.begun
     assert not same(weights(made), before)

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard as HubCard
 from trainer_stubs import RUN, learner, tiny_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.errors import CheckpointError, ConfigError, ResourceError
+from shoal.errors import ConfigError, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
 from shoal.runtime.metrics import MetricsLog
@@ -94,7 +94,7 @@ def test_the_folder_that_one_is_in_may_be_used(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("there", [False, True])
 def test_an_export_that_fails_leaves_no_hidden_folder_and_the_older_one(tmp_path, monkeypatch, there):
     before = sorted(export(learner(), tmp_path / "out").iterdir()) if there else []
-    monkeypatch.setattr("shoal.trainer.export.save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr("shoal.trainer.export.save_tensors", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(ResourceError, match="the disk is full"):
         export(learner(), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if there else [])
@@ -179,7 +179,7 @@ def test_a_folder_without_a_whole_mark_is_never_overwritten(tmp_path: Path, mark
 
 
 def test_without_a_checkpoint_a_score_or_that_version_it_says_so(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
+    with pytest.raises(ConfigError, match="no checkpoint in"):
         export_checkpoint(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
         export_checkpoint(trained, tmp_path / "out", which=6)

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError
 from shoal.protocol import BatchReply, TrainingBatch
+from shoal.runtime import crash
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
+from shoal.shardcast import origin
 from shoal.shardcast.origin import Origin
-from shoal.trainer import loop
+from shoal.trainer import checkpoint, loop, publisher
 from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.folder import TrainerProgress
 from shoal.trainer.loop import HeldOut, run_trainer
@@ -27,16 +29,28 @@ from shoal.trainer.settings import TrainerConfig, TrainerSettings
 from shoal.trainer.step import Stopped
 
 STEPS = 4
+POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]
 SPARSE = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0})
 
 
+Whole = tuple[dict[str, torch.Tensor], FakeHub, Path]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], FakeHub, Path]:
-    """A run that nothing happened to: its last weights, its hub, its folder."""
-    folder, hub = tmp_path_factory.mktemp("whole"), FakeHub(STEPS)
-    run, made = training_run(folder, hub)
-    run.run()
-    return weights(made), hub, folder
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> list[Whole]:
+    """Runs that nothing happened to, by their staleness: their last weights, hubs and folders."""
+    found = []
+    for max_staleness in (0, 1):
+        folder, hub = tmp_path_factory.mktemp("whole"), FakeHub(STEPS, max_staleness)
+        run, made = training_run(folder, hub)
+        run.run()
+        found.append((weights(made), hub, folder))
+    return found
+
+
+@pytest.fixture
+def whole(wholes: list[Whole]) -> Whole:
+    return wholes[0]
 
 
 def test_a_run_publishes_every_version_and_reports_every_step(whole) -> None:
@@ -65,10 +79,21 @@ def test_a_row_holds_what_was_promised(whole) -> None:
 
 
 def killed_at(folder: Path, hub: FakeHub, where: str, number: int, settings: TrainerSettings = SETTINGS) -> None:
-    """A trainer that was killed there; the hub is well again."""
+    """A trainer that was killed at that call of the hub, or when it reached that point for so many times; the hub is
+    well again."""
+    reached: list[str] = []
+
+    def point(name: str) -> None:
+        reached.append(name)
+        if name == where and reached.count(name) == number:
+            raise Killed
+
     hub.before[where] = killing(number)
-    with pytest.raises(Killed):
-        training_run(folder, hub, settings)[0].run()
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (checkpoint, publisher, origin):
+            patched.setattr(module, "point", point)
+        with pytest.raises(Killed):
+            training_run(folder, hub, settings)[0].run()
     hub.before.clear()
 
 
@@ -79,11 +104,17 @@ def archived(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("where", "number", "settings"), [
     ("announce", 0, SETTINGS), ("batch", 2, SETTINGS), ("report", 0, SETTINGS), ("announced", 2, SETTINGS),
     ("announce", 4, SETTINGS), ("rollouts", 1, SPARSE), ("report", 2, SPARSE), ("announce", 2, SPARSE),
-    ("report", 4, SPARSE),
+    ("report", 4, SPARSE), *((name, 2, SETTINGS) for name in POINTS),
 ])  # fmt: skip
-def test_killed_anywhere_and_resumed_gives_the_same_weights_and_files_exactly(tmp_path, whole, where, number, settings):
-    hub, torn = FakeHub(STEPS), tmp_path / "trainer" / "rollouts" / "step-00000.parquet"
+def test_killed_anywhere_and_resumed_gives_the_same_weights_and_files(tmp_path, wholes, where, number, settings):
+    """At points of the publisher while the next step is trained: with staleness."""
+    max_staleness = int(where in POINTS)
+    hub, whole = FakeHub(STEPS, max_staleness), wholes[max_staleness]
+    folder, torn = tmp_path / "trainer", tmp_path / "trainer" / "rollouts" / "step-00000.parquet"
     killed_at(tmp_path, hub, where, number, settings)
+    out = max((version for _, version in hub.policies), default=-1)
+    newest = max((version for version, _ in CheckpointStore(folder / "checkpoints", 2).places()), default=-1)
+    assert settings is SPARSE or newest - 1 <= out <= newest, "what is out is saved, and one version more at most"
     if settings is SPARSE and torn.exists() and number < 3:
         torn.write_bytes(b"torn")  # checkpoints are far apart: a replay writes it again
     asked: list[int] = []
@@ -333,14 +364,9 @@ def test_the_hub_is_asked_only_for_what_is_not_known_yet_and_tells_nothing_twice
     assert looking.known(4) == {2: 0.3}, "a mean of a part of the tasks is no score"
     assert looking.last(4) is None
     assert asked == [0, 1, 1, 2, 2, 2, 4]
-
-
-def test_a_replay_tells_scores_that_were_there_before_it_came_to_them(hub: FakeHub) -> None:
-    for version in (0, 2, 4, 6):
-        hub.measure(version, version / 10)
-    looking = measuring(hub)
-    told = [looking.known(version) for version in range(7)]
-    assert told == [{0: 0.0}, {}, {2: 0.2}, {}, {4: 0.4}, {}, {6: 0.6}]
+    replaying = measuring(hub)
+    told = [replaying.known(version) for version in range(5)]
+    assert told == [{0: 0.1}, {}, {2: 0.3}, {3: 0.2}, {}], "a replay is told each score with its version"
 
 
 def test_the_model_is_there_before_anybody_waits_for_its_score(tmp_path: Path, hub: FakeHub) -> None:

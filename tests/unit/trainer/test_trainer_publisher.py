@@ -1,7 +1,6 @@
 """Publishing: in a thread, in order, its failures seen by whoever trains; conflicts begin a new incarnation. Saving and
 publishing beside training, in an order that a crash anywhere can rely on; which checkpoints are kept."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,18 +12,14 @@ import torch
 import trainer_stubs as stubs
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, Killed, killing, same, tiny_model, training_run, weights
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, Killed, killing, tiny_model, training_run
 
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import PolicyManifest
-from shoal.runtime import crash
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.sizing import settle
-from shoal.shardcast import origin
 from shoal.shardcast.origin import Origin
-from shoal.trainer import checkpoint
-from shoal.trainer import publisher as publisher_module
 from shoal.trainer.checkpoint import CheckpointStore, StateCopy
 from shoal.trainer.folder import AWAITED, Place, Retention, ranked
 from shoal.trainer.guards import GuardSettings
@@ -160,7 +155,6 @@ def test_conflict_that_no_incarnation_resolves_is_an_error(hub, publisher, refus
 
 STEPS = 3
 SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.8, 8: 0.2}
-POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]
 
 
 def without_stops() -> GuardSettings:
@@ -173,14 +167,6 @@ QUIET = PLAIN.model_copy(update={"evaluate_every": 0})
 SPARSE = PLAIN.model_copy(update={"checkpoint_every": 7, "keep_checkpoints": 1})
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], FakeHub]:
-    folder, hub = tmp_path_factory.mktemp("whole"), FakeHub(STEPS, max_staleness=1)
-    run, made = training_run(folder, hub, QUIET)
-    run.run()
-    return weights(made), hub
-
-
 def saved(folder: Path) -> list[str]:
     found = (folder / "trainer" / "checkpoints").glob("[!.]*")
     return sorted((path.name for path in found), key=lambda name: tuple(map(int, name.split("."))))
@@ -188,39 +174,6 @@ def saved(folder: Path) -> list[str]:
 
 def newest(folder: Path) -> int:
     return max((int(name.partition(".")[0]) for name in saved(folder)), default=-1)
-
-
-@pytest.fixture
-def die_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names to die at, each when it is reached for the second time: `die_at.append(name)`."""
-    wanted: list[str] = []
-    reached: list[str] = []
-
-    def point(name: str) -> None:
-        reached.append(name)
-        if name in wanted and reached.count(name) == 2:
-            raise Killed
-
-    for module in (checkpoint, publisher_module, origin):
-        monkeypatch.setattr(module, "point", point)
-    yield wanted
-    assert set(wanted) <= set(reached), "the point was never reached"
-
-
-@pytest.mark.parametrize("name", POINTS)
-def test_killed_at_every_point_during_training(tmp_path, whole, die_at, name):
-    hub = FakeHub(STEPS, max_staleness=1)
-    die_at.append(name)
-    with pytest.raises(Killed):
-        training_run(tmp_path, hub, QUIET)[0].run()
-    out = hub.policy.version if hub.policy is not None else -1
-    assert newest(tmp_path) - 1 <= out <= newest(tmp_path), "what is out is saved, and one version more at most"
-    resumed, made = training_run(tmp_path, hub, QUIET)
-    resumed.run()
-    assert same(weights(made), whole[0])
-    assert (hub.policies, sorted(hub.reports)) == (whole[1].policies, list(range(STEPS)))
-    rows = (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == list(range(STEPS))
 
 
 def test_a_version_goes_out_after_its_checkpoint_and_the_report_of_the_step_before(tmp_path: Path) -> None:

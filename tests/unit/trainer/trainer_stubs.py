@@ -1,4 +1,5 @@
-"""What a trainer talks to, in memory: a tiny model, groups of rollouts, a hub that fails on request."""
+"""What a trainer talks to, in memory: a tiny model, groups of rollouts, a hub that fails on request. As a program it is
+one rank of a group: `python trainer_stubs.py FOLDER STEPS SETTINGS-JSON`, started as by `torchrun`."""
 
 import json
 import os
@@ -23,12 +24,14 @@ from shoal.models.lora import AdapterShape
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Evaluation, PolicyRef, SamplingParameters, SignedDocument, SigningKey
 from shoal.protocol.batch import Batch, BatchReply, TrainingBatch, TrainingGroup, TrainingRollout
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.shardcast.origin import Origin
 from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.loop import TrainingParts, TrainingRun
+from shoal.trainer.ranks import join_ranks
 from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.shards import follow_rank_0, lead_ranks
 from shoal.trainer.step import StepWork, train_step
 
 torch.set_num_threads(1)  # tiny models: a second thread on a busy machine only costs
@@ -247,13 +250,14 @@ def stored_in(folder: Path) -> StoredCheckpoint:
 
 
 def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings) -> list[tuple[int, str]]:
-    """All processes of a group of ranks, from start to end: exit code and output of each."""
+    """All processes of a group of ranks, from start to end: exit code and output of each. Rank 0 trains a tiny model
+    against a hub in memory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    program, shared["PYTHONPATH"] = Path(__file__).with_name("rank_program.py"), str(Path(__file__).parents[2])
-    command = [sys.executable, str(program), str(folder), str(steps), settings.model_dump_json()]
+    shared["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, __file__, str(folder), str(steps), settings.model_dump_json()]
     each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ranks = [subprocess.Popen(command, env=environment, **piped) for environment in each]
@@ -275,3 +279,23 @@ def training_run(
         "files": tiny_files(made.model), "key": KEY, "base_model": "tiny",
     }  # fmt: skip
     return TrainingRun(TrainingParts(**{**given, **parts}), stop or StopToken()), made
+
+
+def be_rank(folder: Path, steps: int, settings: TrainerSettings) -> None:
+    stop, ranks = stop_on_signals(), join_ranks(collective_s=60)
+    try:
+        if ranks.rank == 0:
+            loaded, hub = tiny_loaded(settings), FakeHub(steps)
+            hub.remember(Origin(folder / "origin", RUN, KEY))
+            made = lead_ranks(loaded, settings, ranks)
+            training_run(folder, hub, settings, stop, learner=made, files=dict(loaded.files))[0].run()
+        else:
+            follow_rank_0(ranks, stop)
+    finally:
+        if ranks.rank == 0:
+            ranks.end()
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    be_rank(Path(sys.argv[1]), int(sys.argv[2]), TrainerSettings.model_validate_json(sys.argv[3]))

@@ -13,7 +13,7 @@ from shoal.runtime.files import FolderLock
 from shoal.runtime.http import OpenConnections, bind
 from shoal.runtime.limits import allow_files
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.server import local_url
+from shoal.shardcast.server import public_url
 
 GRACE_S = 4.0
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
@@ -50,7 +50,7 @@ async def _serve(
         hub = app.hub.context
         await connections.serve(
             listener, ended=lambda: hub.failure is not None or stop.is_set(),
-            on_ready=lambda: on_ready(local_url(settings.host, listener.getsockname()[1])),
+            on_ready=lambda: on_ready(public_url(settings.host, listener.getsockname()[1])),
             on_end=hub.changes.close, drain_s=GRACE_S,
         )  # fmt: skip
 

@@ -76,8 +76,11 @@ class Context:
         self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
         with self.storage.read() as reader:
             self._require_restored(reader)
-            is_new, written_ms = reader.setting("run") is None, reader.written_ms()
-        self.secret = _load_or_create_secret(config.folder / "secret", is_new)
+            known, written_ms = json.loads(reader.setting("run") or "{}"), reader.written_ms()
+        if config.settings.database and known.get("run", config.run_id) != config.run_id:
+            remedy = "give each run a database of its own (hub.database), or resume that run from its own folder"
+            raise ConfigError(f"hub.database holds another run, {known['run']}, not {config.run_id}: {remedy}")
+        self.secret = _load_or_create_secret(config.folder / "secret", is_new=not known)
         self._shared_clock = SharedClock(clock)
         self._agree_on_time()
         self.clock = self._steady(self._shared_clock, written_ms)

@@ -57,6 +57,7 @@ class Reporting:
                 profiles=calibrations.taken(in_force, config.profiles, config.measurable),
                 group_size=config.run.group_size, max_staleness=config.run.max_staleness, steps=config.run.steps,
                 hubs=config.settings.advertise, revoked=orders.revoked, model=config.model,
+                link_mbit=config.settings.link_mbit,
             )  # fmt: skip
             self._run_info = (orders, in_force, sign_document(info, config.key))
         return self._run_info[2]

@@ -10,7 +10,7 @@ what concerns all rows (the newest policy, the next step).
 import logging
 from pathlib import Path
 
-from shoal.hub.storage.blobs import BlobFolder, Blobs, open_blobs
+from shoal.hub.storage.blobs import BlobFolder, Blobs, bucket_of, open_blobs
 from shoal.hub.storage.reader import Reader
 from shoal.hub.storage.sqlite import SqliteStorage
 from shoal.hub.storage.tables import Presence
@@ -18,13 +18,23 @@ from shoal.hub.storage.writer import StaleRow, Storage, Writer
 
 __all__ = [
     "DATABASE_FILE", "BlobFolder", "Blobs", "Presence", "Reader", "SqliteStorage", "StaleRow", "Storage", "Writer",
-    "open_blobs", "open_storage",
+    "check_places", "open_blobs", "open_storage",
 ]  # fmt: skip
 
 DATABASE_FILE = "hub.db"
 ATTEMPTS = 6  # a lock that somebody else holds is waited for ten seconds each time: a minute in all
 
 log = logging.getLogger("shoal.hub")
+
+
+def check_places(database: str, storage: str, endpoint: str) -> None:
+    """Refuse settings that name no database and no bucket, before anything is opened."""
+    if database:
+        from shoal.hub.storage.postgres import parsed
+
+        parsed(database)
+    if storage:
+        bucket_of(storage, endpoint)
 
 
 def open_storage(database: str, folder: Path, create: bool = True) -> Storage:

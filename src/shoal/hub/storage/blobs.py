@@ -9,8 +9,9 @@ hash of the content, which is checked when it is read.
 import contextlib
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
 
-from shoal.errors import ResourceError
+from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.extras import require
@@ -63,6 +64,16 @@ def checked(body: bytes, name: str, where: str) -> bytes:
     if submission_digest(body) != name:
         raise ResourceError(f"the submission {where} is damaged: its content does not match its name")
     return body
+
+
+def bucket_of(storage: str, endpoint: str) -> tuple[SplitResult, SplitResult]:
+    """The parts of `hub.storage` and of `hub.storage_endpoint`, which name a bucket."""
+    parts, server = urlsplit(storage), urlsplit(endpoint)
+    if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(f"hub.storage = {storage!r} is no bucket: write s3://BUCKET/PREFIX, or nothing for a folder")
+    if endpoint and (server.scheme not in ("http", "https") or not server.netloc or server.path.strip("/")):
+        raise ConfigError(f"hub.storage_endpoint = {endpoint!r} is no server: write for instance http://HOST:9000")
+    return parts, server
 
 
 def open_blobs(storage: str, endpoint: str, folder: Path) -> Blobs:

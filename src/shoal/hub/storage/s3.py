@@ -8,14 +8,13 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from shoal.errors import ConfigError, ResourceError
-from shoal.hub.storage.blobs import checked
+from shoal.errors import ResourceError
+from shoal.hub.storage.blobs import bucket_of, checked
 from shoal.protocol import submission_digest
 
 DEFAULT_REGION = "us-east-1"
@@ -24,11 +23,7 @@ CONNECT, ATTEMPT, TRY_FOR_S, RETRIES = "5s", "30s", 20, 4
 
 class S3Blobs:
     def __init__(self, url: str, endpoint: str = "", environment: Mapping[str, str] = os.environ) -> None:
-        parts, server, endpoint = urlsplit(url), urlsplit(endpoint), endpoint.rstrip("/")
-        if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
-            raise ConfigError(f"hub.storage = {url!r} is no bucket: write s3://BUCKET/PREFIX, or nothing for a folder")
-        if endpoint and (server.scheme not in ("http", "https") or not server.netloc or server.path.strip("/")):
-            raise ConfigError(f"hub.storage_endpoint = {endpoint!r} is no server: write for instance http://HOST:9000")
+        (parts, server), endpoint = bucket_of(url, endpoint), endpoint.rstrip("/")
         self._prefix = parts.path.strip("/")
         self._where = f"s3://{parts.netloc}/{self._prefix}".rstrip("/") + (f" at {endpoint}" if endpoint else "")
         given: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}

@@ -10,9 +10,7 @@ from typing import Protocol
 
 from shoal.errors import UserError
 from shoal.protocol.identity import PUBLIC_KEY_HEX, check_public_key
-from shoal.runtime.targets import own_address
 from shoal.shardcast.connection import Address
-from shoal.shardcast.server import WILDCARD_HOSTS, local_url
 
 
 class Terminal(Protocol):
@@ -47,12 +45,7 @@ class Sources:
         return cls(tuple(urls), keys.pop())
 
 
-def say_commands(terminal: Terminal, url: str, host: str, key: str, output: str) -> None:
-    where = f"{public_url(url, host)}/#{key}"
+def say_commands(terminal: Terminal, url: str, key: str, output: str) -> None:
+    where = f"{url}/#{key}"
     terminal.say(f"fetch it:  shoal cast fetch {where} --out {shlex.quote(output)}")
     terminal.say(f"relay it:  shoal cast relay --upstream {where}")
-
-
-def public_url(url: str, host: str) -> str:
-    """`url` for other machines: if the server listens everywhere, with this machine's own address."""
-    return local_url(own_address() if host in WILDCARD_HOSTS else host, int(url.rpartition(":")[2]))

@@ -99,7 +99,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
         return
 
     def say(url: str) -> None:
-        say_commands(terminal, url, request.host, key.public_key, request.own_name)
+        say_commands(terminal, url, key.public_key, request.own_name)
 
     run_origin(request.directory, request.host, request.port, begin(), say)
 
@@ -175,4 +175,4 @@ def run_cast_relay(config: RelayConfig, begin: Callable[[], StopToken], terminal
             except VersionNotFound as error:
                 log.warning("%s; still trying", error)
     config = replace(config, upstreams=sources.urls, peers=peers, run=run, trusted_key=sources.key)
-    run_relay(config, stop, lambda url: say_commands(terminal, url, config.host, sources.key, run))
+    run_relay(config, stop, lambda url: say_commands(terminal, url, sources.key, run))

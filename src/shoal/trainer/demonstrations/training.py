@@ -90,7 +90,7 @@ class SftRun:
             if stored.progress.run != self.name:
                 details = f"another warm start ({stored.progress.run}); remove {self.folder}, or choose another --out"
                 raise CheckpointError(f"the checkpoints in {self._store.folder} are of {details}")
-            restore(self.learner, stored)
+            restore(self.learner, stored.folder)
             self.version = self._saved = stored.progress.version
             log.info("resuming after step %d of %d, from %s", self.version, self.steps, stored.folder)
         self._watch.rows = self._record.resume(self.version)
