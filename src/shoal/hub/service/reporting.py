@@ -8,6 +8,7 @@ caught and missed. If it missed any, or meets none, its audits prove nothing: an
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as Total
@@ -246,18 +247,19 @@ class HubMetrics(Collector):
         self._requests = Total("shoal_hub_requests", "Answers, by route, method and status.", labels, registry=own)
         self._seconds = Histogram("shoal_hub_request_seconds", took, labels[:2], buckets=SECONDS, registry=own)
         self._refusals = Total("shoal_hub_refusals", refused, ("code",), registry=own)
-        self._known: dict[tuple[str, str, int], tuple[Total, Histogram]] = {}  # labels are slow to look up
+        self._counters = cache(  # labels are slow to look up
+            lambda route, method, status: (
+                self._requests.labels(route, method, str(status)), self._seconds.labels(route, method)
+            )
+        )  # fmt: skip
         self._read, self._bodies = read, bodies  # bytes of bodies: held now, received so far
         own.register(self)
 
     def note(self, route: str, method: str, status: int, code: str, took_s: float) -> None:
         method = method if method in METHODS else "other"  # what a stranger sends is no label of its own
-        known = self._known.get((route, method, status))
-        if known is None:
-            known = self._requests.labels(route, method, str(status)), self._seconds.labels(route, method)
-            self._known[route, method, status] = known
-        known[0].inc()
-        known[1].observe(took_s)
+        requests, seconds = self._counters(route, method, status)
+        requests.inc()
+        seconds.observe(took_s)
         if code:
             self.refused(code)
 

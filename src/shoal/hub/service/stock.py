@@ -52,8 +52,7 @@ class Stock:
     def _refill(self) -> None:
         context = self._context
         with context.storage.read() as reader:
-            progress = reader.progress()
-            open_units = reader.open_units(FAR)
+            progress, open_units = reader.progress(), reader.open_units(FAR)
             is_halted = bool(orders_of(reader).halted(context.clock.now_ms()))
         far = progress.next_unit - FAR
         left = {unit.unit for unit in open_units if unit.unit in self._units or unit.unit < far}

@@ -15,8 +15,8 @@ frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wai
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Refusal
-from shoal.hub.state.rows import NodeRow, RunProgress, UnitRow, UnitState
-from shoal.hub.state.units import TRUSTED_AFTER
+from shoal.hub.state.rows import NodeRow, RunProgress
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.reader import Reader, among, driver_of, with_percent
@@ -56,8 +55,6 @@ _AT_FRONTIER = f"SELECT pg_advisory_xact_lock({_SPACE}, {FRONTIER})"
 _NEXT_EPOCH = """INSERT INTO meta AS known VALUES ('epoch', '1')
     ON CONFLICT (key) DO UPDATE SET value = (known.value::bigint + 1)::text"""
 _NONCE = with_percent(f"BEGIN{_RELAXED}; {INSERT_NONCE}; COMMIT")
-_OPEN_OF = f"""WHERE state = '{UnitState.OPEN}' AND failures < {TRUSTED_AFTER}
-    AND (attempt > 0 OR unit = ANY(:among)) ORDER BY unit LIMIT :most"""
 _CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _NOW = text(f"SELECT {_CLOCK}")
 _LEAD = text(f"""INSERT INTO leaders AS held (name, holder, until_ms) VALUES (:name, :holder, {_CLOCK} + :for_ms)
@@ -126,9 +123,7 @@ class PostgresStorage(Storage):
     @contextmanager
     def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[Writer]:
         with self._connected() as connection:
-            writer = PostgresWriter(connection, self, durable, _EXCLUSIVE if exclusive else _SHARED)
-            yield writer
-            writer.finish()
+            yield PostgresWriter(connection, self, durable, _EXCLUSIVE if exclusive else _SHARED)
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:
@@ -200,8 +195,7 @@ class PostgresWriter(Writer):
 
     def __init__(self, connection: Connection, storage: PostgresStorage, durable: bool, lock: str) -> None:
         super().__init__(connection)
-        self._storage, self._exclusive, self._standing, self._moved = storage, lock == _EXCLUSIVE, Remembered(), False
-        self._sent: list[tuple[Any, str]] | None = None
+        self._storage, self._exclusive, self._standing = storage, lock == _EXCLUSIVE, Remembered()
         found = driver_of(connection).execute(f"BEGIN{'' if durable else _RELAXED}{lock}")
         if lock == _SHARED:
             while found.nextset():
@@ -232,42 +226,27 @@ class PostgresWriter(Writer):
 
     def put_setting(self, key: str, value: str) -> None:
         super().put_setting(key, value)
-        self._moved, self._standing = True, Remembered()
+        self._next_epoch()
 
     def apply(self, wanted: Iterable[Command]) -> None:
         """Many commands make one trip."""
-        commands = list(wanted)
-        if len(commands) < MANY:
+        together, self._sent = len(commands := list(wanted)) >= MANY, list[tuple[Any, str]]()
+        with driver_of(self._connection).pipeline() if together else nullcontext():
             super().apply(commands)
-            return
-        with driver_of(self._connection).pipeline():
-            self._sent = sent = list[tuple[Any, str]]()
-            super().apply(commands)
-            self._sent = None
-        for changed, sentence in sent:
-            self._require_one(changed, sentence)
+        for changed, sentence in self._sent:
+            super()._require_one(changed, sentence)
 
     def _require_one(self, changed: Any, sentence: str) -> None:
-        if self._sent is None:
-            super()._require_one(changed, sentence)
-        else:  # answers come later
-            self._sent.append((changed, sentence))
+        self._sent.append((changed, sentence))  # answers come later
 
     def _apply(self, command: Command) -> None:
         super()._apply(command)
         if isinstance(command, AddBatch | AddPolicy):
-            self._moved, self._standing = True, Remembered()
+            self._next_epoch()
 
-    def finish(self) -> None:
-        """Last, so that nobody waits for this row longer than a commit takes."""
-        if self._moved:
-            self._execute(_NEXT_EPOCH, {})
-
-    def open_units(self, limit: int, entrusted: bool = False, among: Sequence[int] | None = None) -> list[UnitRow]:
-        if among is None:
-            return super().open_units(limit, entrusted)
-        locked = f"{_OPEN_OF}{self._lock('units', skip=True)}"
-        return self._find(tables.UNITS, locked, among=list(among), most=limit)
+    def _next_epoch(self) -> None:
+        self._execute(_NEXT_EPOCH, {})
+        self._standing = Remembered()
 
     def _lock(self, *tables: str, skip: bool = False) -> str:
         # Not the strongest lock: rows that merely refer to a locked one may be written meanwhile.

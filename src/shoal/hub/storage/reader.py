@@ -92,8 +92,7 @@ class Reader:
         return [read(row) for row in self._rows(f"SELECT {mapped.columns} FROM {mapped.name} {where}", **values)]
 
     def _one(self, mapped: table.Mapped[R], where: str, **values: Any) -> R | None:
-        found = self._find(mapped, where, **values)
-        return found[0] if found else None
+        return next(iter(self._find(mapped, where, **values)), None)
 
     def _pick(self, where: str, skip: bool = True, **values: Any) -> list[rows.SubmissionRow]:
         return self._find(table.SUBMISSIONS, f"{where} {self._lock('submissions', skip=skip)}", **values)
@@ -114,8 +113,7 @@ class Reader:
         return {str(row[0]): int(row[1]) for row in self._rows(sql)}
 
     def setting(self, key: str) -> str | None:
-        found = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
-        return str(found[0][0]) if found else None
+        return next((str(row[0]) for row in self._rows("SELECT value FROM meta WHERE key = :key", key=key)), None)
 
     def progress(self, counted: bool = True) -> rows.RunProgress:
         ((step, unit, dropped, failed, incarnation, version, digest),) = self._rows(_PROGRESS)
@@ -128,8 +126,8 @@ class Reader:
         return self.progress(counted=False)
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
-        query = "SELECT digest FROM policies WHERE incarnation = :incarnation AND version = :version"
-        found = self._rows(query, incarnation=incarnation, version=version)
+        where = "WHERE incarnation = :incarnation AND version = :version"
+        found = self._rows(f"SELECT digest FROM policies {where}", incarnation=incarnation, version=version)
         return PolicyRef(incarnation=incarnation, version=version, digest=found[0][0]) if found else None
 
     def batch(self, step: int) -> Batch | None:
@@ -225,23 +223,20 @@ class Reader:
     def units_named(self, units: Sequence[int]) -> dict[int, rows.UnitRow]:
         return {row.unit: row for row in self._named(table.UNITS, units)}
 
-    def open_units(
-        self,
-        limit: int,
-        entrusted: bool = False,
-        among: Sequence[int] | None = None,  # noqa: ARG002
-    ) -> list[rows.UnitRow]:
+    def open_units(self, limit: int, entrusted: bool = False, among: Sequence[int] | None = None) -> list[rows.UnitRow]:
         """`among`, where hubs share a database: those that somebody had before, and these."""
-        side = f"failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
-        query = f"WHERE state = '{UnitState.OPEN}' AND {side} ORDER BY unit LIMIT :most"
-        return self._find(table.UNITS, f"{query}{self._lock('units', skip=True)}", most=limit)
+        which = f"state = '{UnitState.OPEN}' AND failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
+        if among is not None:
+            which += " AND (attempt > 0 OR unit = ANY(:among))"
+        locked = self._lock("units", skip=True)
+        return self._find(table.UNITS, f"WHERE {which} ORDER BY unit LIMIT :most{locked}", among=among, most=limit)
 
     def alive_units(self) -> list[rows.UnitRow]:
         return self._find(table.UNITS, f"WHERE {_ALIVE} ORDER BY unit")
 
     def alive_counts(self) -> dict[UnitState, int]:
-        found = self._tallied(f"SELECT state, count(*) FROM units WHERE {_ALIVE} GROUP BY state")
-        return {UnitState(state): count for state, count in found.items()}
+        query = f"SELECT state, count(*) FROM units WHERE {_ALIVE} GROUP BY state"
+        return {UnitState(state): count for state, count in self._tallied(query).items()}
 
     def batched_units(self) -> list[rows.UnitRow]:
         return self._find(table.UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
@@ -263,8 +258,7 @@ class Reader:
         return self._tallied("SELECT pool, count(*) FROM tasks GROUP BY pool")
 
     def holding(self, lease: str) -> rows.Holding | None:
-        found = self._held("leases.lease = :lease", lock=True, lease=lease)
-        return found[0] if found else None
+        return next(iter(self._held("leases.lease = :lease", lock=True, lease=lease)), None)
 
     def holdings(self, node: str | None = None, request: str = "") -> list[rows.Holding]:
         """Active leases, oldest first; of one node, or of all. Of a `request` also those that have ended."""
@@ -289,8 +283,8 @@ class Reader:
         """Active leases that were issued before `since_ms` to nodes not heard of since then."""
         heard = "SELECT 1 FROM presence WHERE presence.node = held.node AND presence.last_seen_ms >= :since_ms"
         gone = f"SELECT held.node FROM leases AS held WHERE held.state = '{LeaseState.ACTIVE}' AND NOT EXISTS ({heard})"
-        which = f"{_ACTIVE} AND leases.issued_at_ms < :since_ms AND leases.node IN ({gone})"
-        return self._held(f"{which} ORDER BY leases.unit", since_ms=since_ms)
+        which = f"leases.issued_at_ms < :since_ms AND leases.node IN ({gone}) ORDER BY leases.unit"
+        return self._held(f"{_ACTIVE} AND {which}", since_ms=since_ms)
 
     def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
         where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_SHOWN}"
@@ -381,8 +375,8 @@ class Reader:
         return self._find(table.SUBMISSIONS, f"WHERE {which} {order}", node=node, most=limit)
 
     def submission_counts(self) -> dict[str, int]:
-        counts = self._tallied("SELECT state, count(*) FROM submissions GROUP BY state")
-        return {state.value: 0 for state in SubmissionState} | counts
+        none = {state.value: 0 for state in SubmissionState}
+        return none | self._tallied("SELECT state, count(*) FROM submissions GROUP BY state")
 
     def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
         return {row.submission: row.document for row in self._named(table.VERDICTS, submissions)}
@@ -405,8 +399,7 @@ class Reader:
         return self._find(table.EVALUATIONS, where, since=version, most=versions)
 
     def ledger_last(self) -> LedgerEntry | None:
-        found = self._entries('FROM ledger ORDER BY ledger."index" DESC LIMIT 1')
-        return found[0] if found else None
+        return next(iter(self._entries('FROM ledger ORDER BY ledger."index" DESC LIMIT 1')), None)
 
     def ledger_after(self, index: int, limit: int) -> list[LedgerEntry]:
         where = 'WHERE ledger."index" > :after ORDER BY ledger."index" LIMIT :most'
