@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/check_overhead.py [--model tiny] [--groups 64] [--group 16] [--tokens 16]
     python benchmarks/check_overhead.py --device cuda --dtype bfloat16 --shape 0.6b --groups 8 --group 16 --tokens 512
+    … --all     also with all that a run's validator does, in the same alternating runs
 
 Honest groups are generated with proofs, packed as a worker hands them in, and then judged in one call: decoding, every
 check, the reward, the verdict. The bare prefill is the least that a validator could do with the same tokens: the
@@ -9,6 +10,11 @@ forward pass, the head, and the log-probability of every token; no intervals, no
 
 Runs alternate; the best of several counts, and the median of the pairs is said beside it: on a busy machine that is the
 more honest number. On a CPU time is the processor time of this process, on a GPU the time on the wall.
+
+What a row includes: `Judge.verdicts` has every check by built-in limits, without branches and canaries. `everything`
+has limits that were calibrated here, branches for the share of tokens that a hub asks for of an honest node in the long
+run (without their bound on time, so that all are decoded), and a canary after every 64 audits. Few calls have a branch
+or a canary, so its means count, over runs of at least 64 audits. A calibration itself is not included.
 """
 
 from __future__ import annotations
@@ -16,11 +22,12 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import math
 import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,12 +52,17 @@ from shoal.protocol import (
     sign_document,
     submission_digest,
 )
+from shoal.validator.branches import BranchChecker
+from shoal.validator.calibrate import Plan, measure
+from shoal.validator.canary import Canary
 from shoal.validator.judge import Judge
+from shoal.validator.loop import CANARY_EVERY
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
 from shoal.validator.verdicts import AuditJob
 
 POLICY = PolicyRef(incarnation=0, version=1, digest="d" * 64)
 HUB = SigningKey.from_seed(b"h" * 32)
+STEADY_SHARE = 0.026  # of an honest node's tokens, on average over what its evidence does (tests of GainEvidence)
 TABLE_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 SHAPES = {
     "0.6b": {
@@ -98,14 +110,14 @@ def main() -> None:
         profile(lambda: judge.verdicts(bench.audit_jobs, bench.loaded))
     budget = bench.engine._max_prefill_tokens
     clock = time.process_time if options.device == "cpu" else time.perf_counter
+    everything = Everything.of(bench, judge, options) if options.all else None
+    repeat = max(options.repeat, -(-CANARY_EVERY // options.groups)) if options.all else options.repeat
     pairs = timed(
-        options.repeat,
-        clock,
-        lambda: bare_prefill(bench, budget),
-        lambda: judge.verdicts(bench.audit_jobs, bench.loaded),
-    )
-    bare, judged = (min(column) for column in zip(*pairs, strict=True))
-    typical = statistics.median(one / two for one, two in pairs)
+        repeat, clock, lambda: bare_prefill(bench, budget), lambda: judge.verdicts(bench.audit_jobs, bench.loaded),
+        *(() if everything is None else (everything.once,)),
+    )  # fmt: skip
+    bare, judged, *_ = (min(column) for column in zip(*pairs, strict=True))
+    typical = statistics.median(times[0] / times[1] for times in pairs)
     weights = sum(parameter.numel() for parameter in bench.model.parameters())
     print(
         f"{weights:,} weights, {bench.engine.kind}, {len(bench.audit_jobs)} groups of {options.group}, "
@@ -115,6 +127,52 @@ def main() -> None:
     print(f"Judge.verdicts  {bench.tokens / judged:12,.0f} tokens/s   {bare / judged:.1%} of the bare prefill")
     print(f"                {'':12}            {typical:.1%} in the median of {len(pairs)} alternating pairs")
     print(f"checks          {1e6 * (judged - bare) / len(bench.audit_jobs):12,.0f} µs per group")
+    if everything is not None:
+        bare, _, judged = (statistics.fmean(column) for column in zip(*pairs, strict=True))
+        print(
+            f"everything      {bench.tokens / judged:12,.0f} tokens/s   {bare / judged:.1%} of the bare prefill (means)"
+        )
+        print(f"                {everything.told(len(pairs))}")
+
+
+@dataclass
+class Everything:
+    """All that a run's validator does with an audit."""
+
+    bench: Bench
+    judge: Judge
+    canary: Canary
+    limits: str
+    tokens: int = 0
+    canaries: int = 0
+
+    @classmethod
+    def of(cls, bench: Bench, judge: Judge, options: argparse.Namespace) -> Everything:
+        prompts = [audit_job.lease.prompt_ids for audit_job in bench.audit_jobs]
+        plan = Plan(
+            prompts, bench.engine.vocabulary_size, tokens=min(Plan.tokens, options.tokens), sequences=options.sequences
+        )
+        measured = measure(bench.engine, {f"{options.device}/{options.dtype}": bench.engine}, plan)
+        with_branches = replace(
+            judge, profiles={measured.profile.key: measured.profile}, branch_checker=BranchChecker(time_share=math.inf)
+        )
+        canary = Canary(replace(with_branches, branch_checker=None), CANARY_EVERY, CANARY_EVERY)
+        return cls(bench, with_branches, canary, "; ".join(measured.problems) or "accepted")
+
+    def once(self) -> None:
+        asked = [
+            replace(each, audit=each.audit.model_copy(update={"look_share": STEADY_SHARE}))
+            for each in self.bench.audit_jobs
+        ]
+        verdicts = self.judge.verdicts(asked, self.bench.loaded)
+        self.tokens += sum(verdict.branches.tokens for verdict in verdicts)
+        self.canaries += self.canary.check(asked, verdicts, self.bench.loaded) is not None
+
+    def told(self, runs: int) -> str:
+        share = self.tokens / (runs * self.bench.tokens)
+        return (
+            f"{share:.2%} of the tokens decoded as branches, {self.canaries} canaries; calibrated limits {self.limits}"
+        )
 
 
 def prepare(options: argparse.Namespace) -> Bench:
@@ -221,6 +279,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--all", action="store_true", help="also calibrated limits, branches and canaries")
+    parser.add_argument("--sequences", type=int, default=64, help="that the calibration draws")
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     return parser.parse_args()
 

@@ -1,11 +1,13 @@
 """Honest groups, and cheats, under limits measured on a few of the honest ones: who is rejected, how fast, how often.
 
     python benchmarks/evidence.py FOLDER [--model smollm2] [--calibrate 24] [--seed 0]
+    python benchmarks/evidence.py --looks LOOKS/cuda-float32.npz …     what honest_groups.py --looks LOOKS has written
 
 FOLDER has recordings, MODEL.SET.VALIDATOR.npz: per token u, low, high, claimed, logprobs, entropy, varentropy; lengths
 of rollouts; group_sizes; per proof chunk_k, chunk_exp_mismatches … (what `shoal.validator.case.Replay` has). Limits
 come from some honest groups, as many as a calibration draws; all are judged, alone and as nodes with records. Nodes are
-made by drawing groups with replacement: 10⁴ nodes of 10³ groups.
+made by drawing groups with replacement: 10⁴ nodes of 10³ groups. A node is struck as by the judge: for a group alone
+(products, single rollouts, accidents) or with its record, and only if a second look fails, too; then it begins anew.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,16 @@ from shoal.protocol import (
     Rollout,
     SamplingParameters,
     Submission,
+    Sums,
     Tally,
     pack_logprobs,
 )
 from shoal.toploc import Comparisons
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import blocks_of, caught
-from shoal.validator.case import Case, Replay
+from shoal.validator.case import NO_RECORD, Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_all
-from shoal.validator.evidence import STRIKE, log_evidence, log_evidences
+from shoal.validator.evidence import SEEDS, STRIKE, _log_mean_exp, log_evidence, log_evidences
 from shoal.validator.profiles import CHANNELS, Profile
 from shoal.validator.verdicts import LeaseTemplate
 
@@ -100,23 +103,122 @@ def judged(cases: Sequence[Case], profile: Profile) -> Counter[str]:
     return found
 
 
-def strikes(tallies: Sequence[Tally], nodes: int, groups: int, scale: float, random: np.random.Generator) -> Array:
-    """How many strikes each node gets that hands in groups drawn from these, with `scale` times the noise."""
-    table = {name: np.array([tuple(vars(t.of(name)).values()) for t in tallies]) for name in CHANNELS}
-    state = {name: np.zeros((nodes, 3)) for name in CHANNELS}
-    found = np.zeros(nodes, dtype=np.int64)
+ODD = ("unseeded", "proofs", "logprobs")  # what may be far off
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What one look at each of many groups showed. `sums` (seen, expected, shared) by channel; `rollouts`: those of
+    each rollout for `SEEDS`; `accidents`: those of what was `ODD`; `rejected`: alone, whatever the reason."""
+
+    sums: Array  # [groups, channels, 3]
+    rollouts: Array  # [groups, 2, 3, rollouts]
+    accidents: Array  # [groups, 3, 3]
+    rejected: Array  # [groups]
+
+    @classmethod
+    def of(cls, cases: Sequence[Case]) -> Looks:
+        sums, rollouts, accidents, rejected = [], [], [], []
+        for case in cases:
+            sums.append([columns_of(case.tally.of(name)) for name in CHANNELS])
+            accidents.append([columns_of(case.accidents(getattr(case.outliers, name))) for name in ODD])
+            by_rollout = []
+            for name in SEEDS:
+                limits = getattr(case.profile.noise, name)
+                mean_R = case.measures.expected(name, limits) / limits.unit
+                seen_R = case.measures.seen(name, case.profile.logprobs) / limits.unit
+                by_rollout.append([seen_R, mean_R, (limits.shared * mean_R) ** 2])
+            rollouts.append(by_rollout)
+            finding = run_all(AFTER_PREFILL, replace(case, record=NO_RECORD))[-1]
+            rejected.append(not finding.passed and not finding.unsure and finding.severity is not None)
+        return cls(np.array(sums), np.array(rollouts), np.array(accidents), np.array(rejected))
+
+    def plus(self, other: Looks) -> Looks:
+        return Looks(**{name: np.concatenate([mine, getattr(other, name)]) for name, mine in vars(self).items()})
+
+    def scaled(self, scale: float) -> Looks:
+        """With so many times the noise."""
+        factors = np.array([scale, 1.0, 1.0])
+        rollouts = self.rollouts * factors[:, None]
+        return replace(self, sums=self.sums * factors, rollouts=rollouts, accidents=self.accidents * factors)
+
+    @property
+    def alone(self) -> Array:
+        """The strongest log-evidence of each group by itself."""
+        by_name = {name: log_evidences(name, *self.sums[:, n].T) for n, name in enumerate(CHANNELS[:-1])}
+        odd = {name: log_evidences("accidents", *self.accidents[:, n].T) for n, name in enumerate(ODD)}
+        within = np.stack([by_name[name] for name in SEEDS], axis=1)
+        single = []
+        for n, name in enumerate(SEEDS):
+            columns = self.rollouts[:, n].transpose(1, 0, 2)
+            evidence = log_evidences(name, *columns.reshape(3, -1)).reshape(columns.shape[1:])
+            single.append(_log_mean_exp(evidence))
+        return np.max([*by_name.values(), *odd.values(), odd["unseeded"] + _log_mean_exp(within), *single], axis=0)
+
+
+def columns_of(sums: Sums) -> tuple[float, float, float]:
+    return sums.seen, sums.expected, sums.shared
+
+
+@dataclass
+class Resampled:
+    strikes: Array  # by node
+    largest: float = -np.inf  # log-evidence of any record
+
+
+def resampled(first: Looks, second: Looks | None, nodes: int, groups: int, random: np.random.Generator) -> Resampled:
+    """Nodes that submit groups drawn from these. Without a second look everything that fails is a strike."""
+    fails_1 = (first.alone >= STRIKE) | first.rejected
+    fails_2 = fails_1 if second is None else (second.alone >= STRIKE) | second.rejected
+    again = first if second is None else second
+    record, found = np.zeros((nodes, len(CHANNELS), 3)), Resampled(np.zeros(nodes, dtype=np.int64))
+
+    def evidence_of(sums: Array) -> Array:
+        return np.max([log_evidences(name, *sums[:, n].T) for n, name in enumerate(CHANNELS)], axis=0)
+
     for _ in range(groups):
-        drawn = random.integers(0, len(tallies), nodes)
-        struck = np.zeros(nodes, dtype=np.bool_)
-        for name in CHANNELS:
-            sums = state[name] + table[name][drawn] * (scale, 1.0, 1.0)
-            struck |= log_evidences(name, *sums.T) >= STRIKE
-            sums[sums[:, 0] <= sums[:, 1]] = 0.0
-            state[name] = sums
-        for name in CHANNELS:
-            state[name][struck] = 0.0
-        found += struck
+        drawn = random.integers(0, len(fails_1), nodes)
+        sums = record + first.sums[drawn]
+        evidence = evidence_of(sums)
+        found.largest = max(found.largest, float(evidence.max()))
+        doubtful = np.flatnonzero((evidence >= STRIKE) | fails_1[drawn])
+        confirmed = record[doubtful] + again.sums[drawn[doubtful]]
+        struck = doubtful[(evidence_of(confirmed) >= STRIKE) | fails_2[drawn[doubtful]]] if len(doubtful) else doubtful
+        sums[doubtful] = confirmed  # what a second look clears joins the record by that look
+        sums[sums[..., 0] <= sums[..., 1]] = 0.0
+        sums[struck] = 0.0
+        found.strikes[struck] += 1
+        record = sums
     return found
+
+
+def report_nodes(first: Looks, second: Looks | None, options: argparse.Namespace, random: np.random.Generator) -> None:
+    for scale in options.scales:
+        found = resampled(
+            first.scaled(scale), None if second is None else second.scaled(scale), options.nodes, options.groups, random
+        )
+        print(
+            f"   noise x {scale:g}: {options.nodes} nodes x {options.groups} groups of {len(first.sums)}: "
+            f"{found.strikes.sum()} strikes, {(found.strikes >= 2).sum()} nodes with two; the largest log-evidence of "
+            f"a record is {found.largest:.1f}, of a group alone {first.scaled(scale).alone.max():.1f} "
+            f"(a strike needs {STRIKE:.1f})",
+            flush=True,
+        )
+
+
+def report_looks(path: Path, options: argparse.Namespace, random: np.random.Generator) -> None:
+    with np.load(path) as archive:
+        looks = [{name: archive[f"{which}/{name}"] for name in Looks.__annotations__} for which in ("first", "second")]
+    first, second = (Looks(**columns) for columns in looks)
+    both = int((first.rejected & second.rejected).sum())
+    print(f"{path.stem}: {len(first.sums)} groups; rejected alone: {first.rejected.sum()}, twice: {both}")
+    for name, looks in (("first", first), ("second", second)):
+        seen, expected, _ = looks.sums.sum(axis=0).T
+        shares = "  ".join(f"{c} {s / e:.2f}" for c, s, e in zip(CHANNELS, seen, expected, strict=True) if e)
+        print(f"   seen by expected, {name} look: {shares}")
+    report_nodes(first, second, options, random)
+    print("   every first look a strike:")
+    report_nodes(first, None, options, random)
 
 
 def until_struck(tallies: Sequence[Tally], random: np.random.Generator, nodes: int = 200, most: int = 200) -> Array:
@@ -134,8 +236,8 @@ def until_struck(tallies: Sequence[Tally], random: np.random.Generator, nodes: i
 
 
 def report_honest(folder: Path, options: argparse.Namespace, profile: Profile, random: np.random.Generator) -> None:
+    looks = dict[str, list[Looks]]()
     for validator in VALIDATORS:
-        tallies: list[Tally] = []
         for name in ("honest128", "honest128-batch16", "honest1024", "honest8192"):
             path = folder / f"{options.model}.{name}.{validator}.npz"
             if not path.exists():
@@ -148,14 +250,12 @@ def report_honest(folder: Path, options: argparse.Namespace, profile: Profile, r
             }
             print("   largest log-evidence " + "  ".join(f"{c} {worst[c]:.1f}" for c in CHANNELS))
             print("   seen by expected     " + "  ".join(f"{c} {ratio[c]:.2f}" for c in CHANNELS))
-            tallies += [case.tally for case in cases] if name.startswith("honest128") else []
-        for scale in options.scales:
-            found = strikes(tallies, options.nodes, options.groups, scale, random)
-            print(
-                f"   noise x {scale:g}: {options.nodes} nodes x {options.groups} groups of {len(tallies)}:"
-                f" {found.sum()} strikes, {(found >= 2).sum()} nodes with two",
-                flush=True,
-            )
+            if name.startswith("honest128"):
+                looks.setdefault(validator, []).append(Looks.of(cases))
+    joined = {validator: functools.reduce(Looks.plus, parts) for validator, parts in looks.items()}
+    for validator, other in zip(VALIDATORS, reversed(VALIDATORS), strict=True):  # each the second look of the other
+        print(f"seen by {validator}:")
+        report_nodes(joined[validator], joined[other], options, random)
 
 
 def report_cheats(folder: Path, options: argparse.Namespace, profile: Profile, random: np.random.Generator) -> None:
@@ -217,7 +317,8 @@ def measured(folder: Path, options: argparse.Namespace, random: np.random.Genera
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--looks", type=Path, nargs="+", default=[], help="files by honest_groups.py --looks")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--calibrate", type=int, default=24, help="groups of 16 that set the limits")
     parser.add_argument("--nodes", type=int, default=10_000)
@@ -227,6 +328,10 @@ def main() -> None:
     parser.add_argument("--no-cheats", action="store_true")
     options = parser.parse_args()
     random = np.random.default_rng(options.seed)
+    for path in options.looks:
+        report_looks(path, options, random)
+    if options.folder is None:
+        return
     profile = measured(options.folder, options, random)
     print(profile.model_dump_json(exclude={"measured", "likelihood", "key", "validators"}))
     report_honest(options.folder, options, profile, random)

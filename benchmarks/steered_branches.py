@@ -8,7 +8,7 @@ of tokens next to an edge are decoded, and the best completion is kept; one toke
 reward is 1 for completions with a chosen property that about half of the honest ones have, else 0. The validator's
 engine replays the groups and decodes the branches of all rollouts; nodes are resampled from what they showed, each with
 the share of branches that a hub would ask for after what it has seen of the node (`look_share`), as newcomers and after
-1,000 quiet audits. (What honest nodes would show is resampled with the signs of all differences drawn anew.)
+1,000 honest groups. (What honest nodes would show is resampled with the signs of all differences drawn anew.)
 
 Reports: tokens that pass only by tolerance per 1,000, bits per token that a worker may choose, the reward bought,
 groups rejected by limits measured on honest groups, the differences, tokens spent, and after how many groups the
@@ -38,7 +38,7 @@ from shoal.errors import ScoringFailure
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, RolloutReward, SamplingParameters
-from shoal.protocol.verdict import BETS, ENOUGH, MARGIN, Branches, look_share
+from shoal.protocol.verdict import BETS, ENOUGH, MARGIN, RECENT_BET, Branches, look_share
 from shoal.sampling.check import distances
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Branch, BranchChecker, by_tolerance, choice_bits
@@ -163,32 +163,45 @@ class Resampled:
     tokens: npt.NDArray[np.float64]
 
 
-def resampled(seen: Sequence[Branches], groups: int, seed: int, slept: int = 0, symmetric: bool = False) -> Resampled:
-    """Nodes whose branches are decoded by the share that a hub asks for; the same sums as `GainEvidence`. They have
-    `slept` audits behind them that showed nothing."""
-    rng, most = np.random.default_rng(seed), max(1, max(len(each.differences) for each in seen))
-    table = np.array([[*each.differences, *[0.0] * (most - len(each.differences))] for each in seen])
-    costs = np.array([float(each.tokens) for each in seen])
-    stakes, count, now = np.zeros((NODES, len(BETS))), np.zeros(NODES), np.ones(NODES)
+def resampled(
+    seen: Sequence[Branches], groups: int, seed: int, honest: Sequence[Branches] = (), past: int = 0
+) -> Resampled:
+    """Nodes whose branches are decoded by the share that a hub asks for; the same sums as `GainEvidence`. The first
+    `past` groups are `honest` ones, in which each difference is as often negative as positive."""
+    rng = np.random.default_rng(seed)
+    stakes, count, now, recent = np.zeros((NODES, len(BETS))), np.zeros(NODES), np.ones(NODES), np.ones(NODES)
     found = Resampled(np.ones((NODES, groups)), np.zeros((NODES, groups)))
-    for group in range(groups):
-        share = np.array([look_share(slept + group, each) for each in now])
+    tables = [(table_of(part), np.array([float(each.tokens) for each in part])) for part in (honest or seen, seen)]
+    for group in range(-past, groups):
+        is_honest = group < 0 or seen is honest
+        table, costs = tables[group >= 0]
+        share = np.array([look_share(past + group, each) for each in np.maximum(now, recent)])
         drawn = rng.integers(len(table), size=NODES)
-        found.tokens[:, group] = share * costs[drawn]
         for difference in table[drawn].T:
             difference = np.where(rng.random(NODES) < share, difference, 0.0)
-            difference = difference * rng.choice([-1.0, 1.0], size=NODES) if symmetric else difference
+            difference = difference * rng.choice([-1.0, 1.0], size=NODES) if is_honest else difference
             differs = difference != 0
             count = count + differs
             staked = np.where(differs, 1 / np.maximum(1, count * (count + 1)), 0.0)
             outcome = difference - MARGIN * np.abs(difference)
             stakes = np.minimum((stakes + staked[:, None]) * (1 + np.outer(outcome, BETS)), 1e300)
-        found.evidence[:, group] = now = stakes.mean(axis=1) + 1 / (count + 1)
+            recent = np.clip(recent * (1 + RECENT_BET * outcome), 1.0, ENOUGH)
+        now = stakes.mean(axis=1) + 1 / (count + 1)
+        if group >= 0:
+            found.evidence[:, group], found.tokens[:, group] = now, share * costs[drawn]
     return found
 
 
-def report(name: str, bench: Bench, cases: Sequence[Case], options: argparse.Namespace, profile: Profile) -> float:
-    """One paragraph about honest or steered groups; returns their mean reward."""
+def table_of(seen: Sequence[Branches]) -> npt.NDArray[np.float64]:
+    most = max(1, max(len(each.differences) for each in seen))
+    return np.array([[*each.differences, *[0.0] * (most - len(each.differences))] for each in seen])
+
+
+def report(
+    name: str, bench: Bench, cases: Sequence[Case], options: argparse.Namespace, profile: Profile,
+    honest: Sequence[Branches] = (),
+) -> tuple[float, list[Branches]]:  # fmt: skip
+    """One paragraph about honest or steered groups; returns their mean reward, and what their branches showed."""
     tokens, outside = sum(len(case.tokens) for case in cases), sum(int(by_tolerance(case).sum()) for case in cases)
     rewards = [reward.value for case in cases for reward in bench.rewards(case)]
     outcomes: collections.Counter[str] = collections.Counter()
@@ -204,20 +217,20 @@ def report(name: str, bench: Bench, cases: Sequence[Case], options: argparse.Nam
     print(f"  reward {np.mean(rewards):.4f}; groups {dict(outcomes)}")
     pairs = f"{len(differing)} unequal pairs, {plus} in its favour"
     print(f"  {looks} branches of {decoded} tokens in {spent_s:.1f} s; {pairs}")
-    is_honest = name == "honest"
-    for slept in (0, 1000):
-        nodes = resampled(seen, 1000 if is_honest else 3 * options.within, options.seed, slept, is_honest)
+    groups, honest = (3 * options.within, honest) if honest else (1000, seen)
+    for past in (0, 1000):
+        nodes = resampled(seen, groups, options.seed, honest, past)
         reached = nodes.evidence >= ENOUGH
         when = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1.0, np.inf)
         half, most = (float(np.sort(when)[int(share * NODES)]) for share in (0.5, 0.95))
         share = nodes.tokens.mean() * len(seen) / tokens
         print(
-            f"  after {slept} quiet audits: found within {options.within} groups {np.mean(when <= options.within):.4f} "
+            f"  after {past} honest groups: found within {options.within} groups {np.mean(when <= options.within):.4f} "
             f"of {NODES} nodes; half after {half:g}, 95 % after {most:g}; branches take {share:.2%} of the tokens; "
             f"largest evidence {nodes.evidence.max():.3g}",
             flush=True,
         )
-    return float(np.mean(rewards))
+    return float(np.mean(rewards)), seen
 
 
 def main() -> None:
@@ -239,11 +252,11 @@ def main() -> None:
     tables = {"threshold": np.array(bench.threshold)}
     if options.table:
         tables |= {f"honest/{name}": np.array(each) for name, each in every_branch(bench, honest).items()}
-    base = report("honest", bench, honest, options, profile)
+    base, shown = report("honest", bench, honest, options, profile)
     for tries in options.tries:
         steered = Branching(bench.worker, bench.value_of, 2 * mean, tries)
         cases = bench.cases(steered, options.groups)  # the same leases
-        gained = report(f"steered, {tries} neighbours", bench, cases, options, profile)
+        gained, _ = report(f"steered, {tries} neighbours", bench, cases, options, profile, shown)
         print(f"  bought: {gained - base:+.4f}; {time.monotonic() - began_s:.0f} s so far", flush=True)
         if options.table:
             tables |= {f"{tries}/{name}": np.array(each) for name, each in every_branch(bench, cases).items()}

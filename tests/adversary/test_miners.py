@@ -50,6 +50,10 @@ class Formats(Harness):
             self.loaded = load_model("tiny", worker)
         if long:
             self.sampling = self.sampling.model_copy(update={"eos_token_id": NEVER})
+            config = self.loaded.model.config  # more positions than it was trained for
+            config.max_position_embeddings = 2 * self.sampling.max_new_tokens
+            config_json = {"config.json": config.to_json_string(use_diff=False).encode()}
+            self.loaded = replace(self.loaded, files={**self.loaded.files, **config_json})
         self.engines = {dtype: self._copied(dtype) for dtype in {worker, validator}}
         self._validator = self.engines[validator]
         if worker != "float32":
@@ -496,6 +500,25 @@ def test_shortcuts_coarser_than_bfloat16_are_banned(name: str, long: Formats) ->
     assert {each.verdict.reason for each in trial.rejected} <= reasons | also
 
 
+def test_wrong_acceptance_of_a_bfloat16_worker_is_banned_or_passes_only_within_the_tolerance(
+    long: Formats, honest_long: Trial
+) -> None:
+    """The rule for typical tokens is banned. That above a probability of 0.3 is not where noise is as wide as this
+    policy's: a bound (docs/guides/attack-your-run.md). Of what passes no token is farther off than one honest token may
+    be, and a run refuses these limits."""
+    trial = tried(long, lambda engine: Speculative(engine, typical()))
+    assert trial.until_banned() is not None
+    assert {each.verdict.reason for each in trial.rejected} <= {"sampling.seed", "sampling.drift"}
+    few = long.tried(Miner(lambda engine, _context: Speculative(engine, above(0.3))), range(6))
+    limit, looks = long.judge.profiles[long.profile].sampling.distance, long.engines.values()
+    accepted = [each for each in few.judged if each.verdict.outcome is protocol.Outcome.ACCEPTED]
+    assert all(min(farthest(engine, each.lease, each.submission) for engine in looks) <= limit for each in accepted)
+    pairs = zip(few.judged, honest_long.judged, strict=False)
+    assert any(tokens_of(mined) != tokens_of(asked) for mined, asked in pairs if mined in accepted)
+    assert long.measurement is not None
+    assert long.measurement.problems
+
+
 def test_int8_cache_of_a_bfloat16_worker_passes(long: Formats) -> None:
     """A bound, not a guard (docs/guides/attack-your-run.md): in float32 it is banned, see above."""
     trial = tried(long, lambda engine: CoarseCache(engine, int8))
@@ -504,9 +527,17 @@ def test_int8_cache_of_a_bfloat16_worker_passes(long: Formats) -> None:
     assert all(sums.of(name).seen < sums.of(name).expected for name in NoiseLimits.model_fields)
 
 
-def test_no_canary_of_long_rollouts_is_accepted(long: Formats, honest_long: Trial) -> None:
-    found: Counter[tuple[str, protocol.Outcome]] = Counter()
-    for each in honest_long.judged:
+@pytest.fixture(scope="module")
+def very_long() -> Formats:
+    return Formats("bfloat16", "float32", long=True, group_size=4, max_new_tokens=512, temperature=2.0)
+
+
+@pytest.mark.parametrize(("fixture", "groups"), [("long", 12), pytest.param("very_long", 6, marks=pytest.mark.slow)])
+def test_no_canary_of_long_rollouts_is_accepted(fixture, groups, request):
+    long, found = request.getfixturevalue(fixture), Counter[tuple[str, protocol.Outcome]]()
+    honest = long.tried(Cheat(), range(groups)).judged
+    assert {each.verdict.outcome for each in honest} == {protocol.Outcome.ACCEPTED}
+    for each in honest:
         original = original_of(audit_job(each.lease, each.submission), long.judge, long.engine())
         for name, spoil in CANARY_CHEATS.items():
             if (twin := spoil(original)) is not None:

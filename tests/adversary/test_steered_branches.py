@@ -125,7 +125,7 @@ def node_of(
     judge = Judge(Half(), {KIND: profile()}, branch_checker=branch_checker)  # type: ignore[arg-type]
     node, truth = Node([], GainEvidence()), LoadedPolicy(POLICY, ready(ScriptedEngine()), {})
     for start in range(0, groups, 8):
-        share = look_share(start, node.gains.value) if looked is None else looked
+        share = look_share(start, max(node.gains.value, node.gains.recent)) if looked is None else looked
         audit_jobs = [
             replace(each, audit=each.audit.model_copy(update={"gains": node.gains, "look_share": share}))
             for each in submitted(engine, leases(start, 8))
@@ -226,7 +226,7 @@ def test_hub_suspends_a_steering_node_by_its_evidence(steered: Node, tmp_path: P
         while node_view(hub).state is protocol.NodeState.ACTIVE:
             shares.append(handed_over(worker, validator, seen).look_share)
         view = node_view(hub)
-    assert (shares[0], shares[-1]) == (0.08, 1.0), "more is looked at as the evidence grows"
+    assert (shares[0], shares[-1]) == (0.04, 1.0), "more is looked at as the evidence grows"
     assert view.state is protocol.NodeState.SUSPENDED
     assert view.reason.startswith("sampling.steered")
     assert (view.rejected, view.strikes) == (1, 1)

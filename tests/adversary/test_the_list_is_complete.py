@@ -1,14 +1,15 @@
 """Every attack that an untrusted worker, a stranger or a relay can make, and where it fails: the list, held by a test.
 
 `cheat NAME` is a worker that cheats (`shoal join --cheat NAME`), tried in a real run by test_cheats_are_caught or,
-where that needs more tokens, test_trials (those that lie about progress: integration/test_shown_progress); the others
-are tests of this folder.
+where that needs more tokens, test_trials (those that lie about progress: integration/test_shown_progress); `miner NAME`
+is one of test_miners; the others are tests of this folder.
 """
 
 import re
 from pathlib import Path
 
 import pytest
+from test_miners import BANNED_BY
 
 from shoal.adversary import CHEATS
 
@@ -82,29 +83,53 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_dialogue_attacks::test_wrong_finish_is_rejected"),
     "progress that is said, or made up, to keep a lease": ("cheat show-random", "cheat show-other", "cheat show-swap",
         "test_hub_attacks::test_progress_that_is_only_said"),
+    # what miners of live networks did
+    "end-of-sequence padding": ("miner repeated-ends",),
+    "ends that no seed drew": ("miner early-ends", "miner one-early-end-in-each-group",
+        "test_miners::test_group_with_one_wrong_end_is_not_accepted"),
+    "the length cap forced": ("miner one-end-suppressed-in-each-group",),
+    "tokens split into more": ("test_miners::test_same_text_in_more_tokens_is_rejected",),
+    "a loss mask, or another field, that says what is trained on": (
+        "test_miners::test_every_declared_field_is_checked_or_unused",
+        "test_miners::test_loss_mask_by_tool_spans_without_tool_refused"),
+    "one log-probability that is far off": ("test_miners::test_one_wrong_log_probability_is_not_accepted",),
+    "a coarser key-value cache": ("miner int8-cache", "miner int8-cache-with_honest_proofs-for", "miner fp8-cache",
+        "miner fp8-cache-with_honest_proofs-for",
+        "test_miners::test_shortcuts_coarser_than_bfloat16_are_banned",
+        "test_miners::test_int8_cache_of_a_bfloat16_worker_passes"),
+    "early exit of the last layers": ("miner early-exit",
+        "test_miners::test_shortcuts_coarser_than_bfloat16_are_banned"),
+    "speculative decoding with a wrong acceptance rule": ("miner speculative-above-0.3", "miner speculative-typical",
+        "test_miners::test_miner_is_banned_and_what_passed_equals_honest_work",
+        "test_miners::test_speculative_decoding_of_the_seeds_tokens_is_accepted",
+        "test_miners::test_wrong_acceptance_of_a_bfloat16_worker_is_banned_or_passes_only_within_the_tolerance"),
+    "proofs of a shared prefix, or of some chunks only": ("test_miners::test_proofs_of_other_chunks_are_rejected",
+        "test_miners::test_equal_rollouts_may_have_equal_proofs"),
+    "a canary that cannot be told from honest work": ("test_miners::test_no_canary_of_long_rollouts_is_accepted",),
     "another answer after the first": ("test_hub_attacks::test_another_answer_after_the_first",),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_where_it_is_tried_exists(attack: str) -> None:
-    assert ATTACKS[attack]
-    for where in ATTACKS[attack]:
-        if where.startswith("cheat "):
-            assert where.removeprefix("cheat ") in CHEATS
-        else:
-            file, _, name = where.partition("::")
-            assert re.search(rf"^def {name}\(", (HERE / f"{file}.py").read_text(), re.MULTILINE), where
+PLACES = [where for places in ATTACKS.values() for where in places]
+COMPLETE = ("test_hub_attacks", "test_miners")  # files of which every test is an attack
 
 
-def test_every_cheat_is_in_the_list() -> None:
-    listed = {where.removeprefix("cheat ") for places in ATTACKS.values() for where in places if "::" not in where}
-    assert listed == set(CHEATS)
+@pytest.mark.parametrize("where", [each for each in PLACES if "::" in each])
+def test_where_it_is_tried_exists(where: str) -> None:
+    file, _, name = where.partition("::")
+    assert re.search(rf"^def {name}\(", (HERE / f"{file}.py").read_text(), re.MULTILINE)
 
 
-def test_every_attack_on_the_hub_is_in_the_list() -> None:
-    tests = set(re.findall(r"^def (test_\w+)", (HERE / "test_hub_attacks.py").read_text(), re.MULTILINE))
-    listed = {
-        where.partition("::")[2] for places in ATTACKS.values() for where in places if "test_hub_attacks" in where
-    }
-    assert listed == tests
+@pytest.mark.parametrize(("kind", "known"), [("cheat ", set(CHEATS)), ("miner ", set(BANNED_BY))])
+def test_list_names_every_cheat_and_miner_and_no_other(kind: str, known: set[str]) -> None:
+    assert {each.removeprefix(kind) for each in PLACES if each.startswith(kind)} == known
+
+
+@pytest.mark.parametrize("file", COMPLETE)
+def test_every_test_of_an_attack_is_in_the_list(file: str) -> None:
+    tests = set(re.findall(r"^def (test_\w+)", (HERE / f"{file}.py").read_text(), re.MULTILINE))
+    assert {each.partition("::")[2] for each in PLACES if each.startswith(f"{file}::")} == tests
+
+
+def test_every_attack_is_tried() -> None:
+    assert all(ATTACKS.values())

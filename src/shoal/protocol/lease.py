@@ -126,10 +126,12 @@ DIGEST_OR_NONE = rf"^$|{HEX_256}"
 
 
 class MeasuredKind(Message):
-    """Limits of one kind of worker, the share of blocks that they catch by cheat, and the honest tokens measured."""
+    """Limits of one kind of worker, the share of blocks that they catch by cheat, and the honest tokens measured.
+    `untested`: cheats that could not be tried, because the policy's tokens have too little entropy."""
 
     limits: dict[str, Any] = Field(max_length=64)
     caught: dict[Words, float] = Field(default={}, max_length=64)
+    untested: tuple[Words, ...] = Field(default=(), max_length=64)
     tokens: int = Field(default=0, ge=0)
 
 

@@ -8,7 +8,8 @@ The evidence is the wealth of a gambler who bets on positive differences and beg
 negative ones (up to `MARGIN`), the wealth exceeds 10⁶ at most once in 10⁶ gamblers, however long one plays and whenever
 one looks (Ville's inequality). A part of the wealth is staked at each difference, so that a node that was honest for
 long is found out as well: 1/2 at the first, 1/6 at the second, 1/(n(n+1)) at the nth; each part is spread evenly over
-five sizes of bets.
+five sizes of bets. How many differences are looked for may depend on all that was seen before, so a second gambler, who
+begins again with 1 whenever he has less (`recent`), says how many: who was honest for long is noticed as soon.
 
 Evaluation while training: held-out tasks that validators answer with a published policy, slice by slice.
 
@@ -35,14 +36,15 @@ MARGIN = 0.04  # 52 % of unequal pairs in favour of the submission are allowed
 ENOUGH = 1e6  # the evidence that a strike needs
 FORGOTTEN = 1e3  # below this evidence owners and newcomers are trusted again
 LEAST_LOG = -700.0
-LOOK_SHARE, FIRST_SHARE, FIRST_AUDITS = 0.02, 0.08, 50  # of the tokens of a node; of its first groups
+LOOK_SHARE, FIRST_SHARE, FIRST_AUDITS = 0.011, 0.04, 50  # of the tokens of a node; of its first groups
+RECENT_BET = 0.4
 
 
 def look_share(audits: int, evidence: float) -> float:
-    """The share of a node's tokens of which branches are decoded: a fiftieth in the long run, more for new nodes, all
-    of a node that is nearly found out. It depends only on what was seen before, so the evidence keeps its meaning."""
+    """The share of a node's tokens of which branches are decoded: about a hundredth where nothing is suspected, more
+    for new nodes, all from an evidence of 6 on. In 1,000 honest groups that is 3 % on average."""
     base = FIRST_SHARE if audits < FIRST_AUDITS else LOOK_SHARE
-    return float(min(1.0, base * min(100.0, max(1.0, evidence)) ** 3))
+    return float(min(1.0, base * min(100.0, max(1.0, evidence)) ** 2.5))
 
 
 class Branches(Message):
@@ -56,7 +58,8 @@ class Branches(Message):
 
 class GainEvidence(Message):
     """The evidence that tolerance was used to gain reward: of a node, an owner, or all newcomers. `stakes`: logarithms
-    of the stakes on each size of bet; 1/(differing + 1) is not staked yet.
+    of the stakes on each size of bet; 1/(differing + 1) is not staked yet. `recent` says where to look, not whom to
+    strike.
 
     >>> round(GainEvidence().after([1.0]).value, 4)  # 1/2 is not staked, 1/2 has grown by 0.96 × 0.42 on average
     1.2016
@@ -65,10 +68,11 @@ class GainEvidence(Message):
     differing: int = Field(default=0, ge=0)
     gained: float = Field(default=0.0, allow_inf_nan=False)
     stakes: tuple[float, ...] = Field(default=(LEAST_LOG,) * len(BETS), min_length=len(BETS), max_length=len(BETS))
+    recent: float = Field(default=1.0, ge=1, le=ENOUGH)
 
     def after(self, differences: Iterable[float]) -> GainEvidence:
         """With further differences; equal rewards do not count."""
-        count, gained, stakes = self.differing, self.gained, list(self.stakes)
+        count, gained, stakes, recent = self.differing, self.gained, list(self.stakes), self.recent
         for difference in differences:
             bounded = max(-1.0, min(1.0, difference))
             if bounded == 0.0:
@@ -78,7 +82,8 @@ class GainEvidence(Message):
             # log(exp(log) + exp(staked)), then what the bet has made of it
             sums = [max(log, staked) + math.log1p(math.exp(-abs(log - staked))) for log in stakes]
             stakes = [max(LEAST_LOG, s + math.log1p(bet * outcome)) for s, bet in zip(sums, BETS, strict=True)]
-        return GainEvidence(differing=count, gained=gained, stakes=tuple(stakes))
+            recent = min(ENOUGH, max(1.0, recent * (1 + RECENT_BET * outcome)))
+        return GainEvidence(differing=count, gained=gained, stakes=tuple(stakes), recent=recent)
 
     def without(self, part: float) -> GainEvidence:
         """Reduced by a factor: what a node was struck for does not count against others."""

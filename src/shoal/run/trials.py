@@ -143,6 +143,7 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
         mine = [catch for catch in measured.catches if (catch.cheat, catch.validator) == cheat]
         shares = "  ".join(f"{catch.tokens}: {catch.by_either:.0%}" for catch in mine)
         yield f"  {cheat[0]:<18} seen by {cheat[1]:<14}  {shares}"
+    yield from (f"  not tested: {each}" for each in measured.untested)
     yield from (f"refused: {problem}" for problem in measured.problems)
     if not measured.problems:
         yield f"written to {out}; the run's owner opens it with `shoal admin calibrate RUN {out}`"

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from shoal.protocol.lease import format_of
 from shoal.sampling import SeedTolerance
-from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, ProofTolerance
 from shoal.toploc.check import LARGEST_ERROR
 from shoal.validator import profiles
@@ -132,11 +131,9 @@ class _Pool:
         def replayed(name: str) -> Floats:
             return gathered(lambda case: getattr(case.replayed, name))
 
-        names = ("low", "high", "uniforms", "entropy", "logprobs")
-        low, high, uniforms, entropy, logprobs = map(replayed, names)
         return cls(
-            distance=distances(uniforms, low, high), outside=~((low <= uniforms) & (uniforms < high)),
-            nats=np.clip(entropy, 0.0, MOST_NATS), logprobs=logprobs,
+            distance=replayed("distance"), outside=gathered(lambda case: case.replayed.outside),
+            nats=np.clip(replayed("entropy"), 0.0, MOST_NATS), logprobs=replayed("logprobs"),
             delta=gathered(lambda case: case.claimed - case.replayed.logprobs),
             part=gathered(lambda case: case.part[case.chunk_of]),
             compared=joined([case.replayed.comparisons.only(case.kept.chunks) for case in cases]),

@@ -12,7 +12,9 @@ cut into blocks of that size from a random place on: the first such token of the
 taken, and a branch counts only if it ends in the same block.
 
 The hub says of which share of a node's tokens branches are decoded (`Audit.look_share`): a little of everybody's, more
-at first and where the evidence grows. They take at most `TIME_SHARE` of this validator's time.
+at first and where the evidence grows. They take at most `TIME_SHARE` of this validator's time. A share for which there
+is no time is owed: later groups of the node are looked at so much more, as far as one call for many branches costs
+hardly more time than one for a few.
 """
 
 import logging
@@ -38,6 +40,9 @@ log = logging.getLogger(__name__)
 TIME_SHARE = 0.1
 LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
 FIRST_S = 12.0  # counted as spent at first, so that the first verdicts come soon
+MOST_NODES = 10_000  # that looks are owed to
+REPAID = 0.25  # of a group's tokens at first; doubled after quick calls, halved after slow ones
+QUICK_S, SLOW_S = 2.0, 10.0
 
 Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
 JudgedCase = tuple[Case, Sequence[RolloutReward] | None, float]
@@ -46,9 +51,7 @@ JudgedCase = tuple[Case, Sequence[RolloutReward] | None, float]
 
 def by_tolerance(case: Case) -> npt.NDArray[np.bool_]:
     """Which tokens pass only by the tolerance: u is outside the interval that this validator computes."""
-    replay = case.replayed
-    inside = (replay.low <= replay.uniforms) & (replay.uniforms < replay.high)
-    return case.drawn & ~inside
+    return case.drawn & case.replayed.outside
 
 
 def block_around(position: int, size: int, phase: int) -> tuple[int, int]:
@@ -130,19 +133,25 @@ class BranchChecker:
 
     def __post_init__(self) -> None:
         self._began_s, self._spent_s = self.clock.monotonic_s(), FIRST_S
+        self._owed, self._repaid = dict[str, float](), REPAID  # by node, in groups
 
     def look(self, judged: Sequence[JudgedCase], engine: Engine, score: Score) -> list[Branches]:
         """What the branches of each case showed. Dialogues are left out, because the tool would answer otherwise."""
         began_s, nothing = self.clock.monotonic_s(), [NO_BRANCHES] * len(judged)
+        able = [(case, share) for case, rewards, share in judged if rewards is not None and case.replay is not None]
+        able = [(case, share) for case, share in able if not case.dialogue]
         if self._spent_s > self.time_share * (began_s - self._began_s):
+            self._owe(able)
             return nothing
-        looks = [look for case, scored, share in judged if scored is not None for look in self._chosen(case, share)]
+        due = [(case, self._due(case.lease.node, share)) for case, share in able]
+        looks = [look for case, share in due for look in self._chosen(case, share)]
         if not looks:
             return nothing
         try:
             drawn = engine.generate([look.request(max(each.limit for each in looks)) for look in looks])
         except ENGINE_ERRORS as error:
             log.warning("%d branches could not be decoded: %s", len(looks), error)
+            self._owe(due)
             return nothing
         found, decoded = [], [(look, group[0].token_ids) for look, group in zip(looks, drawn, strict=True)]
         for case, rewards, _ in judged:
@@ -155,14 +164,27 @@ class BranchChecker:
                 gained = differences([each.value for each in rewards], pairs)
                 shown = shown.model_copy(update={"differences": gained})
             found.append(shown)
-        self._spent_s += self.clock.monotonic_s() - began_s
+        took_s = self.clock.monotonic_s() - began_s
+        self._repaid = min(1.0, self._repaid * (2.0 if took_s < QUICK_S else 0.5 if took_s > SLOW_S else 1.0))
+        self._spent_s += took_s
         return found
+
+    def _due(self, node: str, share: float) -> float:
+        wanted = share + self._owed.pop(node, 0.0)
+        given = min(wanted, max(share, self._repaid))
+        if given < wanted:
+            self._owed[node] = wanted - given
+        return given
+
+    def _owe(self, cases: Sequence[tuple[Case, float]]) -> None:
+        for case, share in cases:
+            self._owed[case.lease.node] = self._owed.pop(case.lease.node, 0.0) + share
+        while len(self._owed) > MOST_NODES:
+            del self._owed[next(iter(self._owed))]
 
     def _chosen(self, case: Case, share: float) -> Iterator[Branch]:
         """At most one branch per rollout; in all about `share` of the tokens of the case are decoded. Of rollouts that
         are equal up to there only one, because rounding moves them all in the same direction."""
-        if case.replay is None or case.dialogue:
-            return
         longest, begun = case.lease.sampling.max_new_tokens, set[bytes]()
         for rollout in self.rng.sample(range(len(case.lengths)), len(case.lengths)):
             whole = longest <= LONGEST

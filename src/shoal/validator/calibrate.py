@@ -133,8 +133,9 @@ class Catch:
 class Measurement:
     """The limits of one kind and their basis. By validator: `bands`, `seen` (its honest cases by kernel or batch size)
     and `failures` (reasons for which honest groups would be rejected). `problems`: why the limits must not be used.
-    `choices`: the share of tokens with a neighbour that would pass, and bits per token to choose by. `under` judges the
-    same work by other limits."""
+    `choices`: the share of tokens with a neighbour that would pass, and bits per token to choose by. `untested`: cheats
+    for which there was no block of enough tokens and nats; that refuses nothing, because a policy of so few nats gives
+    nearly the same tokens by every seed and temperature. `under` judges the same work by other limits."""
 
     profile: Profile
     bands: Mapping[str, Bands]
@@ -143,6 +144,7 @@ class Measurement:
     failures: Mapping[str, list[str]]
     catches: tuple[Catch, ...]
     problems: tuple[str, ...]
+    untested: tuple[str, ...]
     seconds: float
     choices: Mapping[str, tuple[float, float]]
     under: Callable[[Profile], Measurement]
@@ -164,7 +166,7 @@ def measure(
     began = time.monotonic()
     subject = Subject(worker, plan, report)
     honest = subject.honest()
-    cheats = {name: subject.cheating(name, cheat) for name, cheat in CHEATS.items()}
+    cheats = {name: subject.cheating(name) for name in (*ROUNDED, COOLER_NAME)}
     seen: dict[str, dict[str, list[Case]]] = {}
     caught: dict[tuple[str, str], list[Case]] = {}
     for machine, engine in validators.items():
@@ -178,9 +180,8 @@ def measure(
     bands = {machine: _bands(each) for machine, each in seen.items()}
     every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
     bar = dict(BAR)
-    for name, cases in cheats.items():
-        if CHEATS[name].weights is not None:  # with few tokens, one block of them all
-            bar[name] = min(bar[name], _tokens(cases))
+    for name in ROUNDED:  # with few tokens, one block of them all
+        bar[name] = min(bar[name], _tokens(cheats[name]))
     groups = sum(len(cases) for cases in honest.values())
     choices = {name: choice_bits(cases, 2 * bands[name].outside_distance) for name, cases in every.items()}
 
@@ -203,8 +204,15 @@ def measure(
             for machine, reasons in failures.items()
             if len(reasons) > HONEST_FAILING * groups
         ]
-        seconds = round(time.monotonic() - began, 1)
-        return Measurement(profile, bands, seen, groups, failures, catches, tuple(problems), seconds, choices, under)
+        tested = {(catch.cheat, catch.validator) for catch in catches if catch.tokens == bar[catch.cheat]}
+        untested = tuple(
+            f"{name}, {bar[name]} tokens{' and nats' if name in IN_NATS else ''}, by {machine}"
+            for name, machine in sorted(caught.keys() - tested)
+        )
+        return Measurement(
+            profile, bands, seen, groups, failures, catches, tuple(problems), untested,
+            round(time.monotonic() - began, 1), choices, under,
+        )  # fmt: skip
 
     widest = functools.reduce(Bands.joined, bands.values())
     measured = Measured(
@@ -233,10 +241,9 @@ def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) ->
 def _means(seen: Replay) -> tuple[float, float, float]:
     """The values named in `LEAST_MOVED`, for one group."""
     compared = seen.comparisons
-    outside = ~((seen.low <= seen.uniforms) & (seen.uniforms < seen.high))
     values, others = int(compared.k.sum()), int(compared.exp_mismatches.sum())
     mantissa = float(compared.mant_err_sum.sum()) / max(1, values - others)
-    return float(outside.mean()), others / max(1, values), mantissa
+    return float(seen.outside.mean()), others / max(1, values), mantissa
 
 
 def _bands(seen: Mapping[str, Sequence[Case]]) -> Bands:
@@ -251,17 +258,7 @@ def _tokens(cases: Sequence[Case]) -> int:
     return sum(case.generated for case in cases)
 
 
-@dataclass(frozen=True)
-class Cheating:
-    weights: Quantization | None = None
-    temperature: float = 1.0
-
-
-CHEATS: Mapping[str, Cheating] = {
-    INT8_NAME: Cheating(weights=INT8),
-    INT4_NAME: Cheating(weights=INT4),
-    COOLER_NAME: Cheating(temperature=COOLER),
-}
+ROUNDED: Mapping[str, Quantization] = {INT8_NAME: INT8, INT4_NAME: INT4}
 MAIN = "main"
 
 
@@ -313,11 +310,11 @@ class Subject:
                 log.debug("attention by %s cannot be measured here: %s", name, error)
         return found
 
-    def cheating(self, name: str, how: Cheating) -> list[Case]:
+    def cheating(self, name: str) -> list[Case]:
         """What a cheat submits, of at most as many tokens as honest groups."""
-        tokens = min(CHEAT_TOKENS, self._plan.tokens)
-        with nullcontext() if how.weights is None else rounded(weights_of(self._worker), how.weights):
-            return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, how.temperature)
+        tokens, temperature = min(CHEAT_TOKENS, self._plan.tokens), 1.0 if name in ROUNDED else COOLER
+        with rounded(weights_of(self._worker), ROUNDED[name]) if name in ROUNDED else nullcontext():
+            return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, temperature)
 
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
         """Groups of so many sequences in all, drawn at `temperature` times that of their leases."""

@@ -48,9 +48,6 @@ class Original:
         return replace(self.job, audit=self.job.audit.model_copy(update=changes), body=body)
 
 
-# Makes a twin of the original that is surely bad; None if this cheat would not surely show with it.
-
-
 def original_of(job: AuditJob, judge: Judge, engine: Engine) -> Original:
     submission, found = unpack(job.body, Submission, BODY_LIMITS), judge.limits(job.lease, engine)
     assert found is not None, "what was accepted was judged by them"
@@ -158,6 +155,7 @@ def constant_proofs(original: Original) -> AuditJob:
     return original.twin([msgspec.structs.replace(rollout, proofs=part) for rollout, part in pairs])
 
 
+# Each makes a twin of the original that is surely bad; None if this cheat would not surely show with it.
 CANARY_CHEATS: dict[str, Callable[[Original], AuditJob | None]] = {
     "edited tokens": edited_tokens,
     "other seeds": other_seeds,

@@ -36,6 +36,7 @@ from shoal.errors import CodecError, ShoalError
 from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
 from shoal.sampling import SeedCheck, check_seeded
+from shoal.sampling.check import distances
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
 from shoal.toploc.points import proof_size
@@ -115,6 +116,15 @@ class Replay:
     varentropy: Floats
     uniforms: Floats
     comparisons: Comparisons
+
+    @property
+    def outside(self) -> npt.NDArray[np.bool_]:
+        """Which tokens are not those that this validator would draw."""
+        return ~((self.low <= self.uniforms) & (self.uniforms < self.high))
+
+    @property
+    def distance(self) -> Floats:
+        return distances(self.uniforms, self.low, self.high)
 
     @property
     def is_finite(self) -> bool:

@@ -59,7 +59,6 @@ from shoal.errors import ProofError, ProtocolError
 from shoal.protocol import SUBMISSION_FORMAT, Audit, Severity, pack_tokens
 from shoal.protocol.submission import shown_digest, unpack_spans
 from shoal.protocol.verdict import Branches
-from shoal.sampling.check import distances
 from shoal.toploc import check_proofs
 from shoal.toploc.points import decode
 from shoal.validator.branches import by_tolerance
@@ -274,7 +273,7 @@ def proofs(case: Case) -> Finding:
 
 def sampling(case: Case) -> Finding:
     """Every token is the one that the lease's seed draws from the policy."""
-    answer, limits, replay = case.seed_check, case.profile.certain, case.replayed
+    answer, limits = case.seed_check, case.profile.certain
     accidents, sums = case.accidents(case.outliers.unseeded), [case.tally.of(name) for name in SEEDS]
     by_rollout = (case.measures.by_rollout(name, case.profile) for name in SEEDS)
     steered = max(log_evidence_of_seeds(accidents, *sums), *by_rollout)
@@ -282,7 +281,7 @@ def sampling(case: Case) -> Finding:
         "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
         "sum_distance": answer.sum_distance, "log_evidence": steered,
     }  # fmt: skip
-    distance_T = np.where(case.drawn, distances(replay.uniforms, replay.low, replay.high), 0.0)
+    distance_T = np.where(case.drawn, case.replayed.distance, 0.0)
     far = int((distance_T > limits.distance).sum())
     # Tokens so far off are no accident, so here all parts count.
     everywhere = log_evidence("accidents", case.accidents(case.outliers.unseeded, most=math.inf))

@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.protocol import Sums
-from shoal.sampling.check import distances
 from shoal.toploc.check import ProofSums, proof_sums, severity_of
 from shoal.validator.profiles import CHANNELS, AccidentLimits, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 
@@ -101,7 +100,7 @@ class Outliers:
 
     @classmethod
     def of(cls, replay: Replay, claimed_T: Floats, drawn_T: Bits, chunk_of_T: Ints, limits: Profile) -> Outliers:
-        distance_T = distances(replay.uniforms, replay.low, replay.high)
+        distance_T = replay.distance
         implausible_T = (distance_T > 0) & (replay.logprobs < math.log(max(limits.sampling.floor, 1e-300)))
         far_T = (distance_T > limits.sampling.distance) | implausible_T
         off_T = ~(np.abs(claimed_T - replay.logprobs) / weights(replay.logprobs) <= limits.logprobs.largest)
@@ -169,8 +168,7 @@ class Measures:
         weight_T = weights(replay.logprobs)
         delta_T = np.where(kept_T, np.nan_to_num(claimed_T - replay.logprobs, nan=1e9, posinf=1e9, neginf=-1e9), 0.0)
         nats_T = np.clip(replay.entropy, 0.0, MOST_NATS)
-        outside_T = ~((replay.low <= replay.uniforms) & (replay.uniforms < replay.high))
-        distance_T = np.minimum(distances(replay.uniforms, replay.low, replay.high), min(1.0, limits.distance.most))
+        distance_T = np.minimum(replay.distance, min(1.0, limits.distance.most))
         error_T = np.minimum(np.abs(delta_T) / weight_T, limits.logprobs.most)
 
         def summed(values_T: npt.NDArray[np.generic]) -> Floats:
@@ -178,7 +176,7 @@ class Measures:
             return found
 
         return cls(
-            tokens=summed(kept_T), nats=summed(nats_T), nats2=summed(nats_T**2), outside=summed(outside_T),
+            tokens=summed(kept_T), nats=summed(nats_T), nats2=summed(nats_T**2), outside=summed(replay.outside),
             distance=summed(distance_T), error=summed(error_T), bias=summed(delta_T),
             weight=summed(weight_T), weight2=summed(weight_T**2),
             proofs=proof_sums(replay.comparisons.only(kept.chunks), limits.mantissa.most),

@@ -184,6 +184,8 @@ class Calibrator:
                 release_memory()
             if measured.profile.key != kind:  # this model is decoded by the plain path alone
                 self._unable.add(kind)
+            if measured.untested:
+                log.warning("limits of %s are not tested with %s: too few", kind, "; ".join(measured.untested))
             refused = _problems([measured])
             found.refused |= refused
             if not refused:
@@ -290,5 +292,8 @@ def measured_kind(measured: Measurement, theirs: MeasuredKind | None = None) -> 
         name = f"{each.cheat}, {each.tokens} tokens"
         caught[name] = min(each.by_either, caught.get(name, 1.0))
     tokens = measured.profile.measured.tokens if measured.profile.measured else 0
-    limits = measured.profile.model_dump(mode="json")
-    return MeasuredKind(limits=limits, caught=caught, tokens=tokens if theirs is None else min(tokens, theirs.tokens))
+    untested = (*measured.untested, *(() if theirs is None else theirs.untested))
+    return MeasuredKind(
+        limits=measured.profile.model_dump(mode="json"), caught=caught, untested=tuple(dict.fromkeys(untested)),
+        tokens=tokens if theirs is None else min(tokens, theirs.tokens),
+    )  # fmt: skip

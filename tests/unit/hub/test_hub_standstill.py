@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.hub import Bench, ok
-from shoal.protocol import Outcome, Severity
+from kit.hub import Bench, ok, verdict_on, worker_key
+from shoal.protocol import Outcome, Severity, VerdictReply, VerdictReport, sign_document
 
 
 @pytest.fixture
@@ -35,6 +35,26 @@ def test_a_missed_canary_alarms_once_for_each(bench: Bench) -> None:
     assert "let 2 known-bad" in bench.status().alarms[0]
     beat(bench)  # started again
     assert len(bench.status().alarms) == 1
+
+
+def test_first_of_two_opposite_verdicts_stands_and_the_status_alarms(bench: Bench) -> None:
+    second = bench.actor(worker_key(9))
+    ok(second.register("validator"))
+    [lease] = bench.alice.lease()
+    ok(bench.alice.submit(lease))
+    [audit] = bench.audits()
+    ok(bench.judge(audit))
+    severe = {"outcome": Outcome.REJECTED, "severity": Severity.CERTAIN, "reason": "sampling.seed"}
+    signed = sign_document(verdict_on(lease, audit.submission, (), generated_tokens=0, **severe), second.key)
+    for _ in range(2):  # it tells so once more
+        answer = ok(second.call("POST", "/verdicts", VerdictReport(verdicts=(signed,))))
+        [refused] = VerdictReply.model_validate_json(answer.content).refused
+        assert (refused.status, refused.code) == (409, "verdict.decided")
+    row = bench.row(bench.alice)
+    assert (row.accepted, row.rejected, row.certain) == (1, 0, 0)
+    [alarm] = bench.status().alarms
+    both = f"validators {bench.validator.key.node} and {second.key.node} disagree about unit {lease.unit}"
+    assert f"{both}; the first verdict stands" in alarm
 
 
 @pytest.mark.parametrize(("counters", "said"), [

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.protocol.verdict import BETS, ENOUGH, FORGOTTEN, LEAST_LOG, MARGIN, GainEvidence
+from shoal.protocol.verdict import BETS, ENOUGH, FORGOTTEN, LEAST_LOG, MARGIN, RECENT_BET, GainEvidence, look_share
 
 
 def test_nothing_seen_is_a_wealth_of_one() -> None:
@@ -81,3 +81,46 @@ def test_struck_gain_is_removed_from_the_evidence_of_others() -> None:
     assert both.value > ENOUGH
     assert both.without(ENOUGH).value == pytest.approx(1 / 31 + (both.value - 1 / 31) / ENOUGH)
     assert both.without(ENOUGH).value < FORGOTTEN
+
+
+def test_recent_gains_show_at_once_after_any_honest_past_and_are_forgotten_when_they_end() -> None:
+    """0.96 × 0.4 is won, 1.04 × 0.4 is lost; six gains in a row are enough to look at everything."""
+    quiet = GainEvidence().after([-1.0] * 100)
+    assert quiet.recent == 1.0
+    assert quiet.after([1.0] * 2).recent == pytest.approx(1.384**2)
+    assert quiet.after([1.0, -1.0]).recent == 1.0
+    noticed = quiet.after([1.0] * 6)
+    assert noticed.value < 1
+    assert (look_share(1_000, noticed.recent), look_share(1_000, quiet.recent)) == (1.0, 0.011)
+    assert noticed.after([-1.0] * 4).recent == 1.0
+    assert GainEvidence().after([1.0] * 1_000).recent == ENOUGH
+
+
+def followed(nodes: int, honest: int, steered: int, favour: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The shares of their tokens that are decoded [groups, nodes], and the steered groups until each node is struck.
+    Groups of 16 rollouts, of which 37 % have branches of another reward, as SmolLM2-135M has in bfloat16."""
+    rng, stakes, shares = np.random.default_rng(seed), np.zeros((nodes, len(BETS))), list[np.ndarray]()
+    count, recent, value, struck = np.zeros(nodes), np.ones(nodes), np.ones(nodes), np.full(nodes, np.inf)
+    for group in range(honest + steered):
+        shares.append(np.array([look_share(group, each) for each in np.maximum(recent, value)]))
+        pairs = rng.binomial(16, 0.37 * shares[-1])
+        for nth in range(int(pairs.max())):
+            is_seen = nth < pairs
+            outcome = np.where(rng.random(nodes) < (0.5 if group < honest else favour), 1.0, -1.0) - MARGIN
+            count = count + is_seen
+            grown = (stakes + 1 / np.maximum(1, count * (count + 1))[:, None]) * (1 + np.outer(outcome, BETS))
+            stakes = np.where(is_seen[:, None], grown, stakes)
+            recent = np.where(is_seen, np.clip(recent * (1 + RECENT_BET * outcome), 1.0, ENOUGH), recent)
+        value = stakes.mean(axis=1) + 1 / (count + 1)
+        struck = np.where((value >= ENOUGH) & np.isinf(struck) & (group >= honest), group - honest + 1, struck)
+    return np.array(shares), struck
+
+
+def test_honest_lives_cost_3_percent_and_sleepers_are_found_as_soon_as_nodes_without_a_past() -> None:
+    """Best of two branches: a new node within 100 groups, one that was honest for 1,000 groups within 100 in four of
+    five cases. (By the evidence alone it was one in thirty.)"""
+    shares, struck = followed(300, honest=1_000, steered=100, favour=0.79)
+    assert shares[:1_000].mean() < 0.031
+    assert 0.72 < (struck <= 100).mean() < 0.95
+    _, fresh = followed(300, honest=0, steered=100, favour=0.79, seed=1)
+    assert (fresh <= 100).mean() >= 0.95

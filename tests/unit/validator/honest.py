@@ -19,8 +19,9 @@ from shoal.protocol.verdict import Audit, Verdict
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import uniforms
 from shoal.toploc import commit
+from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import BUILT_IN
+from shoal.validator.profiles import BUILT_IN, Profile
 from shoal.validator.verdicts import AuditJob
 
 HUB = SigningKey.from_seed(b"h" * 32)
@@ -58,6 +59,19 @@ def rounding(noise: float = Rounding.noise) -> Rounding:
     made.load_policy(POLICY, {tensor.name: tensor for tensor in weights(3.0)})
     made.noise = noise
     return made
+
+
+def cases(leases: Sequence[Lease], worker: ScriptedEngine, profile: Profile) -> list[Case]:
+    """What the worker draws for these leases, as a validator that does not round sees it after its prefill."""
+    clean = engine()
+    asked = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in leases]
+    pairs = zip(leases, worker.generate(asked, leases[0].proof), strict=True)
+    submitted = [(of, submission_of(of, group, "scripted")) for of, group in pairs]
+    found = [Case(of, what, "", clean.vocabulary_size, clean.hidden_size, profile) for of, what in submitted]
+    for case, replay in zip(found, replay_all(clean, found), strict=True):
+        assert not isinstance(replay, Exception)
+        case.replay = replay
+    return found
 
 
 def loaded(value: float = 3.0) -> LoadedPolicy:

@@ -11,15 +11,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from honest import EOS, KEY, LengthEnvironment, audit_job, completions, engine, lease, loaded, proved, submission
+from honest import EOS, KEY, LengthEnvironment, audit_job, completions, lease, loaded, proved, submission
 
-from shoal.engines import GenerationRequest
 from shoal.engines.groups import submission_of
 from shoal.hub.state.reputation import recent
 from shoal.protocol import Outcome, Rollout, Severity, Submission, Sums, Tally, Verdict, pack_logprobs
 from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.case import Case, replay_all
+from shoal.validator.case import Case
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.evidence import DOUBT, STRIKE, Outliers, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.judge import Judge
@@ -179,16 +178,7 @@ def groups(first: int, count: int) -> list[Case]:
     sampling = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_id=EOS)
     terms = LeaseTemplate("coarse", 8, sampling, ProofParameters(), KIND)
     leases = [terms.lease(n, (10 + n % 80, 20 + n // 80, 30)) for n in range(first, first + count)]
-    asked = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in leases]
-    drawn, clean = honest.rounding(0.1).generate(asked, leases[0].proof), engine()
-    cases = [
-        Case(lease, submission_of(lease, group, "x"), "", clean.vocabulary_size, clean.hidden_size, Profile(key=KIND))
-        for lease, group in zip(leases, drawn, strict=True)
-    ]
-    for case, replay in zip(cases, replay_all(clean, cases), strict=True):
-        assert not isinstance(replay, Exception)
-        case.replay = replay
-    return cases
+    return honest.cases(leases, honest.rounding(0.1), Profile(key=KIND))
 
 
 @cache

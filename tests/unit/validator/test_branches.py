@@ -7,11 +7,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from honest import EOS, SAMPLING, LengthEnvironment, audit_job, engine, lease, loaded, rounding, submission
+from honest import EOS, SAMPLING, LengthEnvironment, audit_job, cases, engine, lease, loaded, rounding, submission
 
 from kit import Patch
 from shoal.engines import GenerationRequest
-from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import ResourceError, ScoringFailure
 from shoal.protocol import Lease, Outcome, RolloutReward, Severity
@@ -19,7 +18,7 @@ from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.validator import branches
 from shoal.validator.branches import Branch, BranchChecker, block_around, branch_of, by_tolerance, differences
-from shoal.validator.case import Case, replay_all
+from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 from shoal.validator.rewards import Group, Scored
@@ -30,13 +29,7 @@ WIDE = EXACT.model_copy(update={"sampling": replace(EXACT.sampling, distance=1.0
 
 
 def case_of(of: Lease, by: ScriptedEngine | None = None, profile: Profile = WIDE) -> Case:
-    worker, clean = by or rounding(), engine()
-    [group] = worker.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)], of.proof)
-    case = Case(of, submission_of(of, group, "scripted"), "", clean.vocabulary_size, clean.hidden_size, profile)
-    [replay] = replay_all(clean, [case])
-    assert not isinstance(replay, Exception)
-    case.replay = replay
-    return case
+    return cases([of], by or rounding(), profile)[0]
 
 
 @cache
@@ -172,11 +165,33 @@ def test_no_more_time_is_taken_than_its_share() -> None:
     assert looked == 2  # 5 s each, of 210 s; none in the first 120 s
 
 
-def test_an_engine_that_fails_ends_no_audit() -> None:
-    class Full(ScriptedEngine):
-        def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
-            raise ResourceError("no memory")
+def test_look_without_time_or_that_fails_is_made_up_for_with_later_groups_of_its_node() -> None:
+    clock, case, other = ManualClock(), nth_case(0), nth_case(1)
+    other.lease = other.lease.model_copy(update={"node": "another"})
+    branch_checker, every = (
+        BranchChecker(clock=clock, rng=random.Random(4)),
+        len(list(BranchChecker()._chosen(case, 1.0))),
+    )
 
+    def looked(of: Case, share: float, by: ScriptedEngine | None = None) -> int:
+        return branch_checker.look([(of, rewards_of(of), share)], by or engine(), by_length)[0].looked
+
+    assert [looked(case, 0.25) for _ in range(6)] == [0] * 6  # in the first seconds
+    clock.advance(1000.0)
+    assert looked(case, 0.25, Full()) == 0
+    assert looked(other, 0.0) == 0, "nothing is owed to it"
+    found = [looked(case, share) for share in (0.25, *[0.0] * 5)]
+    assert found[2] == every, "after a quarter and a half, because the calls were quick; two groups were owed"
+    assert 0 < sum(found[:2]) < 2 * every
+    assert found[4:] == [0, 0], "the last quarter is paid"
+
+
+class Full(ScriptedEngine):
+    def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
+        raise ResourceError("no memory")
+
+
+def test_an_engine_that_fails_ends_no_audit() -> None:
     case = nth_case(0)
     assert BranchChecker(time_share=1e9).look([(case, rewards_of(case), 1.0)], Full(), by_length) == [Branches()]
 

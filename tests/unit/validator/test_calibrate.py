@@ -36,6 +36,7 @@ from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
 from shoal.validator.judge import Judge
+from shoal.validator.limits import measured_kind
 from shoal.validator.profiles import (
     BUILT_IN,
     ChannelLimits,
@@ -184,7 +185,7 @@ def measured() -> Measurement:
 
 def test_float32_limits_pass_honest_groups_of_every_batch_size_and_kernel(measured: Measurement) -> None:
     assert measured.failures == {"cpu/float32": []}
-    assert measured.problems == ()
+    assert (measured.problems, measured.untested) == ((), ())
     assert measured.groups > 150
     assert measured.bands["cpu/float32"].tokens > 2000
     assert [name for name, _ in measured.variants] == ["batch 1", "batch 8", "batch 64", "main", "eager", "math"]
@@ -278,8 +279,16 @@ def test_a_policy_that_leaves_no_choice_has_limits_that_its_honest_work_keeps(nu
 
 @pytest.mark.parametrize(("number_format", "temperature"), [("float32", 1e-7), ("bfloat16", 3e-3)])
 def test_a_temperature_that_leaves_no_nat_ends_no_validator(number_format: str, temperature: float) -> None:
+    """There are no blocks of 64 nats to try other seeds with; nobody gains by them, but it is said."""
     found = measure(*engines(number_format, "float32", 10, sequences=32, temperature=temperature))
     assert all(math.isfinite(getattr(found.profile.noise, name).rate) for name in NoiseLimits.model_fields)
+    untried = (
+        "other seeds, 64 tokens and nats, by cpu/float32",
+        "temperature 0.9 T, 256 tokens and nats, by cpu/float32",
+    )
+    assert found.untested == untried
+    assert not [problem for problem in found.problems if problem.startswith(("other seeds", "temperature"))]
+    assert measured_kind(found).untested == untried
 
 
 def certain_of(case: Case) -> Submission:

@@ -10,19 +10,32 @@ import msgspec
 import pytest
 from honest import POLICY, LengthEnvironment, audit_job, completions, lease, loaded, submission
 
+from kit.tiny import build_tiny
 from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
+from shoal.environments import EnvironmentSettings
+from shoal.environments import build as build_environment
 from shoal.errors import HubRefused, ModelError, ResourceError, SignatureError
 from shoal.models.load import load_model
-from shoal.protocol import Calibration, Lease, ModelSize, PolicyRef, SignedDocument, SigningKey, pack_logprobs
+from shoal.protocol import (
+    Calibration,
+    Lease,
+    MeasuredKind,
+    ModelSize,
+    PolicyRef,
+    SignedDocument,
+    SigningKey,
+    pack_logprobs,
+)
 from shoal.protocol.verdict import AuditReply, Outcome, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import limits as limits_module
 from shoal.validator import profiles
-from shoal.validator.calibrate import Catch, Measurement
+from shoal.validator.bands import Bands, limits_from
+from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, prompts_of, replayed, weights_of
 from shoal.validator.judge import Judge
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
 from shoal.validator.profiles import (
@@ -73,7 +86,7 @@ def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:
     problems = () if share == 1.0 else ("int8 weights would be caught in 90.0% of blocks",)
     catch = Catch("int8 weights", "cpu/float32", 512, 200, share, share, share)
     under = partial(measurement, blind_above=blind_above)
-    return Measurement(profile, {}, {}, 1, {}, (catch,), problems, 0.0, {}, under)
+    return Measurement(profile, {}, {}, 1, {}, (catch,), problems, (), 0.0, {}, under)
 
 
 BOTH = ("bfloat16", "float32")
@@ -153,6 +166,85 @@ def test_refused_kind_is_measured_again_with_a_later_policy() -> None:
     assert (missing(POLICY), missing(later)) == ([], [])
     clock.advance(1000)
     assert (missing(POLICY), missing(later)) == ([], [BFLOAT16])
+
+
+@pytest.fixture(scope="module")
+def drawn_by_bfloat16() -> tuple[LoadedPolicy, Plan, Profile]:
+    """A random policy as a float32 validator has it, and the limits of bfloat16 workers by honest work alone."""
+    model, random = load_model("tiny"), build_tiny(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
+    files = {**model.files, "config.json": random.config.to_json_string(use_diff=False).encode()}
+    own = TorchEngine.wrap(random.bfloat16()).copied(files, "float32")
+    prompts = prompts_of(files, build_environment(EnvironmentSettings(name="sort")), 12)
+    plan = Plan(prompts, model.eos_token_id, sequences=64, tokens=12)
+    honest = Subject(own.copied(files, "bfloat16"), plan, print).drawn("main", 256, 12)
+    bands = Bands.of(replayed(own, honest))
+    seen = Measured(model="", tokens=1, date="", validators=("cpu/float32",), bands=bands.numbers())
+    limits = limits_from(bands, BFLOAT16).model_copy(update={"measured": seen, "validators": BOTH})
+    return LoadedPolicy(POLICY, own, files), plan, limits
+
+
+@pytest.mark.parametrize(
+    ("factor", "steps", "first"), [(1.0, 2, None), (4.0, 1, {1}), (1.25, 8, {2, 3, 4, 5, 6, 7, 8})]
+)
+def test_probe_measures_again_what_has_moved_since_the_calibration(
+    factor: float, steps: int, first: set[int] | None, drawn_by_bfloat16: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The projections grow by `factor` a step. Little by little is as far in the end: it is the policy of the
+    calibration that counts, not the last one that was looked at."""
+    loaded, plan, limits = drawn_by_bfloat16
+    mine, weights, measured = calibrator(Hub(), "float32"), weights_of(loaded.engine), list[list[str]]()
+    made = Calibration(
+        run="a-run", policy=POLICY, kinds={BFLOAT16: MeasuredKind(limits=limits.model_dump(mode="json"))}, made_at_ms=0
+    )
+    monkeypatch.setattr(mine, "_shelf", SimpleNamespace(get=lambda *_: loaded, wait_s=0.0))
+    monkeypatch.setattr(mine, "_plan", lambda _loaded: plan)
+    monkeypatch.setattr(mine, "_measure", lambda _policy, kinds, _made, _digest: measured.append(kinds))
+    before, moved = {name: each.clone() for name, each in weights.items()}, None
+    try:
+        for step in range(1, steps + 1):
+            for name, each in weights.items():
+                if "proj" in name:  # published in bfloat16, as a worker has them
+                    each.copy_((before[name] * factor**step).bfloat16())
+            mine._probe(POLICY.model_copy(update={"version": POLICY.version + step}), made, DIGEST)
+            if measured:
+                moved = step
+                break
+    finally:
+        for name, each in weights.items():
+            each.copy_(before[name])
+    assert (moved in first) if first else moved is None
+    assert measured == ([[BFLOAT16]] if first else [])
+
+
+def test_later_version_is_probed_once_and_probes_take_a_small_share_of_the_time(monkeypatch) -> None:
+    hub = Hub()
+    mine = calibrator(hub, "float32")
+    clock: Any = mine._clock
+    publish(mine, hub, 0.1)
+    asked = AuditReply(calibration=DIGEST, wanted=(FLOAT32, BFLOAT16))
+    later, latest = (POLICY.model_copy(update={"version": POLICY.version + step}) for step in (1, 2))
+    mine._known.clear()
+    assert mine.due(asked, POLICY) is None, "the limits were measured with it"
+    job = mine.due(asked, later)
+    assert isinstance(job, partial)
+    assert (job.func, job.args) == (mine._probe, (later, hub.in_force, DIGEST))
+
+    def take(*_: object) -> bool:
+        clock.advance(1.0)
+        return False
+
+    monkeypatch.setattr(limits_module, "has_moved", take)
+    monkeypatch.setattr(mine, "_shelf", SimpleNamespace(get=lambda *_: Mock(), wait_s=0.0))
+    monkeypatch.setattr(mine, "_plan", lambda _loaded: None)
+    monkeypatch.setattr(mine, "_own", lambda _loaded: SimpleNamespace(kind=FLOAT32))
+    monkeypatch.setattr(mine, "_copy", lambda *_: None)
+    job()  # two kinds, a second each
+    assert [mine.due(asked, each) for each in (later, latest)] == [None, None]
+    clock.advance(2 / limits_module.PROBE_SHARE - 2)
+    assert mine.due(asked, later) is None, "it was looked at"
+    again = mine.due(asked, latest)
+    assert isinstance(again, partial)
+    assert again.func == mine._probe
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Calibrator:

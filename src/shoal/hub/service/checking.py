@@ -188,7 +188,8 @@ class Checking:
         assert holding is not None, "a foreign key ties a submission to its lease"
         assert node is not None, "a foreign key ties a submission to its node"
         groups = reputation.evidence_groups(node)
-        evidence = max([node.gains.value, *(_suspicion(reader, key).evidence.value for key in groups)])
+        pooled = [_suspicion(reader, key).evidence.value for key in groups]
+        evidence = max(node.gains.value, node.gains.recent, *pooled)
         # of newer nodes' evidence only nodes on probation are held liable: others have been looked at
         distrusted: Literal["", "its owner", "newcomers"] = ""
         if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
