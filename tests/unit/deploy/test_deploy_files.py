@@ -39,9 +39,7 @@ def documents(path: Path) -> list[Any]:
 
 
 def test_yaml_and_json_parse() -> None:
-    read = [path for path in FILES if path.suffix in (".yaml", ".yml", ".json")]
-    assert len(read) > 12
-    assert all(all(documents(path)) for path in read)
+    assert sum(all(documents(path)) for path in FILES if path.suffix in (".yaml", ".yml", ".json")) == 14
 
 
 def containers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -62,10 +60,9 @@ def commands() -> Iterator[str]:
         plain = "entrypoint" not in service
         yield from [shlex.join(["shoal", *service["command"]])] if plain else [x for x in shell if x[:6] == "shoal "]
     yield from (shlex.join(["shoal", *each["args"]]) for _, each in containers() if "args" in each)
-    yield from (
-        said for path in UNITS for said in re.findall(r"^ExecStart=/opt/shoal/bin/(.*)$", path.read_text(), re.M)
-    )
-    yield from (said for path in FILES for said in re.findall(r"`(shoal [^`]+)`", path.read_text()))
+    for path in FILES:
+        yield from re.findall(r"^ExecStart=/opt/shoal/bin/(.*)$", path.read_text(), re.M)
+        yield from re.findall(r"`(shoal [^`]+)`", path.read_text())
 
 
 def test_commands_exist_with_their_options() -> None:
@@ -126,15 +123,12 @@ def test_programs_take_their_files(tmp_path: Path, what: str) -> None:
         command = ["promtool", "check", "rules", str(ALERTS)]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert set(re.findall(r"image: (\S+)", checked.stdout)) <= {
-        f"shoal:{x}" for x in ("hub", "relay", "trainer", "worker")
-    }
+    assert set(re.findall(r"image: shoal(\S+)", checked.stdout)) <= {":hub", ":relay", ":trainer", ":worker"}
 
 
 def test_systemd_takes_the_units_and_finds_them_closed(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
-
     for path in UNITS:
         (tmp_path / path.name).write_text(path.read_text().replace("/opt/shoal/bin/shoal", str(shutil.which("true"))))
     command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", *map(str, tmp_path.iterdir())]
@@ -147,9 +141,8 @@ def test_systemd_takes_the_units_and_finds_them_closed(tmp_path: Path) -> None:
 
 def test_nothing_runs_as_root_writes_to_its_image_or_holds_a_secret() -> None:
     closed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-    assert all(
-        each["securityContext"] == closed and pod["securityContext"]["runAsNonRoot"] for pod, each in containers()
-    )
+    for pod, each in containers():
+        assert (each["securityContext"], pod["securityContext"]["runAsNonRoot"]) == (closed, True)
     assert {(each["read_only"], *each["cap_drop"]) for each in own_services().values()} == {(True, "ALL")}
     _, _wheel, *stages = re.split(r"^FROM ", (DEPLOY / "Containerfile").read_text(), flags=re.M)
     assert [re.findall(r"^USER (\S+)", stage, re.M)[-1] for stage in stages] == ["10001:10001"] * 4

@@ -3,14 +3,13 @@
 worker ── TLS ──► nginx ──► hub ──► PostgreSQL, an S3 server          trainer ─► origin ─► relay
 """
 
-import os
 import re
 import shlex
 import shutil
 import ssl
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx2
@@ -23,19 +22,10 @@ from kit.run import REWARD, end
 from kit.s3 import KEYS, Shop
 
 RECIPE = """
-[run]
-name = "deployed"
-steps = 50
-groups_per_step = 2
-group_size = 4
-max_new_tokens = 8
-[environment]
-file = "reward.py"
-[trainer]
-evaluate_every = 0
-guards.divergence.action = "off"
-[worker]
-engine = "scripted"
+run = { name = "deployed", steps = 50, groups_per_step = 2, group_size = 4, max_new_tokens = 8 }
+environment.file = "reward.py"
+trainer = { evaluate_every = 0, guards.divergence.action = "off" }
+worker.engine = "scripted"
 """
 
 
@@ -57,8 +47,8 @@ def test_commands_of_compose_run_until_a_group_is_accepted(tmp_path: Path, datab
     }  # fmt: skip
     variables = {"SHOAL_HOST": "127.0.0.1", "SHOAL_RUN": "/srv/shoal/run", "POSTGRES_PASSWORD": "x"}
     variables |= {"S3_ACCESS_KEY": KEYS["AWS_ACCESS_KEY_ID"], "S3_SECRET_KEY": KEYS["AWS_SECRET_ACCESS_KEY"]}
-    env = clean_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    env |= {"SSL_CERT_FILE": str(certificate)}
+    env = clean_environment() | {"SSL_CERT_FILE": str(certificate), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
 
     def command(name: str) -> list[str]:
         service = compose(variables)["services"][name]
@@ -75,14 +65,10 @@ def test_commands_of_compose_run_until_a_group_is_accepted(tmp_path: Path, datab
     assert subprocess.run(command("no-root-key"), env=env).returncode == 0
 
     def accepted() -> bool:
-        try:
-            text = http.get("/metrics").raise_for_status().text
-        except httpx2.HTTPError:
-            return False
+        text = ""
+        with suppress(httpx2.HTTPError):
+            text = http.get("/metrics").text
         return re.search(r'^shoal_hub_submissions\{state="accepted"\} [1-9]', text, re.M) is not None
-
-    def said() -> str:
-        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(logs.iterdir()))
 
     alone = tmp_path / "validator"  # what compose mounts for it is enough
     for volume in compose(variables)["services"]["validator"]["volumes"][1:]:
@@ -101,7 +87,7 @@ def test_commands_of_compose_run_until_a_group_is_accepted(tmp_path: Path, datab
             own = env | compose(variables)["services"].get(name, {}).get("environment", {})
             process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=own)
             stack.callback(end, process, tmp_path)
-        eventually(accepted, 240, said)
+        eventually(accepted, 240, lambda: [f"{log.name}: {log.read_text()[-1500:]}" for log in logs.iterdir()])
         status = http.get("/status").json()
     assert [key for key in shop.keys() if key.startswith("runs/one/blobs/")]  # noqa: SIM118
     assert not (run / "hub" / "hub.db").exists(), "rows are in PostgreSQL"
