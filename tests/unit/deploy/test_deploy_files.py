@@ -39,7 +39,9 @@ def documents(path: Path) -> list[Any]:
 
 
 def test_yaml_and_json_parse() -> None:
-    assert sum(all(documents(path)) for path in FILES if path.suffix in (".yaml", ".yml", ".json")) == 14
+    read = [path for path in FILES if path.suffix in (".yaml", ".yml", ".json")]
+    assert len(read) > 12
+    assert all(all(documents(path)) for path in read)
 
 
 def containers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -123,7 +125,8 @@ def test_programs_take_their_files(tmp_path: Path, what: str) -> None:
         command = ["promtool", "check", "rules", str(ALERTS)]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert set(re.findall(r"image: shoal(\S+)", checked.stdout)) <= {":hub", ":relay", ":trainer", ":worker"}
+    images = {"shoal:hub", "shoal:relay", "shoal:trainer", "shoal:worker"}
+    assert set(re.findall(r"image: (\S+)", checked.stdout)) <= images
 
 
 def test_systemd_takes_the_units_and_finds_them_closed(tmp_path: Path) -> None:
