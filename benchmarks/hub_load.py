@@ -1,13 +1,16 @@
 """What does a hub carry?
 
-    python benchmarks/hub_load.py [--workers 1000] [--minutes 5] [--group-s 20] [--heartbeat-s 5] [--postgres --hubs 2]
+    python benchmarks/hub_load.py [--workers 1000] [--minutes 5] [--group-s 20] [--heartbeat-s 5]
+    python benchmarks/hub_load.py --postgres --hubs 2 --round-trip-ms 20 …
 
 Real hub processes over real HTTP on this machine: workers that lease, take their time, submit and send heartbeats, each
 request signed; a validator that fetches every submission and judges it; a trainer that asks for batches and their
 rollouts and announces versions. Beside it, in the same run and with the same client, a bare endpoint (Starlette on
 uvicorn: POST, JSON in, JSON out) in one process: the ratio says what signatures, nonces and decisions cost.
 
-`--postgres` starts a PostgreSQL server of its own, with fsync; `--database` names another. Several hubs share it.
+`--postgres` starts a PostgreSQL server of its own, with fsync; `--database` names another. Several hubs share it. With
+`--round-trip-ms` each trip of a hub to it takes so much longer: then hubs wait, instead of competing for this machine's
+cores, and what one hub and two carry says how far they stand in each other's way.
 
 Reported: latencies of lease and submit, requests a second, requests for each second of the hubs' processor time, their
 memory over time. Afterwards the database is opened and compared with what was promised: nothing may be lost.
@@ -23,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from load_parts.fleet import Fleet
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--heartbeat-s", type=float, default=5.0)
     parser.add_argument("--database", default="", help="postgresql://…; else SQLite")
     parser.add_argument("--postgres", action="store_true", help="a PostgreSQL server for this run alone")
+    parser.add_argument("--round-trip-ms", type=float, default=0.0, help="how much longer each trip to it takes")
     parser.add_argument("--hubs", type=int, default=1, help="how many share the database")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -62,7 +67,7 @@ def main() -> None:
         with contextlib.ExitStack() as serving:
             hubs = []
             for _ in range(options.hubs):
-                hubs.append(Server.start("hub", f"{folder}/hub", options.database))
+                hubs.append(Server.start("hub", f"{folder}/hub", options.database, str(options.round_trip_ms)))
                 serving.callback(hubs[-1].stop)
             measure(hubs, options, database.pid if database else None)
         check(Path(folder) / "hub", options.database, options.receipts)
@@ -71,13 +76,14 @@ def main() -> None:
 def measure(hubs: list[Server], options: argparse.Namespace, database: int | None) -> None:
     fleet = Fleet([hub.host_and_port for hub in hubs], options.workers, options.group_s, options.heartbeat_s)
     memory: list[tuple[float, float]] = []
-    seconds = options.minutes * 60
+    seconds, waits = options.minutes * 60, Counter[str]()
 
     def used() -> list[float]:
         return [*(hub.cpu_s() for hub in hubs), time.process_time(), children_cpu_s(database) if database else 0.0]
 
     async def watched() -> tuple[float, list[float]]:
         watching = asyncio.create_task(watch_memory(hubs[0], memory))
+        looking = asyncio.create_task(watch_waits(options.database, fleet, waits))
         running = asyncio.create_task(fleet.run(WARM_UP_S + options.workers / 100, seconds))
         while not fleet.latencies.on and not running.done():
             await asyncio.sleep(0.05)
@@ -87,14 +93,33 @@ def measure(hubs: list[Server], options: argparse.Namespace, database: int | Non
         took_s, after = time.monotonic() - began_s, used()
         await running
         watching.cancel()
+        looking.cancel()
         return took_s, [now_s - then_s for then_s, now_s in zip(before, after, strict=True)]
 
     took_s, spent = asyncio.run(watched())
     print(f"(this client used {spent[-2] / took_s:.2f} of a core, the database {spent[-1] / took_s:.2f})")
-    report(fleet, took_s, sum(spent[: len(hubs)]))
+    if waits:
+        shown = ", ".join(f"{what} {count / waits.total():.0%}" for what, count in waits.most_common())
+        print(f"(connections inside a transaction, {waits.total()} samples: {shown})")
+    report(fleet, took_s, sum(spent[: len(hubs)]), spent[-1])
     print_memory(memory)
     compare(hubs[0], options)
     options.receipts = fleet.receipts
+
+
+async def watch_waits(database: str, fleet: Fleet, waits: Counter[str]) -> None:
+    """What the database's connections wait for while they are inside a transaction."""
+    if not database:
+        return
+    import psycopg
+
+    query = """SELECT CASE WHEN state = 'active' THEN COALESCE(wait_event_type || ' ' || wait_event, 'running')
+        ELSE 'the hub' END FROM pg_stat_activity WHERE application_name = 'shoal hub' AND state <> 'idle'"""
+    async with await psycopg.AsyncConnection.connect(database, autocommit=True) as connection:
+        while True:
+            await asyncio.sleep(0.05)
+            if fleet.latencies.on:
+                waits.update(row[0] for row in await (await connection.execute(query)).fetchall())
 
 
 async def watch_memory(hub: Server, memory: list[tuple[float, float]]) -> None:
@@ -104,7 +129,7 @@ async def watch_memory(hub: Server, memory: list[tuple[float, float]]) -> None:
         await asyncio.sleep(5)
 
 
-def report(fleet: Fleet, took_s: float, cpu_s: float) -> None:
+def report(fleet: Fleet, took_s: float, cpu_s: float, database_cpu_s: float) -> None:
     found = fleet.latencies
     total = sum(len(values) for values in found.seconds.values())
     print(f"\n{fleet.workers} workers, {took_s:.0f} s: {fleet.steps} steps, {len(fleet.receipts)} receipts")
@@ -116,6 +141,9 @@ def report(fleet: Fleet, took_s: float, cpu_s: float) -> None:
         print(f"| {kind} | {rate:.1f} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.0f} |")
     print(f"\n{total / took_s:.0f} requests/s; {len(fleet.hubs)} hub(s) used {cpu_s / took_s:.2f} of a core: ", end="")
     print(f"{total / cpu_s:.0f} requests for each second of processor time")
+    if submitted := len(found.seconds.get("submit", ())):
+        each = f"{cpu_s / submitted * 1000:.1f} ms of processor time of the hubs"
+        print(f"a submission and all around it: {each}, {database_cpu_s / submitted * 1000:.1f} of the database")
     print(f"answered otherwise than 2xx: {found.refused or 'nothing'}")
 
 

@@ -457,11 +457,11 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 # These only go down. A commit that raises one says why.
 RATCHETS = {
     "lines": 55_690,
-    "statements": 39_060,
-    "files": 320,
+    "statements": 39_080,  # hubs of one PostgreSQL database make units ahead
+    "files": 316,
     "files in the fullest folder": 17,
     "names of classes used twice": 0,
-    "test lines": 52_425,  # tests of rewards as TRL has them, code of the owner, recipes in the package
+    "test lines": 52_450,  # tests of the operator's files, rewards as TRL has them, code of the owner, the wheel
 }
 
 

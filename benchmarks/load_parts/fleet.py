@@ -51,7 +51,7 @@ _DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dty
 class Fleet:
     """Everybody; `receipts` are those given, by submission, `judged` how many verdicts were taken."""
 
-    hubs: list[tuple[str, int]]  # workers are spread over them; the validator and the trainer ask the first
+    hubs: list[tuple[str, int]]  # workers are spread over them, and each has a validator; the trainer asks the first
     workers: int
     group_s: float
     heartbeat_s: float = 5.0
@@ -66,7 +66,8 @@ class Fleet:
 
     async def run(self, warm_up_s: float, seconds: float) -> None:
         """Warm up, measure for `seconds`, then hand in and judge what is out."""
-        trusted = [asyncio.create_task(self._trainer()), asyncio.create_task(self._validator())]
+        trusted = [asyncio.create_task(self._trainer())]
+        trusted += [asyncio.create_task(self._validator(number)) for number in range(len(self.hubs))]
         workers = [asyncio.create_task(self._worker(number)) for number in range(self.workers)]
         tasks = [*trusted, *workers]
         await self._watch(tasks, warm_up_s)
@@ -75,7 +76,7 @@ class Fleet:
         self.latencies.on = False
         self.stopping = True
         await asyncio.wait_for(asyncio.gather(*workers), WAIT_S + 3 * self.group_s + 60)
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + 180
         while self.judged < len(self.receipts) and time.monotonic() < end_s:
             await self._watch(trusted, 0.2)
         for task in trusted:
@@ -131,8 +132,8 @@ class Fleet:
             await _ok(wire.call("heartbeat", "POST", "/heartbeat", body))
             await asyncio.sleep(self.heartbeat_s)
 
-    async def _validator(self) -> None:
-        wire = self.wire(key_of("validator"))
+    async def _validator(self, number: int) -> None:
+        wire = self.wire(key_of(f"validator-{number}"), number)
         await self._register(wire, "validator")
         while True:
             ask = json.dumps({"max_audits": CLAIM, "wait_s": WAIT_S}).encode()

@@ -1,7 +1,8 @@
 """The two servers that are measured, each a process of its own: the hub, and a bare endpoint of the same framework.
 
-python -m load_parts.servers hub FOLDER [DATABASE]    the real hub, with ordinary settings but for limits per address
-python -m load_parts.servers bare                     one POST route: JSON in, JSON out, nothing else
+python -m load_parts.servers hub FOLDER [DATABASE [MS]]  the real hub, with ordinary settings but for limits per
+                                                         address; each trip to a PostgreSQL takes MS longer
+python -m load_parts.servers bare                        one POST route: JSON in, JSON out, nothing else
 
 Both print their URL once they answer, and end with their input.
 """
@@ -15,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.protocol import SigningKey
@@ -59,6 +62,33 @@ def serve_hub(folder: Path, database: str) -> None:
     from shoal.hub.http.server import run_hub
 
     run_hub(hub_config(folder, database), _stop_with_input(), on_ready=lambda url: print(url, flush=True))
+
+
+def delay_trips(milliseconds: float) -> None:
+    """As if the database were that far away. A commit or rollback of nothing makes no trip."""
+    import psycopg
+
+    def delayed(owner: Any, name: str, is_free: Callable[[Any], bool] = lambda _: False) -> None:
+        call = getattr(owner, name)
+
+        def late(self: Any, *arguments: Any, **named: Any) -> Any:
+            if not is_free(self):
+                time.sleep(milliseconds / 1000)
+            return call(self, *arguments, **named)
+
+        setattr(owner, name, late)
+
+    def is_idle(connection: Any) -> bool:
+        return bool(connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE)
+
+    def is_piped(cursor: Any) -> bool:
+        return bool(cursor.connection.info.pipeline_status)
+
+    delayed(psycopg.Cursor, "execute", is_piped)
+    delayed(psycopg.Cursor, "executemany")
+    delayed(psycopg.Pipeline, "__exit__")
+    delayed(psycopg.Connection, "commit", is_idle)
+    delayed(psycopg.Connection, "rollback", is_idle)
 
 
 def serve_bare() -> None:
@@ -150,6 +180,8 @@ def main() -> None:
     kind, *rest = sys.argv[1:]
     began_s = time.monotonic()
     if kind == "hub":
+        if len(rest) > 2 and float(rest[2]):
+            delay_trips(float(rest[2]))
         serve_hub(Path(rest[0]), rest[1] if len(rest) > 1 else "")
     else:
         serve_bare()

@@ -82,9 +82,12 @@ def test_exclusive_writer_excludes_other_writers(storage: Storage) -> None:
             beside(exclusive=False)
         with storage.read() as reader:
             assert len(reader.nodes()) == 2, "readers wait for nobody"
-        with storage.write(durable=False) as second:
-            assert second.take_nonce("a", "n", 5), "nor does a sign of life"
-            second.touch_presence("a", 5)
+        assert storage.take_nonce("a", "n", 5), "nor does a nonce, or a sign of life"
+        assert not storage.take_nonce("a", "n", 5)
+        storage.arrivals.heard("a", 5)
+        storage.flush()
+    with storage.read() as reader:
+        assert reader.presence("a").last_seen_ms == 5
     beside(exclusive=True)
 
 

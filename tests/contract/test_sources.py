@@ -7,7 +7,6 @@ A client, and a relay that takes one of them as its upstream, must not be able t
 """
 
 import secrets
-import shutil
 import socket
 import subprocess
 import threading
@@ -24,6 +23,8 @@ import pytest
 
 from kit import Request, eventually
 from kit.cast import WITHIN_S, Lab, ask, head_version
+from kit.fork import free_port
+from kit.nginx import nginx_command
 from kit.s3 import Shop
 from shoal.errors import VersionNotFound
 from shoal.protocol import PolicyManifest, TensorView
@@ -32,29 +33,14 @@ from shoal.shardcast import Progress
 KEPT = 2
 FOR_EVER = "public, max-age=31536000, immutable"
 
-NGINX = """
-daemon off;
-master_process off;
-worker_processes 1;
-pid {scratch}/nginx.pid;
-error_log {scratch}/error.log;
-events {{ worker_connections 256; }}
-http {{
-    access_log off;
-    sendfile on;
-    client_body_temp_path {scratch}/body;
-    proxy_temp_path {scratch}/proxy;
-    fastcgi_temp_path {scratch}/fastcgi;
-    uwsgi_temp_path {scratch}/uwsgi;
-    scgi_temp_path {scratch}/scgi;
-    server {{
-        listen 127.0.0.1:{port};
-        root {folder};
-        location ~ /\\. {{ return 404; }}
-        location = /head.json {{ add_header Cache-Control no-cache; }}
-        location /manifests/ {{ add_header Cache-Control "{cache}"; }}
-        location /chunks/ {{ add_header Cache-Control "{cache}"; }}
-    }}
+SERVER = """
+server {{
+    listen 127.0.0.1:{port};
+    root {folder};
+    location ~ /\\. {{ return 404; }}
+    location = /head.json {{ add_header Cache-Control no-cache; }}
+    location /manifests/ {{ add_header Cache-Control "{cache}"; }}
+    location /chunks/ {{ add_header Cache-Control "{cache}"; }}
 }}
 """
 
@@ -92,16 +78,8 @@ def static_server(lab: Lab, _request: Request) -> Iterator[Site]:
 
 @contextmanager
 def nginx(lab: Lab, _request: Request) -> Iterator[Site]:
-    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin:/opt/homebrew/bin")
-    if program is None:
-        pytest.skip("nginx is not installed: install it (Debian: apt-get install nginx-light) to run this test")
-    scratch = lab.folder / "nginx"
-    scratch.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-    configuration = scratch / "nginx.conf"
-    configuration.write_text(NGINX.format(scratch=scratch, folder=lab.www, port=port, cache=FOR_EVER))
-    command = [program, "-p", str(scratch), "-e", str(scratch / "error.log"), "-c", str(configuration)]
+    port, scratch = free_port(), lab.folder / "nginx"
+    command = nginx_command(scratch, SERVER.format(folder=lab.www, port=port, cache=FOR_EVER))
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         eventually(lambda: process.poll() is not None or listens(port), WITHIN_S)

@@ -142,8 +142,8 @@ def test_queries_are_ordered_and_limited(storage: Storage, stored: Stored) -> No
     assert [held.lease.unit for held in stored.overdue_holdings(60)] == [1, 2]
     assert [row.unit for row in stored.submissions_in([SubmissionState.RECEIVED], 2)] == [0, 1]
     assert stored.submissions_in([SubmissionState.AUDITING], 2) == []
-    assert [row.unit for row in stored.requested_leases(node(1).node, "request-1")] == [0, 1, 2]
-    assert stored.requested_leases(node(2).node, "request-1") == []
+    assert [held.lease.unit for held in stored.holdings(node(1).node, "request-1")] == [0, 1, 2]
+    assert stored.holdings(node(2).node, "request-1") == []
     assert stored.submission_counts()["received"] == 3
 
 

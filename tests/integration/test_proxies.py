@@ -5,7 +5,6 @@ so that whatever does not go through it fails.
 """
 
 import base64
-import datetime
 import select
 import socket
 import ssl
@@ -20,13 +19,10 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from kit import Patch
 from kit.fork import clean_environment
+from kit.nginx import certificate_of
 from kit.roles import ONE_STEP, ServedRun, prepared, served_run
 from shoal.client import ClientOptions, HubClient
 from shoal.client.http import REACH, open_http
@@ -228,7 +224,7 @@ def fetched(url: str, times: int = 1, **limits: Any) -> list[bytes]:
 
 @pytest.fixture
 def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> "Iterator[_Source]":
-    certificate = _certificate(tmp_path)
+    certificate = certificate_of(tmp_path, "weights.test")
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with closing(_Source(certificate)) as server:
         yield server
@@ -298,24 +294,3 @@ class _Source(Listener):
                 speaking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
                 if b"connection: close" in head.lower():
                     break
-
-
-def _certificate(folder: Path) -> Path:
-    """A certificate for weights.test that signs itself, with its key in the same file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "weights.test")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("weights.test")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )  # fmt: skip
-    path = folder / "weights.pem"
-    secret = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    path.write_bytes(secret + certificate.public_bytes(serialization.Encoding.PEM))
-    return path

@@ -29,10 +29,10 @@ from kit.crash import DEADLINE_S, VALIDATORS, Actors, Body, Place, serve
 from kit.fork import started
 from shoal import protocol
 from shoal.errors import ConfigError
-from shoal.hub.service import Hub
-from shoal.hub.state.commands import Refusal, Save
+from shoal.hub.service import Hub, retry, stock
+from shoal.hub.state.commands import AddBatch, Refusal, Save
 from shoal.hub.state.reputation import NEWER, Suspicion
-from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, UnitRow, UnitState
+from shoal.hub.state.rows import PROBATION_AUDITS, LeaseRow, LeaseState, NodeRow, UnitRow, UnitState
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables
 from shoal.hub.storage.postgres import PostgresStorage
@@ -182,9 +182,84 @@ def row_of(hub: Hub, key: protocol.SigningKey) -> NodeRow:
     return row
 
 
-def hub_at(folder: Path, database: str, clock: ManualClock, run_id: str = kit.RUN_ID) -> Hub:
-    config = kit.make_config(folder, settings={"database": database})
+def hub_at(folder: Path, database: str, clock: ManualClock, run_id: str = kit.RUN_ID, **run: int) -> Hub:
+    config = kit.make_config(folder, run, {"database": database})
     return Hub(replace(config, run_id=run_id), clock)
+
+
+def begun(hub: Hub) -> NodeRow:
+    """The first version is out; a worker that nobody keeps waiting, and that may hold 64 units."""
+    trusted = {"role": "trainer", "certificate": kit.certificate(kit.TRAINER, "trainer")}
+    hub.membership.register(protocol.Registration(public_key=kit.TRAINER.public_key, **trusted))
+    announcement = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(0), created_at_ms=0)
+    hub.training.announce(row_of(hub, kit.TRAINER), protocol.sign_document(announcement, kit.TRAINER))
+    hub.membership.register(protocol.Registration(public_key=kit.worker_key(1).public_key))
+    with hub.context.storage.write() as transaction:
+        row = transaction.node(kit.worker_key(1).node)
+        assert row is not None
+        transaction.apply([Save(replace(row, passed=PROBATION_AUDITS, window=64), row.state)])
+    return row_of(hub, kit.worker_key(1))
+
+
+def leased(hub: Hub, worker: NodeRow, count: int = 1) -> list[int]:
+    reply = retry(lambda: hub.work.lease(worker, protocol.LeaseRequest(request=kit.fresh_request(), max_units=count)))
+    return [int(signed.document["unit"]) for signed in reply.leases]
+
+
+def test_two_hubs_give_out_all_units_once_and_no_more_than_may_be_alive(tmp_path: Path, database_url: str) -> None:
+    """Each has units of its own, so that neither waits for the other; in the end one takes what the other has left."""
+    clock = ManualClock()
+    first, second = hubs = [hub_at(tmp_path / "hub", database_url, clock, groups_per_step=50) for _ in range(2)]
+    worker = begun(first)
+    assert (leased(first, worker), leased(second, worker), leased(first, worker)) == ([0], [32], [1])
+    found = [0, 32, 1]
+    while units := leased(second, worker, 5):
+        found += units
+    assert sorted(found) == list(range(50))
+    assert leased(first, worker) == []
+    for hub in hubs:
+        hub.close()
+
+
+def test_units_of_a_hub_that_is_gone_do_not_lie_about(tmp_path: Path, database_url: str, monkeypatch: Patch) -> None:
+    for name, size in {"STOCK": 4, "FEW": 2, "FAR": 8}.items():
+        monkeypatch.setattr(stock, name, size)
+    clock = ManualClock()
+    first, second = (hub_at(tmp_path / "hub", database_url, clock, groups_per_step=60) for _ in range(2))
+    worker = begun(first)
+    assert leased(first, worker) == [0]
+    first.close()
+    found = [unit for _ in range(20) for unit in leased(second, worker)]
+    assert {1, 2, 3} < set(found), "though there is room for 40 more"
+    second.close()
+
+
+def test_hub_sees_settings_and_batches_that_another_one_wrote(database_url: str) -> None:
+    first, second = (PostgresStorage(database_url) for _ in range(2))
+
+    def seen() -> tuple[str | None, int]:
+        with first.write() as transaction:
+            return transaction.setting("a"), transaction.standing().next_step
+
+    assert seen() == (None, 0)
+    with second.write() as transaction:
+        transaction.put_setting("a", "1")
+    assert seen() == ("1", 0)
+    with contextlib.suppress(KeyError), second.write() as transaction:
+        transaction.put_setting("a", "2")
+        raise KeyError
+    assert seen() == ("1", 0)
+    with second.write(exclusive=True) as transaction:
+        transaction.apply([AddBatch(protocol.Batch(step=0, groups=(), dropped_groups=0, written_at_ms=1))])
+    assert seen() == ("1", 1)
+    with first.write() as reading:
+        assert reading.setting("a") == "1"
+        with second.write() as transaction:
+            transaction.put_setting("a", "3")
+        reading.frontier()
+        assert reading.setting("a") == "3", "who holds the frontier relies on what the last one there wrote"
+    first.close()
+    second.close()
 
 
 def test_second_hub_takes_over_the_lead(tmp_path: Path, database_url: str) -> None:

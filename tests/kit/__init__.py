@@ -3,6 +3,7 @@
 hub, machine, state, storage, asgi            a hub in this process, its services without HTTP, rows made by hand
 roles, folder, run, fork, cli                 roles as threads, run folders, real processes of `shoal …`, made-up views
 crash, smalldisk, postgres, s3, sandbox       processes that die, small disks, real servers, a sandbox
+deploy, nginx                                 the files under deploy/, as their programs read them; a web server
 tables                                        tables of cases in tests/data
 attack, trial, served_hub, hostile, forged    for the adversary suite
 cast, data, engines, evaluation, evidence,    for the tests of one package

@@ -1,7 +1,9 @@
-"""The CLI as people meet it, as a subprocess; made-up statuses and views of a run."""
+"""The CLI as people meet it, as a subprocess; what is wrong with a command that is shown; made-up views of a run."""
 
+import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +40,33 @@ def one_line(ran: subprocess.CompletedProcess[str], code: int) -> str:
     assert len(lines) == 1, ran.stderr
     assert ran.stderr.rstrip().endswith(lines[0]), ran.stderr
     return lines[0].removeprefix("shoal: ")
+
+
+ALWAYS = {"--help", "-h", "--debug"}
+
+
+@cache
+def command_line() -> Any:
+    import typer
+
+    from shoal.cli.main import app
+
+    return typer.main.get_command(app)
+
+
+def mistake(shown: str) -> str:
+    """What is wrong with a command as it is shown; empty if nothing is."""
+    words, command = shlex.split(shown, comments=True)[1:], command_line()
+    while words and hasattr(command, "commands"):
+        word = words.pop(0)
+        if word.startswith("-"):
+            continue
+        if word not in command.commands:
+            return f"{shown}: there is no command {word}"
+        command = command.commands[word]
+    there = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]} | ALWAYS
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in there]
+    return f"{shown}: there is no option {', '.join(unknown)}" if unknown else ""
 
 
 NODE = NodeView(node="ab" * 16, name="w", role="worker", state=NodeState.ACTIVE, credit=100)

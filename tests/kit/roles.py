@@ -23,7 +23,6 @@ ONE_STEP: Sections = {
     "run": {"steps": 1, "groups_per_step": 1, "group_size": 2, "max_new_tokens": 6},
     "hub": {"port": 0, "refill_cap": 0},  # nobody sorts anything: the step continues without its group
     "relay": {"count": 0},
-    "validator": {"engine": "scripted"},
     "worker": {"engine": "scripted"},
 }
 

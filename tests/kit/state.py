@@ -69,7 +69,7 @@ def grant(
         fresh.append(rows.UnitRow(number, f"drawn-{number}"))
     issued = leases.issue(now, ask, plan, fresh)
     signed = [(replace(row, document=f"signed {row.lease}"), of) for row, of in issued]
-    commands = leases.issued(signed, now.progress.next_unit)
+    commands = leases.issued(signed, fresh)
     return Granted(tuple(row for row, _ in signed), tuple(commands), plan)
 
 

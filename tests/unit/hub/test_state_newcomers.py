@@ -35,6 +35,17 @@ def declined(found: Granted) -> tuple[bool, str, bool]:
     return found.plan.held_back, found.plan.short, found.plan.yields
 
 
+@pytest.mark.parametrize(("units", "unproven", "fresh", "share", "tight"), [
+    (193, 0, 8, 0.25, False), (193, 0, 7, 0.25, True), (192, 0, 7, 0.25, False), (0, 64, 0, 0.25, False),
+    (0, 65, 0, 0.25, True), (0, 65, 0, 1.0, False),
+])  # fmt: skip
+def test_bounds_near_enough_to_need_a_lock(units: int, unproven: int, fresh: int, share: float, tight: bool) -> None:
+    """1,024 units may be alive: newcomers get 256, a network's new keys 128; the lock begins 64 before these."""
+    now = moment(groups_per_step=1024, newcomer_share=share)
+    crowd = Crowd(InHand(0, {"n": units}, {"n": unproven}), established=True)
+    assert newcomers.is_tight(now, node(1, passed=fresh, network="n"), crowd) is tight
+
+
 class TestLeases:
     def test_newcomers_together_hold_their_share_while_established_nodes_are_here(self) -> None:
         assert (len(granted(HERE).leases), len(granted(replace(HERE, in_hand=hands(3))).leases)) == (4, 1)

@@ -27,8 +27,7 @@ from shoal.hub.http.limits import Edge
 from shoal.hub.http.polling import Polls
 from shoal.hub.service import Hub, retry
 from shoal.hub.service.calls import TABLE, Ask, Call, Names, Parameters
-from shoal.hub.service.metrics import HubMetrics
-from shoal.hub.service.reporting import read_figures
+from shoal.hub.service.reporting import HubMetrics, read_figures
 from shoal.hub.service.turns import network_of
 from shoal.hub.service.upkeep import keep_up, note_failure
 from shoal.hub.settings import HubConfig

@@ -19,7 +19,6 @@ from shoal.hub.service.calls import SMALL_BODY_BYTES, Call
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage import Storage
 from shoal.protocol import MAX_SKEW_MS, HubClock, Registration, RequestSignature, first_problem, node_id
 from shoal.protocol.signing import check_date, sign_document, verify_body, verify_request
 from shoal.runtime.http import HttpRequest
@@ -126,15 +125,10 @@ async def _admit(
     nonce = signature.node, signature.nonce, signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
     is_new = storage.arrivals.take_nonce(*nonce, lasting=not is_harmless and not storage.is_shared)
     if is_new and storage.is_shared and not is_harmless:  # other hubs may have been sent the same request
-        is_new = await edge.in_thread(_keep_nonce, storage, nonce)
+        is_new = await edge.in_thread(storage.take_nonce, *nonce)
     if not is_new:
         raise Refusal(401, "auth.replay", "this very request was made before: sign it again with a new nonce")
     count(only_look=False)
-
-
-def _keep_nonce(storage: Storage, nonce: tuple[str, str, int]) -> bool:
-    with storage.write(durable=False) as transaction:
-        return transaction.take_nonce(*nonce)
 
 
 async def _find(context: Context, edge: Edge, node: str) -> NodeRow | None:

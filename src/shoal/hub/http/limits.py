@@ -27,6 +27,7 @@ OWN_ADDRESSES = ("", "127.0.0.1", "::1")
 SHARE_OF_ONE = 4  # one caller may have a quarter of all that may be received at a time
 KEPT_S = 1.0
 TURN_WAIT_S = 15.0  # well within what a client waits for an answer
+DECIDING = 6  # others find a thread and a connection meanwhile
 THREADS = 24  # as many as a hub has connections to a shared database; most wait for a disk
 REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed
 LEAST_INTAKE_BYTES = 64 * 1024 * 1024
@@ -109,7 +110,7 @@ class Edge:
         self.newcomers = Buckets(settings.requests_per_address_s * REGISTRATIONS, burst_s=60.0)
         self.intake = Intake(max(LEAST_INTAKE_BYTES, CONCURRENT_UPLOADS * config.submission_limits.compressed_bytes))
         self.uploads = asyncio.Semaphore(CONCURRENT_UPLOADS)  # submissions are in memory while they are checked
-        self.deciding = asyncio.Semaphore(1)  # of calls that would wait for one lock of a shared database
+        self.deciding = asyncio.Semaphore(DECIDING)  # on leases, over a shared database
         self.reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="hub")
         self._computing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

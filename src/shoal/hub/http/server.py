@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import math
 import socket
 from collections.abc import Callable, Iterator
@@ -19,10 +20,14 @@ LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 LEAST_CONNECTIONS, CONNECTIONS = 40, 2.5  # of one address: at least so many, and for each request a second
 FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
 
+M_ARENA_MAX, ARENAS = -8, 2  # the C library gives each thread a heap of its own, which keeps what that thread has freed
+
 
 def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
     """Serve until `stop` is set; `on_ready` gets the URL once connections are answered. Raises `DiskError` if what is
     received can no longer be kept."""
+    with contextlib.suppress(OSError, AttributeError):  # of glibc; others have no arenas
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
     with _place(config, stop) as listener:
         app = App(config)
         try:

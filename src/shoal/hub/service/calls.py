@@ -72,7 +72,7 @@ class Call:
     """A row of the table. Unsigned if `roles` is None; else these may call it (none: any). A body is JSON (`takes`) or
     bulk; a `reply` of None is an empty answer, a text its media type. `at_once` answers from memory, or with None if
     `serve` must. `is_harmless`: repeating the very request changes nothing, so its nonce is kept in memory only.
-    `is_serial`: over a shared database one at a time, since all want the same lock there and would hold up others."""
+    `is_serial`: over a shared database a few at a time, so that others find a thread and a connection."""
 
     method: str
     path: str

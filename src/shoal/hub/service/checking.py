@@ -20,6 +20,7 @@ from shoal.protocol.signing import SignedDocument
 from shoal.protocol.verdict import AuditReply, AuditRequest, Outcome, RefusedVerdict, Severity, Verdict
 from shoal.runtime.crash import point
 
+AT_ONCE = 8  # verdicts of one transaction over a shared database
 MAX_BODIES_BYTES = 64 * 1024 * 1024
 
 
@@ -93,8 +94,8 @@ class Checking:
         return chosen
 
     def verdicts(self, node: NodeRow, report: messages.VerdictReport) -> messages.VerdictReply:
-        """Apply verdicts; those that do not fit are named. Where hubs share a database, one transaction for each node:
-        none is locked for another's sake."""
+        """Apply verdicts; those that do not fit are named. Where hubs share a database, a few nodes' in a transaction:
+        none is locked for long for others' sake."""
         rulings, refused = list[Ruling](), list[RefusedVerdict]()
         for signed in report.verdicts:
             try:
@@ -107,10 +108,12 @@ class Checking:
             except Refusal as refusal:
                 refused.append(_refused(str(signed.document.get("submission", ""))[:64], refusal))
         self._showing.keep(ruling.verdict for ruling in rulings)
-        parts: dict[str, list[Ruling]] = {}
-        for ruling in rulings:
-            parts.setdefault(ruling.verdict.node if self._context.storage.is_shared else "", []).append(ruling)
-        refused += [each for part in parts.values() or [[]] for each in self._rule(node, part)]
+        most = max(1, len(rulings))
+        if self._context.storage.is_shared:
+            rulings.sort(key=lambda ruling: ruling.verdict.node)
+            most = AT_ONCE
+        for first in range(0, max(1, len(rulings)), most):
+            refused += self._rule(node, rulings[first : first + most])
         failed = any(ruling.verdict.outcome != Outcome.ACCEPTED for ruling in rulings)
         # what waited for a light audit may wait for a full one now, and a unit for a validator
         self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *((Topic.AUDITS,) if failed else ()))
@@ -118,7 +121,7 @@ class Checking:
 
     def _rule(self, validator: NodeRow, rulings: Sequence[Ruling]) -> list[RefusedVerdict]:
         refused, counted = list[RefusedVerdict](), list[tuple[NodeRow, Verdict]]()
-        with self._context.decision() as (transaction, moment):
+        with self._context.decision(counted=False) as (transaction, moment):
             require_trusted(transaction, validator.public_key)
             transaction.lock_nodes(ruling.verdict.node for ruling in rulings)
             for ruling in rulings:

@@ -145,13 +145,16 @@ class Context:
         return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
 
     @contextmanager
-    def decision(self, sweep: bool = False, exclusive: bool = False) -> Iterator[tuple[Writer, Moment]]:
+    def decision(
+        self, sweep: bool = False, exclusive: bool = False, counted: bool = True
+    ) -> Iterator[tuple[Writer, Moment]]:
         """One write transaction. `sweep` ends overdue leases first. `exclusive` decisions change what all others rely
         on (the newest policy, the next step): no hub decides anything beside them. Where hubs share a database only
-        these sweep, and the leader every second: a sweep touches other nodes."""
+        these sweep, and the leader every second: a sweep touches other nodes. Only if `counted` its moment knows how
+        many units were lost."""
         swept = False
         with self.storage.write(exclusive=exclusive) as transaction:
-            moment = self.moment(transaction)
+            moment = self.moment(transaction, counted)
             if sweep and (exclusive or not self.storage.is_shared):
                 overdue = self.unspared(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
                 if overdue:
@@ -181,8 +184,9 @@ class Context:
         return document
 
     def moment(self, reader: Reader, counted: bool = True) -> Moment:
-        """Units alive are 0 unless `counted`: not every decision needs them."""
-        return Moment(self.rules, reader.progress(counted=counted), self.clock.now_ms())
+        """Without the number of units alive, which only leases need; unless `counted`, with policy and step only."""
+        progress = reader.progress(counted=False) if counted else reader.standing()
+        return Moment(self.rules, progress, self.clock.now_ms())
 
     def _require_restored(self, reader: Reader) -> None:
         """Rows that a restore copied belong to the folder that it made at its end: that folder's hub starts first."""

@@ -7,7 +7,14 @@ A validator gives itself known-bad submissions (canaries) among the real ones, a
 caught and missed. If it missed any, or meets none, its audits prove nothing: an alarm (`validator_alarms`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as Total
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from shoal import ledger
 from shoal.hub.service.context import Context, node_label, node_view, orders_of, shared
@@ -29,6 +36,8 @@ MAX_PENDING, MAX_WAITING = 1000, 500
 NODES_SHOWN = 200  # of more nodes than this, a status shows those that matter most; `GET /nodes` has all
 RANKS: tuple[tuple[Rank, int], ...] = (("trusted", 40), ("sanctioned", 40), ("credit", 60), ("seen", NODES_SHOWN))
 SILENT_AFTER_MS = 60_000  # a node that has not been heard of for so long is gone, not waiting
+SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+METHODS = ("GET", "HEAD", "POST", "PUT")
 
 
 class Reporting:
@@ -223,6 +232,53 @@ STARTING_MS, NEWEST = 60_000, 50
 MEASURING_MS = 120_000  # a run's first calibration may take so long, and nothing is wrong
 DOING = {"trainer": "train", "validator": "check", "worker": "work"}
 AUDITED = ("accepted", "rejected", "unsure")
+
+
+class HubMetrics(Collector):
+    """`GET /metrics`: requests, refusals, latencies and bytes as counted here; the run from the storage; the process.
+    No label names a node or an address: their number has no bound. Times leave out what a long poll waits. Each hub has
+    a registry of its own."""
+
+    def __init__(self, read: Callable[[], Iterable[Figure]], bodies: Callable[[], tuple[int, int]]) -> None:
+        own = self.registry = CollectorRegistry()
+        ProcessCollector(registry=own)
+        labels, refused = ("route", "method", "status"), "Refusals, by code; rate.* are limits."
+        took = "Time to answer, without what a long poll waited."
+        self._requests = Total("shoal_hub_requests", "Answers, by route, method and status.", labels, registry=own)
+        self._seconds = Histogram("shoal_hub_request_seconds", took, labels[:2], buckets=SECONDS, registry=own)
+        self._refusals = Total("shoal_hub_refusals", refused, ("code",), registry=own)
+        self._counters = cache(  # labels are slow to look up
+            lambda route, method, status: (
+                self._requests.labels(route, method, str(status)), self._seconds.labels(route, method)
+            )
+        )  # fmt: skip
+        self._read, self._bodies = read, bodies  # bytes of bodies: held now, received so far
+        own.register(self)
+
+    def note(self, route: str, method: str, status: int, code: str, took_s: float) -> None:
+        method = method if method in METHODS else "other"  # what a stranger sends is no label of its own
+        requests, seconds = self._counters(route, method, status)
+        requests.inc()
+        seconds.observe(took_s)
+        if code:
+            self.refused(code)
+
+    def refused(self, code: str) -> None:
+        self._refusals.labels(code).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        held_bytes, received_bytes = self._bodies()
+        held = Figure("bodies_held_bytes", "Bytes of request bodies in memory.", held_bytes)
+        for figure in (*self._read(), held):
+            family = GaugeMetricFamily(f"shoal_hub_{figure.name}", figure.what, labels=figure.labels)
+            for labels, value in sorted(figure.values.items()):
+                family.add_metric(labels, value)
+            yield family
+        what = "Bytes of request bodies received."
+        yield CounterMetricFamily("shoal_hub_bodies_bytes", what, value=float(received_bytes))
 
 
 def _problems(node: NodeRow, presence: Presence) -> dict[str, str]:

@@ -6,6 +6,7 @@ PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsy
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.environments import identity_of
@@ -14,10 +15,11 @@ from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.measuring import Calibrating
+from shoal.hub.service.stock import Stock
 from shoal.hub.service.turns import Place
 from shoal.hub.state import calibrations, draws, leases, newcomers, nodes, pacing, reputation, submissions
-from shoal.hub.state.commands import Refusal, Save
-from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.state.commands import Command, Refusal, Save
+from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
 from shoal.protocol import Lease, LeaseRelease, LeaseReply, LeaseRequest, NodeState, SignedDocument, unpack
@@ -26,7 +28,7 @@ from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point
 
 ENTRUSTED = 4  # units that a validator gets at once to generate: enough for an engine, and audits do not wait long
-AHEAD = 4  # requests' worth of tasks that an overtaken request makes: others are likely to be overtaken just now, too
+AHEAD = 24  # requests' worth of tasks that an overtaken request makes: as many may be decided at once
 
 
 class Work:
@@ -39,47 +41,63 @@ class Work:
         self._delivered_ms: dict[str, int] = {}
         self._delivered_lock = threading.Lock()
         self._tempo_at: tuple[int, pacing.Tempo | None] = (-1, None)
+        self._stock = Stock(context, self.drawing) if context.storage.is_shared else None
         with context.storage.read() as reader:
             self._next_unit = reader.progress().next_unit  # as far as this process knows: whose task is wanted next
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
     def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
-        """Tasks are made before the decision, which is made again (`retry`) if others took those units meanwhile. The
-        worker asks from `network` (empty: this very machine), there from `address`."""
-        self.drawing.prepare(self._next_unit, request.max_units)
+        """Tasks are made before the decision, which is made again (`retry`) if others took those units meanwhile, or if
+        there must be new units first. The worker asks from `network` (empty: this very machine), there from
+        `address`."""
+        if self._stock is None:
+            self.drawing.prepare(self._next_unit, request.max_units)
+        elif not self._stock.units():
+            self._stock.refill()
         try:
-            return self._lease(node, request, Place(network, address, node.node))
+            reply = self._lease(node, request, Place(network, address, node.node))
         except NotReady as missing:
             self.drawing.prepare_again(missing.again)
-            if missing.first is not None:
+            if missing.first is not None and self._stock:
+                self._stock.refill()
+            elif missing.first is not None:
                 self.drawing.prepare(missing.first, AHEAD * request.max_units)
             raise
+        if reply.leases and self._stock:
+            self._stock.refill(wait=False)
+        return reply
 
     def _lease(self, node: NodeRow, request: LeaseRequest, place: Place) -> LeaseReply:
         context, planned = self._context, leases.LeasePlan()
-        with context.decision(sweep=True) as (transaction, moment):
+        with context.decision(sweep=True, counted=False) as (transaction, moment):
             terms = self._calibrating.terms(transaction, request.profile)
-            fresh, lost = self._arrived(transaction, node, moment, request, place.network, terms)
-            known = transaction.requested_leases(node.node, request.request)
+            fresh, held, lost = self._arrived(transaction, node, moment, request, place.network, terms)
+            known = [each.lease for each in held if each.lease.request == request.request]
             halted = orders_of(transaction).halted(moment.now_ms) or terms.waiting
             if known:  # the same request gets the same leases again
                 granted = known
             elif halted:
                 planned, granted = leases.LeasePlan(halted), []
             else:
-                ask, open_units, moment = self._ask(transaction, moment, node, request, place)
+                ask, open_units, moment = self._ask(transaction, moment, fresh, len(held), request, place)
                 planned = leases.plan(moment, open_units, ask)
                 missing = [unit for unit in planned.again if not self.drawing.is_made(unit)]
                 if missing:
                     raise NotReady(again=missing)
-                new, alarms = self.drawing.fresh_units(transaction, moment, planned.fresh)
+                new, alarms = list[UnitRow](), list[Command]()
+                if self._stock is None:
+                    new, alarms = self.drawing.fresh_units(transaction, moment, planned.fresh)
+                elif planned.fresh and not planned.again and self._stock.is_worth_a_try(moment.progress):
+                    raise NotReady(first=moment.progress.next_unit)
                 issued = leases.issue(moment, ask, planned, new)
-                granted = self._issue(transaction, moment, issued, request.profile, terms.calibration)
+                granted = self._issue(transaction, issued, request.profile, terms.calibration, new)
                 transaction.apply(alarms)
             if granted:
                 point("hub.lease.before_commit")
         if granted:
             point("hub.lease.after_commit")
+        if self._stock:
+            self._stock.took(lease.unit for lease in granted)
         self._next_unit = max([self._next_unit, moment.progress.next_unit, *(lease.unit + 1 for lease in granted)])
         # a node that gets nothing for another reason than a lack of units does not wait for its turn
         if fresh.on_probation and not known and (planned.short or granted):
@@ -101,32 +119,47 @@ class Work:
     def _arrived(
         self, transaction: Writer, node: NodeRow, moment: Moment, request: LeaseRequest, network: str,
         terms: calibrations.CalibrationTerms,
-    ) -> tuple[NodeRow, bool]:  # fmt: skip
+    ) -> tuple[NodeRow, list[Holding], bool]:  # fmt: skip
+        """The node as it is now; what it holds, and what it got for the same request; whether it has lost something."""
         before, commands = nodes.lift(transaction.node(node.node) or node, moment.now_ms)
         measured = before if terms.measured else reputation.unmeasured(before)
         fresh = replace(measured, network=network, kind=request.profile)
         if fresh != before:
             commands.append(Save(fresh, fresh.state))
         transaction.apply(commands)
+        held = transaction.holdings(node.node, request.request)
         if request.held is None:
-            return fresh, False
-        lost = leases.abandon(moment, fresh, transaction.holdings(node.node), request.request, frozenset(request.held))
+            return fresh, held, False
+        kept, active = frozenset(request.held), [each for each in held if each.lease.state is LeaseState.ACTIVE]
+        lost = leases.abandon(moment, fresh, active, request.request, kept)
+        if not lost:
+            return fresh, held, False
         transaction.apply(lost)
-        return fresh, bool(lost)
+        return transaction.node(node.node) or node, transaction.holdings(node.node, request.request), True
 
     def _ask(
-        self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest, place: Place
+        self, transaction: Writer, moment: Moment, fresh: NodeRow, held: int, request: LeaseRequest, place: Place
     ) -> tuple[leases.Demand, list[UnitRow], Moment]:
-        fresh = transaction.node(node.node) or node  # what lapsed just now may have cost it something
-        held = len(transaction.holdings(node.node))
-        open_units = transaction.open_units(request.max_units)
-        if self._context.storage.is_shared and (fresh.on_probation or len(open_units) < request.max_units):
+        context = self._context
+        if self._stock is None:
+            open_units, moment = transaction.open_units(request.max_units), context.moment(transaction)
+        else:
+            open_units = transaction.open_units(request.max_units, among=self._stock.units())
+            if fresh.on_probation or len(open_units) < request.max_units:
+                moment = replace(moment, progress=transaction.progress())
+                if not open_units and not pacing.room(moment.rules, moment.progress):
+                    open_units = transaction.open_units(request.max_units)  # other hubs', too
+        crowd = self._crowd(transaction, moment, fresh, held, place)
+        if self._stock and newcomers.is_tight(moment, fresh, crowd):
             moment = replace(moment, progress=transaction.frontier())
+            crowd = self._crowd(transaction, moment, fresh, held, place)
         policy = request.policy
-        is_known = policy is not None and transaction.policy(policy.incarnation, policy.version) == policy
+        is_known = policy is not None and (
+            policy == moment.progress.policy or transaction.policy(policy.incarnation, policy.version) == policy
+        )
         ask = leases.Demand(
             node=fresh, request=request.request, max_units=request.max_units, held=held,
-            crowd=self._crowd(transaction, moment, fresh, held, place), tempo=self._tempo(transaction, moment),
+            crowd=crowd, tempo=self._tempo(transaction, moment),
             policy=policy, behind=request.behind and is_known,
         )  # fmt: skip
         return ask, open_units, moment
@@ -155,8 +188,8 @@ class Work:
         )  # fmt: skip
 
     def _issue(
-        self, transaction: Writer, moment: Moment, issued: list[tuple[LeaseRow, UnitRow]], profile: str,
-        calibration: str,
+        self, transaction: Writer, issued: list[tuple[LeaseRow, UnitRow]], profile: str, calibration: str = "",
+        fresh: Sequence[UnitRow] = (),
     ) -> list[LeaseRow]:  # fmt: skip
         config, identity = self._context.config, identity_of(self._context.config.environment)
         signed = []
@@ -173,7 +206,7 @@ class Work:
                 data_digest=identity.data_digest, length_target=prompt.length_target, dialogue=prompt.dialogue,
             )  # fmt: skip
             signed.append((replace(lease, document=self._context.sign(document)), unit))
-        transaction.apply(leases.issued(signed, moment.progress.next_unit))
+        transaction.apply(leases.issued(signed, fresh))
         return [lease for lease, _ in signed]
 
     def entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
@@ -194,7 +227,7 @@ class Work:
                 planned = leases.entrust(moment, made)
                 name = f"entrusted-u{units[0].unit}a{units[0].attempt}" if units else ""
                 ask = leases.Demand(transaction.node(node.node) or node, name, len(units), held=0)
-                held = self._issue(transaction, moment, leases.issue(moment, ask, planned), request.generates, "")
+                held = self._issue(transaction, leases.issue(moment, ask, planned), request.generates)
         return tuple(context.signed_before(lease.document) for lease in held)
 
     def release(self, node: NodeRow, request: LeaseRelease) -> None:
@@ -222,8 +255,7 @@ class Work:
         point("hub.submit.before_blob")
         context.blobs.put(body)
         point("hub.submit.after_blob")
-        with context.decision() as (transaction, moment):
-            transaction.lock_nodes([node.node])
+        with context.decision(counted=False) as (transaction, moment):
             status, row, fresh, holding = self._receive(transaction, moment, node, arrival)
             if status == submissions.CREATED:
                 head = head_of(context.config.run_id, transaction.ledger_last())

@@ -100,7 +100,9 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePla
     if allowed is not None and allowed < 1:
         return _crowded(moment, ask)
     # what somebody else had before is not for newcomers while others ask
-    again = () if newcomers.is_bounded(moment, node, crowd) and crowd.asking else open_units
+    again = open_units
+    if newcomers.is_bounded(moment, node, crowd) and crowd.asking:
+        again = [unit for unit in open_units if unit.attempt == 0]
     room = pacing.room(rules, moment.progress)
     free = len(again) + room
     left = newcomers.left_by_turns(moment, node, crowd, free)
@@ -172,11 +174,11 @@ def issue(
     ]  # fmt: skip
 
 
-def issued(leases: Sequence[tuple[LeaseRow, UnitRow]], next_unit: int) -> list[Command]:
+def issued(leases: Sequence[tuple[LeaseRow, UnitRow]], fresh: Container[UnitRow] = ()) -> list[Command]:
     commands: list[Command] = []
     for lease, unit in leases:
         after = unit.to(UnitState.LEASED, attempt=unit.attempt + 1)
-        commands += [Save(after, None if unit.unit >= next_unit else unit.state), Save(lease, None)]
+        commands += [Save(after, None if unit in fresh else unit.state), Save(lease, None)]
     return commands
 
 

@@ -13,6 +13,9 @@ from shoal.hub.state.rows import InHand, Moment, NodeRow, SubmissionRow
 
 HERE_MS = 30_000
 """An established node that was heard of within this time is here; one that asked for work within it is asking."""
+SLACK = 64
+"""Units that hubs of one database may give out at the same moment: a bound that is further away than that is looked at
+without a lock."""
 FIRST_UNITS = 1
 """Of a key that has passed no audit, counted until the group is judged: rubbish is submitted at once."""
 
@@ -120,6 +123,14 @@ def left_inside(moment: Moment, node: NodeRow, crowd: Crowd, left: int) -> int:
 
 def is_bounded(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
     return node.on_probation and crowd.established and moment.rules.newcomer_share < 1
+
+
+def is_tight(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
+    """Whether decisions at the same moment could together exceed what newcomers, or one network's, may have."""
+    left = [most_in_hand(moment) - counted(moment, node, crowd)] if is_bounded(moment, node, crowd) else []
+    if node.unproven and node.network and moment.rules.newcomer_share < 1:
+        left.append(_network_room(moment, node, crowd))
+    return min(left, default=SLACK) < SLACK
 
 
 def choose(

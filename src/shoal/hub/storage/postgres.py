@@ -6,6 +6,8 @@
                              submission to audit) skips what others have locked
                   exclusive  by who changes what all rely on: policy, batch, sweep, posting, restore
     frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
+    epoch       a number in `meta` that every change of policy, batches or settings increases: what a hub read of them
+                under the same epoch is not read again (`Remembered`). It comes with the run's lock, in one trip
 
 Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the
 frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
@@ -14,20 +16,22 @@ frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wai
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Refusal
 from shoal.hub.state.rows import NodeRow, RunProgress
 from shoal.hub.storage import tables
-from shoal.hub.storage.arrivals import Arrived, Noted
-from shoal.hub.storage.reader import Reader, among
-from shoal.hub.storage.writer import StaleRow, Storage, Writer, is_overtaken
+from shoal.hub.storage.arrivals import Arrived
+from shoal.hub.storage.reader import Reader, among, driver_of, with_percent
+from shoal.hub.storage.writer import INSERT_NONCE, StaleRow, Storage, Writer, is_overtaken
 from shoal.runtime.extras import of_extra
 from shoal.runtime.text import install_command
 
@@ -37,16 +41,20 @@ CONNECTIONS = 24  # of one hub; a server lets a hundred in unless told otherwise
 DURABLE = {"synchronous_commit": "on"}  # whatever the server, the database or the role say: a receipt is a promise
 LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
 NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
+MANY = 3  # commands that are sent in one trip: it costs the processor as much as two by themselves
 NODES_KEPT = 20_000
 KNOWN_S = 20.0  # what other hubs did to a node is seen with its second request at the latest, and by each decision
 RUN, FRONTIER = 1, 2
 _SPACE = 0x73686F61  # "shoa": advisory locks are numbers that a whole database shares
 _AGAIN = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock timeout
 
-_RELAXED = text("SET LOCAL synchronous_commit TO off")
-_SHARED = text(f"SELECT pg_advisory_xact_lock_shared({_SPACE}, {RUN})")
-_EXCLUSIVE = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {RUN})")
-_AT_FRONTIER = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {FRONTIER})")
+_RELAXED = "; SET LOCAL synchronous_commit TO off"
+_SHARED = f"; SELECT pg_advisory_xact_lock_shared({_SPACE}, {RUN}); SELECT max(value) FROM meta WHERE key = 'epoch'"
+_EXCLUSIVE = f"; SELECT pg_advisory_xact_lock({_SPACE}, {RUN})"
+_AT_FRONTIER = f"SELECT pg_advisory_xact_lock({_SPACE}, {FRONTIER})"
+_NEXT_EPOCH = """INSERT INTO meta AS known VALUES ('epoch', '1')
+    ON CONFLICT (key) DO UPDATE SET value = (known.value::bigint + 1)::text"""
+_NONCE = with_percent(f"BEGIN{_RELAXED}; {INSERT_NONCE}; COMMIT")
 _CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _NOW = text(f"SELECT {_CLOCK}")
 _LEAD = text(f"""INSERT INTO leaders AS held (name, holder, until_ms) VALUES (:name, :holder, {_CLOCK} + :for_ms)
@@ -60,8 +68,9 @@ class PostgresStorage(Storage):
         place = parsed(url)
         self._where = f"the database {place.set(query={}).render_as_string(hide_password=True).replace('+psycopg', '')}"
         self._engine = _engine(place)
+        self._driver = self._engine.dialect.loaded_dbapi
         self.arrivals, self._known = Arrived(), dict[str, tuple[NodeRow, float]]()
-        self._readers = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        self.standing = Remembered()
         try:
             with self.write(exclusive=True) as transaction:
                 tables.prepare(transaction._connection, self._where, create)
@@ -92,26 +101,50 @@ class PostgresStorage(Storage):
         self._known |= {row.node: (row, time.monotonic() + KNOWN_S) for row in found if row.role == "worker"}
 
     def flush(self) -> None:
-        """And look at the nodes that were heard of, so that their next requests need not wait for it."""
-        heard = list(self.arrivals.waiting())
-        super().flush()
+        """Under no lock: it concerns nobody else. And look at the nodes that were heard of, so that their next requests
+        need not wait for it."""
+        heard, noted = list(self.arrivals.waiting()), self.arrivals.take()
+        try:
+            with self._connected() as connection:
+                PostgresWriter(connection, self, durable=False, lock="").note(noted)
+        except BaseException:
+            self.arrivals.back(noted)
+            raise
         if heard:
             with self.read() as reader:
                 self._keep(reader.nodes_named(heard).values())
 
     @contextmanager
     def read(self) -> Iterator[Reader]:
-        with self._failures(), self._readers.begin() as connection:
+        with self._connected() as connection:
+            driver_of(connection).execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             yield Reader(connection)
 
     @contextmanager
     def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[Writer]:
-        with self._failures(), self._engine.begin() as connection:
-            if not durable:
-                connection.execute(_RELAXED)
-            if exclusive:
-                connection.execute(_EXCLUSIVE)
-            yield Writer(connection) if exclusive else PostgresWriter(connection)
+        with self._connected() as connection:
+            yield PostgresWriter(connection, self, durable, _EXCLUSIVE if exclusive else _SHARED)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        """What is done in a transaction is committed at the end. The driver is called directly: SQLAlchemy, which keeps
+        the connections, would cost as much again as the statements."""
+        with self._failures(), self._engine.connect() as connection:
+            driver = driver_of(connection)
+            try:
+                yield connection
+                driver.commit()
+            finally:
+                if driver.closed:
+                    connection.invalidate()
+                else:
+                    driver.rollback()
+
+    def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
+        """In one trip: the values are put into the text here."""
+        with self._connected() as connection, self._driver.ClientCursor(driver_of(connection)) as cursor:
+            cursor.execute(_NONCE, {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms})
+            return any(cursor.statusmessage == "INSERT 0 1" for _ in cursor.results())
 
     def now_ms(self) -> int:
         with self._failures(), self._engine.begin() as connection:
@@ -135,69 +168,90 @@ class PostgresStorage(Storage):
             yield
         except PoolTimeout as error:
             raise ResourceError(f"{self._where} is too slow: all connections are in use") from error
-        except DBAPIError as error:
-            said = (str(error.orig).strip() or type(error.orig).__name__).splitlines()[0]
-            if isinstance(error, DataError):  # a character or a number that it cannot hold: the sender is told
+        except (DBAPIError, self._driver.Error) as error:
+            own = getattr(error, "orig", error)
+            said = (str(own).strip() or type(own).__name__).splitlines()[0]
+            if isinstance(own, self._driver.DataError):  # a character or a number that it cannot hold
                 sentence = f"the database cannot hold a value of this request: {said}"
                 raise Refusal(422, "request.value", sentence) from error
-            overtaken = isinstance(error, IntegrityError) and is_overtaken(error)
-            if overtaken or getattr(error.orig, "sqlstate", None) in _AGAIN:
+            if is_overtaken(own) or getattr(own, "sqlstate", None) in _AGAIN:
                 raise StaleRow(f"somebody else was at the same rows: {said}") from error
             advice = "is the server running, and may this user change this database?"
             raise ResourceError(f"cannot use {self._where}: {said}; {advice}") from error
 
 
+@dataclass
+class Remembered:
+    """What was read under an epoch, by all writers of this hub."""
+
+    epoch: str = ""
+    progress: RunProgress | None = None
+    settings: dict[str, str | None] = field(default_factory=dict)
+
+
 class PostgresWriter(Writer):
-    """Single rows that it reads stay locked until the end. Its first statement takes the run's lock, unless that
-    concerns nobody else: a nonce and a sign of life come with every request."""
+    """Single rows that it reads stay locked until the end, unless it is exclusive. Beginning, taking the run's `lock`
+    and looking at the epoch is one trip."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._is_locked = False
+    def __init__(self, connection: Connection, storage: PostgresStorage, durable: bool, lock: str) -> None:
         super().__init__(connection)
-
-    @property
-    def _connection(self) -> Connection:
-        if not self._is_locked:
-            self._is_locked = True
-            self._opened.execute(_SHARED)
-        return self._opened
-
-    @_connection.setter
-    def _connection(self, connection: Connection) -> None:
-        self._opened = connection
-
-    @contextmanager
-    def _unlocked(self) -> Iterator[None]:
-        before, self._is_locked = self._is_locked, True
-        yield
-        self._is_locked = before
-
-    def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
-        with self._unlocked():
-            return super().take_nonce(node, nonce, expires_at_ms)
-
-    def touch_presence(self, node: str, now_ms: int) -> None:
-        with self._unlocked():
-            super().touch_presence(node, now_ms)
-
-    def note(self, noted: Noted) -> None:
-        with self._unlocked():
-            super().note(noted)
-
-    def forget_nonces(self, before_ms: int, limit: int) -> int:
-        with self._unlocked():
-            return super().forget_nonces(before_ms, limit)
+        self._storage, self._exclusive, self._standing = storage, lock == _EXCLUSIVE, Remembered()
+        found = driver_of(connection).execute(f"BEGIN{'' if durable else _RELAXED}{lock}")
+        if lock == _SHARED:
+            while found.nextset():
+                pass
+            epoch = str(found.fetchone()[0] or "")
+            if storage.standing.epoch != epoch:
+                storage.standing = Remembered(epoch)
+            self._standing = storage.standing
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         listed, values = among(sorted(set(nodes)))
         self._rows(f"SELECT node FROM nodes WHERE node IN {listed} ORDER BY node{self._lock('nodes')}", **values)
 
     def frontier(self) -> RunProgress:
-        self._connection.execute(_AT_FRONTIER)
+        self._execute(_AT_FRONTIER, {})
+        self._standing = Remembered()  # who comes here relies on what the one before wrote
         return self.progress()
+
+    def standing(self) -> RunProgress:
+        if self._standing.progress is None:
+            self._standing.progress = self.progress(counted=False)
+        return self._standing.progress
+
+    def setting(self, key: str) -> str | None:
+        if key not in self._standing.settings:
+            self._standing.settings[key] = super().setting(key)
+        return self._standing.settings[key]
+
+    def put_setting(self, key: str, value: str) -> None:
+        super().put_setting(key, value)
+        self._next_epoch()
+
+    def apply(self, wanted: Iterable[Command]) -> None:
+        """Many commands make one trip."""
+        together, self._sent = len(commands := list(wanted)) >= MANY, list[tuple[Any, str]]()
+        with driver_of(self._connection).pipeline() if together else nullcontext():
+            super().apply(commands)
+        for changed, sentence in self._sent:
+            super()._require_one(changed, sentence)
+
+    def _require_one(self, changed: Any, sentence: str) -> None:
+        self._sent.append((changed, sentence))  # answers come later
+
+    def _apply(self, command: Command) -> None:
+        super()._apply(command)
+        if isinstance(command, AddBatch | AddPolicy):
+            self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self._execute(_NEXT_EPOCH, {})
+        self._standing = Remembered()
 
     def _lock(self, *tables: str, skip: bool = False) -> str:
         # Not the strongest lock: rows that merely refer to a locked one may be written meanwhile.
+        if self._exclusive:
+            return ""
         return f" FOR NO KEY UPDATE OF {', '.join(tables)}{' SKIP LOCKED' if skip else ''}"
 
 
@@ -218,7 +272,7 @@ def _engine(place: URL) -> Engine:
     options = " ".join(f"-c {name}={value}" for name, value in {**LIMITS, **DURABLE}.items())
     try:
         return create_engine(
-            place, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=30, isolation_level="READ COMMITTED",
+            place, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=30, isolation_level="AUTOCOMMIT",
             pool_use_lifo=True,  # idle connections stay idle, and the ones in use have their statements prepared
             connect_args={**NETWORK, "options": options, "application_name": "shoal hub"},
         )  # fmt: skip

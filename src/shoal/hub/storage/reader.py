@@ -1,7 +1,7 @@
 """Reading rows inside one transaction: one consistent view.
 
-The statements are text that both databases understand. SQLite's driver is called directly: SQLAlchemy would cost ten
-times what SQLite needs for most of them.
+The statements are text that both databases understand. Their drivers are called directly: SQLAlchemy would cost as much
+as PostgreSQL's, and ten times what SQLite needs for most of them.
 """
 
 import json
@@ -73,10 +73,10 @@ class Reader:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        if connection.dialect.name == "sqlite":
-            self._execute: Callable[[str, dict[str, Any]], Any] = driver_of(connection).execute
-        else:
-            self._execute = lambda sql, values: self._connection.exec_driver_sql(_with_percent(sql), values)
+        execute = driver_of(connection).execute
+        self._execute: Callable[[str, dict[str, Any]], Any] = execute
+        if connection.dialect.name != "sqlite":
+            self._execute = lambda sql, values: execute(with_percent(sql), values)
 
     def _rows(self, sql: str, **values: Any) -> Sequence[Sequence[Any]]:
         found: Sequence[Sequence[Any]] = self._execute(sql, values).fetchall()
@@ -92,8 +92,7 @@ class Reader:
         return [read(row) for row in self._rows(f"SELECT {mapped.columns} FROM {mapped.name} {where}", **values)]
 
     def _one(self, mapped: table.Mapped[R], where: str, **values: Any) -> R | None:
-        found = self._find(mapped, where, **values)
-        return found[0] if found else None
+        return next(iter(self._find(mapped, where, **values)), None)
 
     def _pick(self, where: str, skip: bool = True, **values: Any) -> list[rows.SubmissionRow]:
         return self._find(table.SUBMISSIONS, f"{where} {self._lock('submissions', skip=skip)}", **values)
@@ -114,8 +113,7 @@ class Reader:
         return {str(row[0]): int(row[1]) for row in self._rows(sql)}
 
     def setting(self, key: str) -> str | None:
-        found = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
-        return str(found[0][0]) if found else None
+        return next((str(row[0]) for row in self._rows("SELECT value FROM meta WHERE key = :key", key=key)), None)
 
     def progress(self, counted: bool = True) -> rows.RunProgress:
         ((step, unit, dropped, failed, incarnation, version, digest),) = self._rows(_PROGRESS)
@@ -123,9 +121,13 @@ class Reader:
         alive = sum(self.alive_counts().values()) if counted else 0
         return rows.RunProgress(newest, int(step), int(unit), alive, int(dropped), int(failed))
 
+    def standing(self) -> rows.RunProgress:
+        """The newest policy and the next step; nothing else of it is to be relied on."""
+        return self.progress(counted=False)
+
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
-        query = "SELECT digest FROM policies WHERE incarnation = :incarnation AND version = :version"
-        found = self._rows(query, incarnation=incarnation, version=version)
+        where = "WHERE incarnation = :incarnation AND version = :version"
+        found = self._rows(f"SELECT digest FROM policies {where}", incarnation=incarnation, version=version)
         return PolicyRef(incarnation=incarnation, version=version, digest=found[0][0]) if found else None
 
     def batch(self, step: int) -> Batch | None:
@@ -191,12 +193,13 @@ class Reader:
         return bool(self._rows(query, since_ms=since_ms))
 
     def newcomers_in_hand(self, node: str) -> rows.InHand:
-        # joined from what is in hand: that is little, fresh keys may be many
-        query = f"""SELECT nodes.network, count(*), sum(CASE WHEN passed = 0 THEN 1 ELSE 0 END),
-            sum(CASE WHEN passed = 0 AND NOT hands.brief THEN 1 ELSE 0 END),
-            sum(CASE WHEN nodes.node = :node THEN 1 ELSE 0 END)
-            FROM ({IN_HAND}) AS hands JOIN nodes ON nodes.node = hands.node WHERE {NEWCOMER} GROUP BY nodes.network"""
-        found = self._rows(query, node=node)
+        # Not a condition of the join: a planner that takes newcomers for few looks at all that is in hand for each.
+        query = f"""SELECT nodes.network, sum(CASE WHEN {NEWCOMER} THEN 1 ELSE 0 END),
+            sum(CASE WHEN {NEWCOMER} AND passed = 0 THEN 1 ELSE 0 END),
+            sum(CASE WHEN {NEWCOMER} AND passed = 0 AND NOT hands.brief THEN 1 ELSE 0 END),
+            sum(CASE WHEN {NEWCOMER} AND nodes.node = :node THEN 1 ELSE 0 END)
+            FROM ({IN_HAND}) AS hands JOIN nodes ON nodes.node = hands.node GROUP BY nodes.network"""
+        found = [row for row in self._rows(query, node=node) if row[1]]
         by_network = ({row[0]: int(row[place]) for row in found} for place in (1, 2, 3))
         return rows.InHand(sum(int(row[4]) for row in found), *by_network)
 
@@ -220,17 +223,20 @@ class Reader:
     def units_named(self, units: Sequence[int]) -> dict[int, rows.UnitRow]:
         return {row.unit: row for row in self._named(table.UNITS, units)}
 
-    def open_units(self, limit: int, entrusted: bool = False) -> list[rows.UnitRow]:
-        side = f"failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
-        query = f"WHERE state = '{UnitState.OPEN}' AND {side} ORDER BY unit LIMIT :most"
-        return self._find(table.UNITS, f"{query}{self._lock('units', skip=True)}", most=limit)
+    def open_units(self, limit: int, entrusted: bool = False, among: Sequence[int] | None = None) -> list[rows.UnitRow]:
+        """`among`, where hubs share a database: those that somebody had before, and these."""
+        which = f"state = '{UnitState.OPEN}' AND failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
+        if among is not None:
+            which += " AND (attempt > 0 OR unit = ANY(:among))"
+        locked = self._lock("units", skip=True)
+        return self._find(table.UNITS, f"WHERE {which} ORDER BY unit LIMIT :most{locked}", among=among, most=limit)
 
     def alive_units(self) -> list[rows.UnitRow]:
         return self._find(table.UNITS, f"WHERE {_ALIVE} ORDER BY unit")
 
     def alive_counts(self) -> dict[UnitState, int]:
-        found = self._tallied(f"SELECT state, count(*) FROM units WHERE {_ALIVE} GROUP BY state")
-        return {UnitState(state): count for state, count in found.items()}
+        query = f"SELECT state, count(*) FROM units WHERE {_ALIVE} GROUP BY state"
+        return {UnitState(state): count for state, count in self._tallied(query).items()}
 
     def batched_units(self) -> list[rows.UnitRow]:
         return self._find(table.UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
@@ -252,15 +258,17 @@ class Reader:
         return self._tallied("SELECT pool, count(*) FROM tasks GROUP BY pool")
 
     def holding(self, lease: str) -> rows.Holding | None:
-        found = self._held("leases.lease = :lease", lock=True, lease=lease)
-        return found[0] if found else None
+        return next(iter(self._held("leases.lease = :lease", lock=True, lease=lease)), None)
 
-    def holdings(self, node: str | None = None) -> list[rows.Holding]:
-        """Active leases, oldest first; of one node, or of all."""
+    def holdings(self, node: str | None = None, request: str = "") -> list[rows.Holding]:
+        """Active leases, oldest first; of one node, or of all. Of a `request` also those that have ended."""
         order = "ORDER BY leases.issued_at_ms, leases.unit"
         if node is None:
             return self._held(f"{_ACTIVE} {order}")
-        return self._held(f"{_ACTIVE} AND leases.node = :node {order}", lock=True, node=node)
+        which = f"{_ACTIVE} AND leases.node = :node"
+        if request:
+            which = f"(({which}) OR (leases.node = :node AND leases.request = :request))"
+        return self._held(f"{which} {order}", lock=True, node=node, request=request)
 
     def leases_held(self, node: str) -> list[rows.LeaseRow]:
         return self._find(table.LEASES, f"WHERE {_ACTIVE} AND node = :node{self._lock('leases')}", node=node)
@@ -275,12 +283,8 @@ class Reader:
         """Active leases that were issued before `since_ms` to nodes not heard of since then."""
         heard = "SELECT 1 FROM presence WHERE presence.node = held.node AND presence.last_seen_ms >= :since_ms"
         gone = f"SELECT held.node FROM leases AS held WHERE held.state = '{LeaseState.ACTIVE}' AND NOT EXISTS ({heard})"
-        which = f"{_ACTIVE} AND leases.issued_at_ms < :since_ms AND leases.node IN ({gone})"
-        return self._held(f"{which} ORDER BY leases.unit", since_ms=since_ms)
-
-    def requested_leases(self, node: str, request: str) -> list[rows.LeaseRow]:
-        where = "WHERE node = :node AND request = :request ORDER BY unit"
-        return self._find(table.LEASES, where, node=node, request=request)
+        which = f"leases.issued_at_ms < :since_ms AND leases.node IN ({gone}) ORDER BY leases.unit"
+        return self._held(f"{_ACTIVE} AND {which}", since_ms=since_ms)
 
     def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
         where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_SHOWN}"
@@ -371,8 +375,8 @@ class Reader:
         return self._find(table.SUBMISSIONS, f"WHERE {which} {order}", node=node, most=limit)
 
     def submission_counts(self) -> dict[str, int]:
-        counts = self._tallied("SELECT state, count(*) FROM submissions GROUP BY state")
-        return {state.value: 0 for state in SubmissionState} | counts
+        none = {state.value: 0 for state in SubmissionState}
+        return none | self._tallied("SELECT state, count(*) FROM submissions GROUP BY state")
 
     def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
         return {row.submission: row.document for row in self._named(table.VERDICTS, submissions)}
@@ -395,8 +399,7 @@ class Reader:
         return self._find(table.EVALUATIONS, where, since=version, most=versions)
 
     def ledger_last(self) -> LedgerEntry | None:
-        found = self._entries('FROM ledger ORDER BY ledger."index" DESC LIMIT 1')
-        return found[0] if found else None
+        return next(iter(self._entries('FROM ledger ORDER BY ledger."index" DESC LIMIT 1')), None)
 
     def ledger_after(self, index: int, limit: int) -> list[LedgerEntry]:
         where = 'WHERE ledger."index" > :after ORDER BY ledger."index" LIMIT :most'
@@ -439,5 +442,5 @@ def among(values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
 
 
 @lru_cache(1024)
-def _with_percent(sql: str) -> str:
-    return re.sub(r":(\w+)", r"%(\1)s", sql)
+def with_percent(sql: str) -> str:
+    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql)

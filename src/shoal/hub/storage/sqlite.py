@@ -42,7 +42,7 @@ from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED, Reader, driver
 from shoal.hub.storage.writer import Storage, Writer
 from shoal.runtime.files import ensure_folder, is_full, make_private, resource_error
 
-BUSY_TIMEOUT_MS = 10_000
+BUSY_TIMEOUT_MS, READERS_CACHE_KIB = 10_000, 512
 NODES_KEPT = 20_000
 _LOST = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
@@ -201,7 +201,9 @@ class SqliteStorage(Storage):
                 if (beside := path.with_name(path.name + suffix)).exists():
                     make_private(beside)
             self._durable = _engine(f"/{path}", NullPool, "journal_mode=WAL", "synchronous=FULL")
-            self._relaxed = _engine(f"/{path}", NullPool, "journal_mode=WAL", "synchronous=NORMAL")
+            # as many readers as threads, each with a cache of its own: the system has the file in memory, too
+            small = "journal_mode=WAL", "synchronous=NORMAL", f"cache_size=-{READERS_CACHE_KIB}"
+            self._relaxed = _engine(f"/{path}", NullPool, *small)
         self._counts, self.arrivals = Counts(), Arrived()
         self._idle: list[Connection] = []  # of readers
         # SQLite's own lock makes waiting writers poll; this one wakes the next at once

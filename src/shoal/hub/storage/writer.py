@@ -1,12 +1,9 @@
 """Applying commands inside one write transaction; and what every storage of rows has."""
 
 import json
-import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
-
-from sqlalchemy.exc import IntegrityError
 
 from shoal import ledger
 from shoal.errors import ShoalError
@@ -28,7 +25,7 @@ _HEARD = f"{PRESENCE.insert} ON CONFLICT (node) DO UPDATE SET {_SEEN}"
 _SAID = "".join(f", {name} = excluded.{name}" for name in ("doing", "waiting_for", "waiting_since_ms", "counters"))
 _INSERT_POLICY, _INSERT_BATCH = insert(tables.policies), insert(tables.batches)
 _INSERT_OUTGOING = insert(tables.ledger_outbox, but="id")
-_INSERT_NONCE = f"{insert(tables.nonces)} ON CONFLICT DO NOTHING"
+INSERT_NONCE = f"{insert(tables.nonces)} ON CONFLICT DO NOTHING"
 _PUT_SETTING = f"{insert(tables.meta)} ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 _PUT_REPORT = f"""{insert(tables.reports)}
     ON CONFLICT (step) DO UPDATE SET metrics = excluded.metrics, at_ms = excluded.at_ms"""
@@ -47,7 +44,7 @@ class Writer(Reader):
         for command in wanted:
             try:
                 self._apply(command)
-            except (IntegrityError, sqlite3.IntegrityError) as error:
+            except Exception as error:
                 if not is_overtaken(error):
                     raise
                 raise StaleRow(f"{type(command).__name__} contradicts what is stored: {error}") from error
@@ -59,9 +56,10 @@ class Writer(Reader):
                 values = mapped.write(row)
                 if was is None:
                     self._execute(mapped.insert, values)
-                elif self._execute(mapped.update, {**values, "was": was.value}).rowcount != 1:
+                else:
                     named = " ".join(str(values[key]) for key in mapped.keys)
-                    raise StaleRow(f"{mapped.name} {named} is no longer {was.value}")
+                    sentence = f"{mapped.name} {named} is no longer {was.value}"
+                    self._require_one(self._execute(mapped.update, {**values, "was": was.value}), sentence)
             case rows.TaskRow():
                 self._execute(TASKS.upsert, TASKS.write(command))
             case commands.AddPolicy(policy, announced_at_ms):
@@ -77,6 +75,10 @@ class Writer(Reader):
             case commands.Record(kind, body, at_ms):
                 ledger.append(None, kind, body, at_ms)  # what cannot be chained fails here
                 self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
+
+    def _require_one(self, changed: Any, sentence: str) -> None:
+        if changed.rowcount != 1:
+            raise StaleRow(sentence)
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         """Until the end no other transaction decides about these nodes. To decide about several, lock them together."""
@@ -117,7 +119,7 @@ class Writer(Reader):
 
     def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
         values = {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms}
-        return bool(self._execute(_INSERT_NONCE, values).rowcount == 1)
+        return bool(self._execute(INSERT_NONCE, values).rowcount == 1)
 
     def forget_nonces(self, before_ms: int, limit: int) -> int:
         expired = "SELECT node, nonce FROM nonces WHERE expires_at_ms < :before_ms LIMIT :most"
@@ -153,15 +155,12 @@ class Storage(Protocol):
     def find(self, node: str) -> rows.NodeRow | None:
         """From the database; `known` from then on."""
 
+    def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:  # noqa: ARG002
+        """Whether no other hub has taken it; a single hub looks into `arrivals`."""
+        return True
+
     def flush(self) -> None:
         """Write what has arrived to the database, so that it can be read there."""
-        if noted := self.arrivals.take():
-            try:
-                with self.write(durable=False) as transaction:
-                    transaction.note(noted)
-            except BaseException:
-                self.arrivals.back(noted)
-                raise
 
     def read(self) -> AbstractContextManager[Reader]: ...
 
