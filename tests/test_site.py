@@ -60,9 +60,6 @@ def test_links_of_the_site_lead_to_its_pages_or_to_the_repository(site: Path) ->
     assert f'href="{REPOSITORY}/blob/main/examples/custom_reward.py"' in page
     assert 'href="environments.html#prompts"' in page
     assert f'href="{REPOSITORY}/tree/main/benchmarks/results"' in (site / "log.html").read_text()
-    for path in site.rglob("*.html"):
-        for link in re.findall(r'href="([^"#?]+)', path.read_text()):
-            assert link.startswith(("http", "mailto:", "/")) or (path.parent / link).exists(), (path, link)
 
 
 def test_reading_the_site_asks_no_other_server(site: Path) -> None:

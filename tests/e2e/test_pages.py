@@ -74,15 +74,10 @@ def execute(folder: Path, command: str) -> str:
     if command.startswith("python examples/one_file_rl.py"):
         small = ["--steps", "1", "--evaluate-every", "1"]
     start = [sys.executable, *(["-m", "shoal.cli"] if program == "shoal" else [])]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(
-        [*start, *words, *small], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
+        [*start, *words, *small], cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=TIMEOUT_S, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return done.stdout
