@@ -75,6 +75,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"admin pause {DEAD}", 2, "give --keys FOLDER with admin.key and admin.json"),
     ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     ("run none.toml", 2, "there is no recipe at none.toml"),
+    *((f"run TINY --set run.{key}=1", 2, f"{key} is not supported: truncated sampling")
+      for key in ("top_p", "top_k", "min_p")),
     ("run TINY --set steps", 2, "expected section.key=value"),
     ("run TINY --set trainer.minibatches=many", 2, "--set trainer.minibatches=many: [trainer] mini"),
     ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kit.evidence import ALICE, BOB, HUB, JUDGE, STRANGER, Book, certificate, check, honest, submission
 from shoal.errors import LedgerError, LedgerForked
+from shoal.ledger.evidence import read_first_row
 from shoal.protocol import Evidence, Outcome, SigningKey, sign_values
 
 HONEST = honest()
@@ -167,6 +169,16 @@ def test_without_documents_the_rows_alone_are_still_checked(name: str) -> None:
     FORGERIES[name][0](book)
     with pytest.raises(LedgerError):
         check(book, needs_documents=False)
+
+
+@pytest.mark.parametrize(("kind", "body"), [
+    ("node", {"run": "run-1", "root_key": "ab"}), ("run", {"run": 7, "root_key": "ab"}), ("run", {"run": "run-1"}),
+])  # fmt: skip
+def test_first_row_that_names_no_run_is_refused(kind: str, body: dict[str, Any]) -> None:
+    first = honest().entries[0].model_copy(update={"kind": kind, "body": body})
+    rows: Any = SimpleNamespace(label="here", root_key=None, entries=lambda: iter([first]))
+    with pytest.raises(LedgerError, match="row 0 does not say which run"):
+        read_first_row(rows, needs_documents=False)
 
 
 @pytest.mark.parametrize("audit", ["all", "reputation"])
