@@ -38,7 +38,7 @@ ELSEWHERE = {
 MEANT = {
     "shoal eval MODEL --env aime:aime25.jsonl": "shoal eval tiny --env aime:aime25.jsonl --max-new-tokens 8",
     "runs/mine --set environment.file=rewards.py": "runs/rewards --set environment.file=rewards.py",  # mine is taken
-    "evals/tiny-sort-bb9b487e": "evals/before",  # the last part changes with shoal's version
+    "evals/tiny-sort-DIGEST": "evals/before",
 }
 """What a person would write in a place of the command."""
 
