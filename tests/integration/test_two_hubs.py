@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -28,7 +29,7 @@ from kit import hub as kit
 from kit.crash import DEADLINE_S, VALIDATORS, Actors, Body, Place, serve
 from kit.fork import started
 from shoal import protocol
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnusableTask
 from shoal.hub.service import Hub, retry, stock
 from shoal.hub.state.commands import AddBatch, Refusal, Save
 from shoal.hub.state.reputation import NEWER, Suspicion
@@ -182,17 +183,23 @@ def row_of(hub: Hub, key: protocol.SigningKey) -> NodeRow:
     return row
 
 
-def hub_at(folder: Path, database: str, clock: ManualClock, run_id: str = kit.RUN_ID, **run: int) -> Hub:
-    config = kit.make_config(folder, run, {"database": database})
+def hub_at(
+    folder: Path, database: str, clock: ManualClock, run_id: str = kit.RUN_ID, refill_cap: int = 4, **run: int
+) -> Hub:
+    config = kit.make_config(folder, run, {"database": database, "refill_cap": refill_cap})
     return Hub(replace(config, run_id=run_id), clock)
+
+
+def announce(hub: Hub, policy: protocol.PolicyRef) -> None:
+    announcement = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=policy, created_at_ms=0)
+    hub.training.announce(row_of(hub, kit.TRAINER), protocol.sign_document(announcement, kit.TRAINER))
 
 
 def begun(hub: Hub) -> NodeRow:
     """The first version is out; a worker that nobody keeps waiting, and that may hold 64 units."""
     trusted = {"role": "trainer", "certificate": kit.certificate(kit.TRAINER, "trainer")}
     hub.membership.register(protocol.Registration(public_key=kit.TRAINER.public_key, **trusted))
-    announcement = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(0), created_at_ms=0)
-    hub.training.announce(row_of(hub, kit.TRAINER), protocol.sign_document(announcement, kit.TRAINER))
+    announce(hub, kit.policy(0))
     hub.membership.register(protocol.Registration(public_key=kit.worker_key(1).public_key))
     with hub.context.storage.write() as transaction:
         row = transaction.node(kit.worker_key(1).node)
@@ -219,6 +226,74 @@ def test_two_hubs_give_out_all_units_once_and_no_more_than_may_be_alive(tmp_path
     assert leased(first, worker) == []
     for hub in hubs:
         hub.close()
+
+
+def test_new_incarnation_voids_what_a_hub_has_made_ahead_and_it_makes_more(tmp_path: Path, database_url: str) -> None:
+    hub = hub_at(tmp_path / "hub", database_url, ManualClock(), groups_per_step=50)
+    worker = begun(hub)
+    assert leased(hub, worker) == [0]
+    assert len(hub.work._stock.units()) == stock.STOCK - 1
+    announce(hub, kit.policy(0, incarnation=1))
+    assert leased(hub, worker)
+    hub.close()
+
+
+def lose(hub: Hub, number: int) -> None:
+    """The unit's group was submitted and is dropped: there is room for one more."""
+    with hub.context.storage.write() as transaction:
+        transaction._execute("UPDATE leases SET state = 'submitted'", {})
+        transaction._execute("UPDATE units SET state = 'submitted'", {})
+        unit = transaction.unit(number)
+        assert unit is not None
+        transaction.apply([Save(unit.to(UnitState.DROPPED, lost_step=0, reason="equal rewards"), unit.state)])
+
+
+def test_hub_that_lost_a_race_for_the_last_room_makes_units_once_there_is_room(
+    tmp_path: Path, database_url: str, monkeypatch: Patch
+) -> None:
+    clock = ManualClock()
+    first, second = (hub_at(tmp_path / "hub", database_url, clock, refill_cap=1, groups_per_step=40) for _ in range(2))
+    monkeypatch.setattr(stock, "STOCK", 4)
+    worker = begun(second)
+    assert leased(second, worker) == [0]
+    prepare = second.work.drawing.prepare
+
+    def overtaken(number: int, count: int) -> None:
+        prepare(number, count)
+        monkeypatch.setattr(second.work.drawing, "prepare", prepare)
+        monkeypatch.setattr(stock, "STOCK", 64)
+        first.work._stock.refill()  # all the room that is left
+        monkeypatch.setattr(stock, "STOCK", 4)
+
+    monkeypatch.setattr(second.work.drawing, "prepare", overtaken)
+    second.work._stock.refill()
+    while leased(first, worker, 8):  # those of the second, too
+        pass
+    first.close()
+    lose(second, 0)
+    assert leased(second, worker)
+    second.close()
+
+
+def test_units_of_a_dead_hub_are_given_out_where_no_new_one_can_be_made(
+    tmp_path: Path, database_url: str, monkeypatch: Patch
+) -> None:
+    clock = ManualClock()
+    first, second = (hub_at(tmp_path / "hub", database_url, clock, refill_cap=1, groups_per_step=40) for _ in range(2))
+    monkeypatch.setattr(stock, "STOCK", 4)
+    worker = begun(first)
+    assert leased(first, worker) == [0]
+    first.close()
+    prompt = second.work.drawing.prompt
+
+    def unreadable_from_4(task: Any, run: Any, number: int) -> Any:
+        if number >= 4:
+            raise UnusableTask("it cannot be read")
+        return prompt(task, run, number)
+
+    monkeypatch.setattr(second.work.drawing, "prompt", unreadable_from_4)
+    assert leased(second, worker) == [1]
+    second.close()
 
 
 def test_units_of_a_hub_that_is_gone_do_not_lie_about(tmp_path: Path, database_url: str, monkeypatch: Patch) -> None:

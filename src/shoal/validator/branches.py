@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 TIME_SHARE = 0.1
 LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
 FIRST_S = 12.0  # counted as spent at first, so that the first verdicts come soon
-MOST_NODES = 10_000  # that looks are owed to
+MOST_NODES, MOST_OWED = 10_000, 8.0  # nodes that looks are owed to, and how many groups' each
 REPAID = 0.25  # of a group's tokens at first; doubled after quick calls, halved after slow ones
 QUICK_S, SLOW_S = 2.0, 10.0
 
@@ -178,7 +178,7 @@ class BranchChecker:
 
     def _owe(self, cases: Sequence[tuple[Case, float]]) -> None:
         for case, share in cases:
-            self._owed[case.lease.node] = self._owed.pop(case.lease.node, 0.0) + share
+            self._owed[case.lease.node] = min(MOST_OWED, self._owed.pop(case.lease.node, 0.0) + share)
         while len(self._owed) > MOST_NODES:
             del self._owed[next(iter(self._owed))]
 

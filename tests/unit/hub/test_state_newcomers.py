@@ -36,12 +36,12 @@ def declined(found: Granted) -> tuple[bool, str, bool]:
 
 
 @pytest.mark.parametrize(("units", "unproven", "fresh", "share", "tight"), [
-    (193, 0, 8, 0.25, False), (193, 0, 7, 0.25, True), (192, 0, 7, 0.25, False), (0, 64, 0, 0.25, False),
-    (0, 65, 0, 0.25, True), (0, 65, 0, 1.0, False),
+    (833, 0, 8, 0.25, False), (833, 0, 7, 0.25, True), (832, 0, 7, 0.25, False), (0, 320, 0, 0.25, False),
+    (0, 321, 0, 0.25, True), (0, 321, 0, 1.0, False),
 ])  # fmt: skip
 def test_bounds_near_enough_to_need_a_lock(units: int, unproven: int, fresh: int, share: float, tight: bool) -> None:
-    """1,024 units may be alive: newcomers get 256, a network's new keys 128; the lock begins 64 before these."""
-    now = moment(groups_per_step=1024, newcomer_share=share)
+    """4,096 units may be alive: newcomers get 1,024, a network's new keys 512; the lock begins 192 before these."""
+    now = moment(groups_per_step=4096, newcomer_share=share)
     crowd = Crowd(InHand(0, {"n": units}, {"n": unproven}), established=True)
     assert newcomers.is_tight(now, node(1, passed=fresh, network="n"), crowd) is tight
 

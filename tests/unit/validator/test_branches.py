@@ -17,7 +17,15 @@ from shoal.protocol import Lease, Outcome, RolloutReward, Severity
 from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.validator import branches
-from shoal.validator.branches import Branch, BranchChecker, block_around, branch_of, by_tolerance, differences
+from shoal.validator.branches import (
+    MOST_OWED,
+    Branch,
+    BranchChecker,
+    block_around,
+    branch_of,
+    by_tolerance,
+    differences,
+)  # fmt: skip
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
@@ -184,6 +192,8 @@ def test_look_without_time_or_that_fails_is_made_up_for_with_later_groups_of_its
     assert found[2] == every, "after a quarter and a half, because the calls were quick; two groups were owed"
     assert 0 < sum(found[:2]) < 2 * every
     assert found[4:] == [0, 0], "the last quarter is paid"
+    branch_checker._owe([(case, 1.0)] * 500)
+    assert branch_checker._owed == {case.lease.node: MOST_OWED}
 
 
 class Full(ScriptedEngine):

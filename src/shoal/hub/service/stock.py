@@ -38,10 +38,11 @@ class Stock:
     def is_worth_a_try(self, progress: RunProgress) -> bool:
         return self._tried != (progress.next_unit, progress.next_step)
 
-    def refill(self, wait: bool = True) -> None:
-        """`wait`: for another thread that refills it. What it made is enough then."""
+    def refill(self, wait: bool = True, missing: bool = False) -> None:
+        """`wait`: for another thread that refills it. What it made is enough then. `missing`: a lease found none of its
+        units open, for another hub took them or a new incarnation voided them."""
         before = self.units()
-        if len(before) >= FEW or not self._refilling.acquire(blocking=wait):
+        if (len(before) >= FEW and not missing) or not self._refilling.acquire(blocking=wait):
             return
         try:
             if self.units() == before:
@@ -65,7 +66,8 @@ class Stock:
                 count = min(STOCK, pacing.room(context.rules, moment.progress))
                 try:
                     units, alarms = self._drawing.fresh_units(transaction, moment, count)
-                    self._tried = None if units else (moment.progress.next_unit, moment.progress.next_step)
+                    is_stuck = count and not units  # there was room, and no task that can be used
+                    self._tried = (moment.progress.next_unit, moment.progress.next_step) if is_stuck else None
                 except NotReady:  # another hub took these numbers meanwhile: the next refill makes others
                     units, alarms = [], []
                 transaction.apply([*(Save(unit, None) for unit in units), *alarms])

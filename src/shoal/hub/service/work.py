@@ -59,7 +59,7 @@ class Work:
         except NotReady as missing:
             self.drawing.prepare_again(missing.again)
             if missing.first is not None and self._stock:
-                self._stock.refill()
+                self._stock.refill(missing=True)
             elif missing.first is not None:
                 self.drawing.prepare(missing.first, AHEAD * request.max_units)
             raise
@@ -147,7 +147,8 @@ class Work:
             open_units = transaction.open_units(request.max_units, among=self._stock.units())
             if fresh.on_probation or len(open_units) < request.max_units:
                 moment = replace(moment, progress=transaction.progress())
-                if not open_units and not pacing.room(moment.rules, moment.progress):
+                may_be_new = pacing.room(moment.rules, moment.progress) and self._stock.is_worth_a_try(moment.progress)
+                if not open_units and not may_be_new:
                     open_units = transaction.open_units(request.max_units)  # other hubs', too
         crowd = self._crowd(transaction, moment, fresh, held, place)
         if self._stock and newcomers.is_tight(moment, fresh, crowd):

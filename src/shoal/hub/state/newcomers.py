@@ -13,9 +13,9 @@ from shoal.hub.state.rows import InHand, Moment, NodeRow, SubmissionRow
 
 HERE_MS = 30_000
 """An established node that was heard of within this time is here; one that asked for work within it is asking."""
-SLACK = 64
-"""Units that hubs of one database may give out at the same moment: a bound that is further away than that is looked at
-without a lock."""
+SLACK = 2 * 6 * 16
+"""Units that two hubs of one database may give out at the same moment, by six decisions each: a bound that is further
+away than that is looked at without a lock."""
 FIRST_UNITS = 1
 """Of a key that has passed no audit, counted until the group is judged: rubbish is submitted at once."""
 
