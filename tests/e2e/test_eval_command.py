@@ -51,7 +51,7 @@ def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: Capture
     capsys.readouterr()
     again = told(capsys, 0, *command, "--out", tmp_path / "a")
     assert "is done already" in again.err
-    assert again.out.splitlines()[1:-1] == said.splitlines()[1:-1]
+    assert [*again.out.splitlines(), f"wrote {tmp_path / 'a'}"] == said.splitlines()
     assert "plan.seed is 0, here it would be 1" in told(capsys, 2, *command, "--seed", "1", "--out", tmp_path / "a").err
 
 
@@ -116,6 +116,7 @@ def test_tasks_that_a_run_trained_on_are_leaks(tmp_path: Path, capsys: Capture) 
     exported = ["eval", str(run.path / "trainer" / "export"), *command[2:], "--env", "sort", "--tasks", "2"]
     assert main([*exported, "--out", str(tmp_path / "export")]) == 0
     assert "leaks were not looked for: --trained-on names the run" in capsys.readouterr().out
+    assert "leaks were not looked for by scoring again" in told(capsys, 0, "eval", "--rescore", tmp_path / "export").out
     known = build(run.recipe.environment).tasks("train")[7]
     tasks = [{"prompt": prompt, "split": "held_out"} for prompt in ("21=", f" {known.prompt} ", "978=")]
     tasks.append({"prompt": "0=", "split": "train"})
@@ -125,6 +126,8 @@ def test_tasks_that_a_run_trained_on_are_leaks(tmp_path: Path, capsys: Capture) 
     assert not (tmp_path / "leaky").exists()
     assert main([*command, "--env", str(leaky), "--out", str(tmp_path / "leaky"), "--allow-leaks"]) == 0
     assert (summary_of(tmp_path / "leaky")["tasks"], summary_of(tmp_path / "leaky")["left_out"]) == (2, ["leaky/1"])
+    left_out = "left out: 1 of the evaluated tasks are in the training set: leaky/1"
+    assert left_out in told(capsys, 0, "eval", "--rescore", tmp_path / "leaky").out
 
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:

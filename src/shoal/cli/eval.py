@@ -65,7 +65,7 @@ def evaluate(
             "--trained-on": trained_on, "--allow-leaks": allow_leaks,
         }  # fmt: skip
         if wrong := [name for name, value in refused.items() if value]:
-            raise UserError(f"--rescore {rescore} scores what is kept there: leave {', '.join(wrong)} out")
+            raise UserError(f"--rescore {rescore} scores what is kept there: give it without {' and '.join(wrong)}")
         return run_rescore(rescore, env, overrides or ())
     if model is None or env is None:
         raise UserError("give a MODEL and --env SPEC, or --rescore FOLDER (see: shoal eval --help)")

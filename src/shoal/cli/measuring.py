@@ -118,14 +118,15 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
     if out is None:  # a folder that follows from what is evaluated: the same command finds it again
         digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
         out = Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(source.label)}-{digest[:8]}"
-    if (summary := job.finished(out, evaluation.about)) is not None:
+    if is_done := (summary := job.finished(out, evaluation.about)) is not None:
         echo(f"this evaluation is done already: {out}", err=True)
     else:
         summary = worked("evaluating", out, source, evaluation.chosen.environment, partial(job.evaluate, evaluation))
     say(summary, source.label, leaks, out)
     if all(untold):
         echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
-    echo(f"wrote {out}")
+    if not is_done:
+        echo(f"wrote {out}")
     refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
 
 
@@ -144,7 +145,9 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
     environment = scorable(source)
     rescoring = partial(job.rescore, source.settings, environment)
     summary = worked("scoring", out, source, environment, rescoring, "{} is as it was")
-    say(summary, source.label, Leaks(), out)
+    say(summary, source.label, Leaks(tuple(summary["left_out"])), out)
+    if not summary["left_out"] and summary["model"]["name"] not in BUILTIN and summary["plan"]["split"] != "train":
+        echo("  leaks were not looked for by scoring again: shoal eval --trained-on looks for them")
     scored = f"{summary['scored_tasks']:,} of {summary['chosen']['tasks']:,} tasks"
     continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
     echo(f"wrote {out}" if (out / job.SUMMARY).exists() else continues)

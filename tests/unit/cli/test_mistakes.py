@@ -119,7 +119,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     # environments, data, models
     ("eval tiny", 2, "give a MODEL and --env SPEC, or --rescore FOLDER"),
     ("eval tiny --rescore .", 2, "needs no model: leave tiny out"),
-    ("eval --rescore . --out x --tasks 4", 2, "leave --tasks, --out out"),
+    ("eval --rescore . --out x --tasks 4", 2, "give it without --tasks and --out"),
     ("eval --rescore none", 2, "there is no such folder"),
     ("eval --rescore .", 2, "say with --env what the tasks are"),
     ("eval --rescore . --set environment.name=sort", 2, "say with --env what it changes"),
