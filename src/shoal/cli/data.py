@@ -61,7 +61,8 @@ def check(
     finally:
         opening.setLevel(before)
     if not found:
-        why = f"{where} trains on no data set: its environment is {source.settings.name}"
+        named = "a mixture" if source.settings.mix else source.settings.file or source.settings.name
+        why = f"{where} trains on no data set: its environment is {named}"
         raise UserError(f"{why}; give a data file or FORMAT:FILE")
     raise Exit(max(_check(data, bad_rows) for data, bad_rows in found))
 

@@ -135,7 +135,7 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> CommandTasks:
         return CommandTasks(_settings(f"name = {json.dumps(spec)}", overrides))
     if path.suffix == ".py":
         return CommandTasks(_settings(f"file = {_quoted(path)}", overrides))
-    if path.is_dir() or (kind_of(path) is not None and (path.is_file() or not colon)):
+    if path.exists() or (kind_of(path) is not None and not colon):
         return _of_file("dataset", path, overrides)
     what = f"format {name!r}" if colon else f"environment {spec!r}"
     files = "a run's folder, a reward file (.py), a data file (.parquet or .jsonl: convert others first)"

@@ -144,6 +144,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"{FILTER} --pass-rate 0.9:0.1", 2, "the lower first"),
     ("filter tiny /none.jsonl --out x.parquet", 2, "there is no data at /none.jsonl"),
     ("data check none.parquet", 2, "there is no data at"),
+    ("data check a.csv", 2, "convert it: python -c \"from pyarrow import csv, parquet; parquet.write_table("),
+    ("data check mine.toml", 2, "trains on no data set: its environment is {here}/mine.py"),
     ("data check a.jsonl --set grader", 2, "expected OPTION=VALUE"),
     ("data check a.jsonl --set gradr=exact", 2, "did you mean 'grader'"),
     ("data check a.jsonl --set format=amie", 2, "there is no format 'amie'; there are described, columns"),
@@ -244,6 +246,8 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.table({"a": [1]}), tmp_path / "theirs.parquet")
     (tmp_path / "mine.py").write_text(LEAKING)
+    (tmp_path / "mine.toml").write_text('[environment]\nfile = "mine.py"\n')
+    (tmp_path / "a.csv").write_text("question,answer\n1+1=,2\n")
     said = '{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}'
     (tmp_path / "chat.jsonl").write_text(f'{{"messages": [{said}]}}\n')
     (tmp_path / "demos.jsonl").write_text('{"prompt": "312=", "completion": "123"}\n')

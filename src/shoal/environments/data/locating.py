@@ -28,7 +28,9 @@ def locate(path: Path, split: str = "") -> tuple[Path, ...]:
     if path.is_dir():
         return _shards(path, split)
     if kind_of(path) is None:
-        raise EnvironmentSetupError(f"{path} is no .parquet or .jsonl file by its name: unpack or convert it")
+        code = f"parquet.write_table(csv.read_csv({str(path)!r}), '{path.stem}.parquet')"
+        how = f': python -c "from pyarrow import csv, parquet; {code}"' if path.suffix == ".csv" else ""
+        raise EnvironmentSetupError(f"{path} is no .parquet or .jsonl file by its name: unpack or convert it{how}")
     if split not in ("", _split_of(path)):
         raise EnvironmentSetupError(f"{path} is one file and has no split {split!r}: leave options.split out")
     return (path,)
