@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Context, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
@@ -52,6 +52,7 @@ GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
 WORKERS = "This many workers on the processor. (default: 1)"
 BANDWIDTH = "Fastest download, for example 20Mbit/s. (default: no limit)"
 OWNER = "The file with your owner's key: what this machine earns is yours."
+JOIN_WAIT = f"{options.WAIT_HELP} (default: 10; for a run on this machine, until its hub answers)"
 VOUCH = "The same, by a file that `shoal key vouch` wrote, without your key on this machine."
 
 
@@ -83,6 +84,10 @@ def run(
     if dry_run:
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved, changed=recipe is None)
+        try:
+            check_machine(resolved)
+        except UserError as error:  # the recipe may be for another machine
+            _warn(f"a run is refused here: {error}")
         shown, derived = with_derived_settings(resolved)
         return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
@@ -226,6 +231,7 @@ def validator(directory: options.Run, index: options.Index = 0) -> None:
 
 
 def relay(
+    context: Context,
     where: options.Place,
     origin: Annotated[bool, Option("--origin", help="Serve what the trainer of this run's folder publishes.")] = False,
     index: options.Index = 0,
@@ -241,9 +247,7 @@ def relay(
     """Mirror the weights of a run and serve them. For a run's folder everything is in its recipe; options other than
     --origin and --index are for a run elsewhere, given by its URL. It needs no torch."""
     if "://" not in where:
-        given = {"--upstream": upstreams, "--peer": peers, "--folder": folder, "--max-disk": max_disk}
-        if wrong := [name for name, value in given.items() if value]:
-            raise UserError(f"{', '.join(wrong)}: only for a run's URL; what is in {where} is set by its recipe")
+        _refuse_others(context, where, "origin", "index")
         return _role("origin" if origin else f"relay-{index}", Path(where))
     if origin:
         raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
@@ -255,6 +259,7 @@ def relay(
 
 
 def join(
+    context: Context,
     where: Annotated[list[str], Argument(metavar="URL|RUN", help=WHERE)],
     index: Annotated[int, options.whole("--index", "For a run on this machine: the number of this worker.")] = 0,
     folder: Annotated[Path | None, options.value("--folder", "FOLDER", JOIN_FOLDER)] = None,
@@ -262,7 +267,7 @@ def join(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     name: Annotated[str | None, options.value("--name", "NAME", NAME)] = None,
-    wait_s: options.Wait = 10,
+    wait_s: Annotated[float | None, options.number("--wait", "SECONDS", JOIN_WAIT, 0, options.DAY_S)] = None,
     cheat: Annotated[str | None, options.value("--cheat", "NAME", ATTACK)] = None,
     owner: Annotated[Path | None, options.value("--owner", "FILE", OWNER)] = None,
     vouch: Annotated[Path | None, options.value("--vouch", "FILE", VOUCH)] = None,
@@ -283,17 +288,29 @@ def join(
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     urls = [each for each in where if "://" in each]
     if not urls and len(where) == 1:
-        if sandbox or limits != MachineLimits() or gpu is not None or workers is not None:
-            wide = "--sandbox, --gpu, --workers, --max-memory, --max-disk and --max-bandwidth"
-            raise UserError(f"{wide} go with a join URL, not with a run on this machine")
-        _role(f"worker-{index}", options.run_folder(where[0]), cheat)
+        _refuse_others(context, where[0], "index", "cheat", "wait_s")
+        directory = options.run_folder(where[0])
+        if wait_s is not None:
+            from shoal.run.launch import asking_hub
+
+            with asking_hub(str(directory), wait_s) as hub:
+                hub.trusted_run()
+        _role(f"worker-{index}", directory, cheat)
         return 0
     if len(urls) != len(where):
         raise UserError(f"{' '.join(where)}: give one run on this machine, or the join URLs of one run")
     from shoal.run.join import JoinRequest, run_joined_worker
 
-    given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
-    return run_joined_worker(JoinRequest(*given, gpu, workers))
+    given = (tuple(urls), folder, engine, device, dtype, name, 10 if wait_s is None else wait_s, cheat, owner, vouch)
+    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers))
+
+
+def _refuse_others(context: Context, where: str, *taken: str) -> None:
+    """For a run's folder, options that would be dropped without a word: all that were given and are not `taken`."""
+    others = (each for each in context.command.params if each.name not in ("where", *taken))
+    given = (each for each in others if "DEFAULT" not in repr(context.get_parameter_source(each.name or "")))
+    if wrong := [(each.secondary_opts or each.opts)[0] for each in given]:
+        raise UserError(f"{', '.join(wrong)}: only for a run's URL; what is in {where} is set by its recipe")
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:

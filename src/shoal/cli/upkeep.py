@@ -1,7 +1,6 @@
 """`shoal status`, `export`, `backup`, `restore` and `doctor`: what is asked of a run or of a machine, and answered."""
 
 import json
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -38,22 +37,18 @@ def status(where: options.OptionalPlace = None, as_json: options.Json = False, w
     from rich.console import Console
 
     from shoal.cli.view import frame
-    from shoal.client import HubClient
-    from shoal.run.folder import find_run, hub_address
-    from shoal.run.launch import when_stopped
+    from shoal.run.folder import find_run
+    from shoal.run.launch import asking_hub, when_stopped
     from shoal.run.progress import History, RunView
 
     place = find_run(where)
-    with closing(HubClient.of_a_person(*hub_address(place, wait_s))) as client:
-        try:
+    try:
+        with asking_hub(place, wait_s) as client:
             found = client.status()
-        except HubUnreachable as error:
-            if "://" in place:
-                raise
-            finished, sentence = when_stopped(Path(place))
-            if not finished or as_json:
-                raise HubUnreachable(f"{sentence} ({error})") from error
-            return echo(sentence)
+    except HubUnreachable:
+        if "://" in place or as_json or not (stopped := when_stopped(Path(place)))[0]:
+            raise
+        return echo(stopped[1])
     if as_json:
         return echo(visible_json(found.model_dump_json(indent=2)))
     history, out = History(), Console()

@@ -6,10 +6,8 @@ With --json also the signed documents behind it: what one needs to appeal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from datetime import UTC, datetime
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, echo
@@ -34,26 +32,25 @@ def why(
     wait_s: options.Wait = 3,
 ) -> None:
     """Explain what happened to a unit or a node: which check, which numbers, which rule, and what it cost."""
-    from shoal.client import HubClient
-    from shoal.run.folder import find_run, hub_address
-    from shoal.run.launch import when_stopped
+    from shoal.run.folder import find_run
+    from shoal.run.launch import asking_hub
     from shoal.run.owner import find_node
     from shoal.runtime.text import shoal_command
 
     place = find_run(where)
-    with closing(HubClient.of_a_person(*hub_address(place, wait_s))) as client:
-        try:
+    try:
+        with asking_hub(place, wait_s) as client:
             unit = client.unit(int(what)) if what.isascii() and what.isdigit() else None
             node = client.node(find_node(client, what)) if unit is None else None
-        except HubRefused as error:
-            if error.status != UNKNOWN:
-                raise
-            raise UserError(str(error)) from error
-        except HubUnreachable as error:
-            if "://" in place:
-                raise
-            alone = f"start it alone with {shoal_command()} hub {place}, then ask again"
-            raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
+    except HubRefused as error:
+        if error.status != UNKNOWN:
+            raise
+        raise UserError(str(error)) from error
+    except HubUnreachable as error:
+        if "://" in place:
+            raise
+        alone = f"start it alone with {shoal_command()} hub {place}, then ask again"
+        raise HubUnreachable(f"{error}. Only its hub can tell: {alone}") from error
     if as_json and (story := unit or node):
         return echo(visible_json(story.model_dump_json(indent=2)))
     return echo("\n".join(map(visible, [*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())])))

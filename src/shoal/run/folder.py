@@ -17,11 +17,12 @@ from shoal import protocol
 from shoal.client import split_join_url
 from shoal.client.trust import pinned_root, run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
-from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
+from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe, shipped_recipes
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.config import dump_config, load_config
 from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
+from shoal.runtime.text import meant
 from shoal.shardcast.server import public_url
 
 ADMIN = "admin"
@@ -86,7 +87,8 @@ class RunFolder:
         stored = path / "recipe.toml"
         if not stored.is_file():
             wrong = "has no recipe.toml: it is not a run's folder" if path.exists() else "is not there"
-            ways = f"its folder, its name under runs/{_runs_here()}, or its URL, http://…"
+            address = re.findall(r"(?:^|/)([\w.-]+:\d+(?:/#.*)?)$", str(path)) or ["…"]
+            ways = f"its folder, its name under runs/{_runs_here()}, or its URL, http://{address[0]}"
             raise ConfigError(f"{path} {wrong}; a run is given by {ways}")
         return cls(path, _stored_recipe(stored))
 
@@ -268,7 +270,8 @@ def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str
     if source is None and directory is not None:
         if not directory.is_dir():
             made = f"to make one: shoal run RECIPE {directory} (a TOML file, or a name that shoal init lists)"
-            raise ConfigError(f"there is no run folder {directory}{_runs_here()}; {made}")
+            missing = f"there is no run folder {directory}{_runs_here()}{meant(directory.name, shipped_recipes())}"
+            raise ConfigError(f"{missing}; {made}")
         source = RunFolder.open(directory).path / "recipe.toml"
     if source is None:
         raise ConfigError(

@@ -8,15 +8,16 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from shoal.client import HubClient
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, HubUnreachable, ShoalError
 from shoal.protocol import RunStatus, fingerprint
-from shoal.run.folder import RunFolder
+from shoal.run.folder import RunFolder, hub_address
 from shoal.run.progress import Display, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
 from shoal.runtime import logs
@@ -183,6 +184,18 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
 def steps_in(metrics_file: Path) -> int:
     """The steps that the trainer has written down. The last row of a finished run is of its last version only."""
     return max((int(row["step"]) + ("groups" in row) for row in MetricsLog(metrics_file).rows()), default=0)
+
+
+@contextmanager
+def asking_hub(place: str, wait_s: float) -> Iterator[HubClient]:
+    """For a person who waits. If the hub of a run's folder is silent, the error says how the run stands."""
+    with closing(HubClient.of_a_person(*hub_address(place, wait_s))) as client:
+        try:
+            yield client
+        except HubUnreachable as error:
+            if "://" in place:
+                raise
+            raise HubUnreachable(f"{when_stopped(Path(place))[1]} ({error})") from error
 
 
 def when_stopped(path: Path) -> tuple[bool, str]:

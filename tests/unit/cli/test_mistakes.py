@@ -39,6 +39,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("ledger", 2, "Missing command. (see: shoal ledger --help)"),
     # runs
     ("run", 2, "which recipe? for example: shoal run"),
+    ("run tinyy", 2, "there is no run folder runs/tinyy (did you mean 'tiny'?); to make one"),
     ("run none", 2, "there is no run folder runs/none; to make one: shoal run RECIPE runs/none"),
     ("init mine", 2, "mine is there and is not an empty folder: choose another name"),
     ("init two words", 2, "unexpected extra argument"),
@@ -55,12 +56,12 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"trainer {DEAD}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
     ("validator . --index x", 2, "'--index': 'x' is not a whole number of at least 0"),
     (f"relay {DEAD} --origin", 2, "--origin: only for the run's folder"),
-    (f"relay . --upstream {DEAD}", 2, "--upstream: only for a run's URL"),
+    (f"relay . --port 0 --upstream {DEAD}", 2, "--upstream, --port: only for a run's URL"),
     ("backup", 2, "give the run's folder and the file to write"),
     ("backup --verify none.tar", 2, "there is no backup at none.tar"),
     ("restore file ./again", 1, "the backup file is damaged"),
     # hubs
-    ("status localhost:8470", 2, "or its URL, http://"),
+    ("status localhost:8470", 2, "or its URL, http://localhost:8470"),
     *((f"{command} WEB --wait 600", 4, "answers, but it is no shoal hub [HTTP 404]; check the address")
       for command in ("status", "why 1", "join", "relay", "ledger verify", "ledger show")),
     *((f"{command} {DEAD} --wait 0", 4, f"no usable answer from the hub at {DEAD} ")
@@ -108,7 +109,10 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("join http://host:1/#abc", 2, "is not a root fingerprint"),
     (f"join {DEAD} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
     (f"join {DEAD} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
-    ("join . --max-disk 1GB", 2, "go with a join URL, not with a run on this machine"),
+    ("join . --max-disk 1GB", 2, "--max-disk: only for a run's URL; what is in . is set by its recipe"),
+    ("join . --folder out --engine torch --device auto --dtype auto --name a --owner a --vouch b --no-check", 2,
+        "--folder, --engine, --device, --dtype, --name, --owner, --vouch, --no-check: only for a run's URL"),
+    ("join 127.0.0.1:9", 2, "or its URL, http://127.0.0.1:9"),
     (f"join http://a:1/#{'ab' * 20} http://b:1/#{'cd' * 20}", 2, "these URLs are of different runs"),
     (f"join {DEAD} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
     (f"join {DEAD} --engine scripted --dtype foo", 2, "foo"),

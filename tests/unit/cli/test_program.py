@@ -176,6 +176,15 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path
     assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
 
 
+def test_a_dry_run_says_what_a_run_is_refused_for_on_this_machine(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("shoal.run.preflight.GPU_FILES", ())
+    request = ("run", TINY, "--set", "trainer.device=cuda")
+    said = told(capsys, 0, *request, "--dry-run")
+    assert 'a run is refused here: trainer.device is "cuda", but this machine has no GPU' in said.err
+    assert parse_config(said.out, Recipe, "shown").trainer.device == "cuda", "it can be planned for another machine"
+    assert 'trainer.device is "cuda", but this machine has no GPU' in told(capsys, 2, *request).err
+
+
 def test_the_gsm8k_recipe_is_checked_with_a_model_and_without(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.chdir("/")  # the rows are found from anywhere
     fitting = ("--set", "model.path=tiny", "--set", "run.max_new_tokens=24")
