@@ -461,7 +461,7 @@ RATCHETS = {
     "files": 316,
     "files in the fullest folder": 17,
     "names of classes used twice": 0,
-    "test lines": 52_800,  # the operator's files, the site, executed pages, TRL's rewards, the wheel
+    "test lines": 52_810,  # the operator's files, the site, executed pages, TRL's rewards, the wheel
 }
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.runtime.limits import show_bytes
 from shoal.runtime.text import duration, printable
 
 UNBOUND = 100_000
@@ -62,10 +63,11 @@ def counted(
 
     def report(done: int, total: int, note: str = "") -> None:
         nonlocal began, said_s
-        now, scale = now_s(), 10**6 if unit == MB else 1
+        now = now_s()
         if began and now - said_s < EVERY_S:
             return
-        said_s, text = now, f"{done // scale:,} of {total // scale:,} {unit}"
+        counts = (show_bytes(done), show_bytes(total)) if unit == MB else (f"{done:,}", f"{total:,} {unit}")
+        said_s, text = now, " of ".join(counts)
         if began is None:
             began, text = (now, done), f"continues: {text} are done" if done else ""
         else:

@@ -46,8 +46,8 @@ VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 class FunctionEnvironment:
-    """Tasks and scoring from a user's file; `digest` covers the file's bytes, so hub and validator must share it. With
-    `data` the tasks are its rows."""
+    """Tasks and scoring from a user's file. `digest` covers the file's bytes and the tasks that it gives, so that hub,
+    validator and scoring processes have the same ones under the same ids. With `data` the tasks are its rows."""
 
     def __init__(self, file: Path, held_out_size: int, data: Path | None = None) -> None:
         try:
@@ -57,8 +57,6 @@ class FunctionEnvironment:
         module = load_file("the reward file", file, source, EnvironmentSetupError)
         self.name, self._file, digest = file.stem, file, hashlib.sha256(b"shoal/function/%d\n" % held_out_size + source)
         items, self.data_digest = _items(module, file) if data is None else _rows(module, file, data)
-        self.digest = hashlib.sha256(digest.digest() + self.data_digest.encode()).hexdigest()
-        self.digest = self.digest if data else digest.hexdigest()
         named = _reward_functions(module, file)
         self._score: Callable[..., Any] | None = None
         if not named:
@@ -68,6 +66,9 @@ class FunctionEnvironment:
         if count > 1:
             raise EnvironmentSetupError(f"two tasks in {file} have the id {task_id!r}")
         self._rows = {row.task.id: row for row in rows}
+        drawn = [[row.task.id, _asked(row.task), row.task.answer, row.columns] for row in rows]
+        text = self.data_digest or json.dumps(drawn, skipkeys=True, default=lambda value: type(value).__name__)
+        self.digest = hashlib.sha256(digest.digest() + text.encode()).hexdigest()
         columns = dict.fromkeys(name for row in rows for name in row.columns)
         self._rewards = RewardFunctions(file, module, named, tuple(columns)) if named else None
         # hold out prompts by their hash, at most a fifth; all tasks of a prompt are in the same split

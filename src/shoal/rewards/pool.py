@@ -260,7 +260,8 @@ class ScoringProcess:
             raise ScoringFailure(f"a scoring process could not build the environment: {problem}")
         if message.digest != digest:
             detail = f"({digest[:16]}… then, {message.digest[:16]}… now): undo the change, or start a new run"
-            raise ScoringFailure(f"the environment has changed since this process started {detail}")
+            seed = "; a reward file that draws tasks at random must seed the generator"
+            raise ScoringFailure(f"the environment has changed since this process started {detail}{seed}")
         if message.unlimited:
             log.warning("scoring has no limit on %s", message.unlimited)
         self._is_ready = True

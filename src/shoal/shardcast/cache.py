@@ -11,6 +11,7 @@ A chunk that another payload has is copied, not fetched. Files of an earlier pro
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import shutil
@@ -36,6 +37,8 @@ from shoal.shardcast.payload import Payload, open_payload, os_errors, read_fully
 
 if TYPE_CHECKING:
     from shoal.shardcast.delta import AppliedDeltas
+
+log = logging.getLogger(__name__)
 
 Places = Mapping[str, tuple[Path, int]]  # chunk → a file that may contain it, and the offset
 
@@ -172,7 +175,7 @@ class PayloadCache:
             return False
         scratch = memoryview(bytearray(manifest.chunk_size_bytes))
         with self._path(ref.digest, "bin").open("rb", buffering=0) as file:
-            return all(
+            return os.fstat(file.fileno()).st_size == manifest.size_bytes and all(
                 _holds(file.fileno(), index * manifest.chunk_size_bytes, chunk, scratch[: chunk.size_bytes])
                 for index, chunk in enumerate(manifest.chunks)
             )
@@ -239,6 +242,7 @@ class PayloadCache:
         """The part to fill. A complete file of an earlier process becomes a part, which is hashed again."""
         whole, part = self._path(digest, "bin"), self._path(digest, "part")
         if whole.exists():
+            log.warning("the payload %s… on this disk is damaged; it is repaired", digest[:16])
             whole.replace(part)
         return part
 

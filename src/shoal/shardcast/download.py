@@ -22,7 +22,7 @@ from typing import Self
 from shoal.errors import BroadcastError, ChunkCorrupt, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.files import write_atomically
-from shoal.runtime.limits import MachineLimits
+from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PartFiles, PayloadCache
 from shoal.shardcast.connection import Deadline, PoolSettings
@@ -229,8 +229,8 @@ class Downloader:
         if route.steps:
             cache.apply_deltas(route.begin, route.steps)
         log.info(
-            "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
-            target.policy.label, pool.fetched_bytes.total() / 1e6, target.size_bytes / 1e6,
+            "policy %s: %s (of %s) in %.1f s by %s; from %s",
+            target.policy.label, show_bytes(pool.fetched_bytes.total()), show_bytes(target.size_bytes),
             time.monotonic() - fetch.started_s, route.describe(), pool.shares(),
         )  # fmt: skip
 

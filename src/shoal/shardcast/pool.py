@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import Chunk, PolicyManifest
+from shoal.runtime.limits import show_bytes
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Connections, Deadline, PoolSettings, Timeouts
 from shoal.shardcast.lookup import ABSENT, get_document
@@ -89,7 +90,7 @@ class ChunkPool:
 
     def shares(self) -> str:
         shares = self.fetched_bytes.most_common()
-        return ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in shares) or "this disk"
+        return ", ".join(f"{source}: {show_bytes(size)}" for source, size in shares) or "this disk"
 
     def wait(self, seconds: float) -> bool:
         with self._lock:

@@ -288,8 +288,8 @@ class Mirror(Catalogue):
             updated = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
             for place in updated:
                 if self.inventories[place].complete:
-                    size = manifests.size_of([self._manifests[place]])
-                    log.info("policy %d.%d is whole: %.1f MB; from %s", *place, size / 1e6, self.pool.shares())
+                    size = show_bytes(manifests.size_of([self._manifests[place]]))
+                    log.info("policy %d.%d is whole: %s; from %s", *place, size, self.pool.shares())
         self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, updated))
 
     def add_peer(self, peer: str) -> None:

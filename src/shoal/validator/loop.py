@@ -73,7 +73,8 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
             if config.environment.digest != run.environment_digest:
                 raise errors.EnvironmentSetupError(
                     f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is "
-                    f"not the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
+                    f"not the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run "
+                    f"{run.run}, and the same files; a reward file that draws tasks at random must seed the generator"
                 )
             require_scoring(config.environment)
             scorer: Scorer = DirectScorer(config.environment)

@@ -1,6 +1,7 @@
 """`shoal cast`: whom it believes, where it puts things, what it says; and mistakes, each in one clear sentence."""
 
 import io
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -19,12 +20,13 @@ from kit.cli import told
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, counted
 from shoal.errors import UserError
-from shoal.protocol import SigningKey
+from shoal.protocol import PolicyRef, SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
-from shoal.shardcast import Content, Downloader, Origin, Payload, RelayConfig
+from shoal.shardcast import Content, Downloader, Origin, Payload, Progress, RelayConfig
 from shoal.shardcast.cast import Sources, say_commands
 from shoal.shardcast.cast.fetch import Delivery
+from shoal.shardcast.download import OnProgress
 from shoal.shardcast.server import public_url
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
@@ -107,6 +109,29 @@ def test_a_single_file_shares_its_bytes_with_the_cache_and_may_go_into_a_folder(
     assert deliver(payload, f"{tmp_path}/new/") == tmp_path / "new" / "a.bin"
 
 
+def test_output_with_bytes_appended_is_noticed_and_repaired(here: Path, serve: Serve, capsys: Capture) -> None:
+    fetch = ("cast", "fetch", f"{serve(published(here / 'www'))}/#{KEY.public_key}", "--out", "copy.bin")
+    assert told(capsys, 0, *fetch).err == ""
+    os.truncate("copy.bin", 100)
+    assert "is damaged; it is repaired" in told(capsys, 0, *fetch).err
+    assert (here / "copy.bin").read_bytes() == b"content"
+    assert "damaged" not in told(capsys, 0, *fetch).err
+
+
+def test_resumed_fetch_says_what_was_here_before(here: Path, serve: Serve, capsys: Capture, monkeypatch: Patch) -> None:
+    """3 MB of 8 MB were here; 2 MB have come since."""
+    fetch = Downloader.fetch
+
+    def resumed(downloader: Downloader, ref: PolicyRef, deadline_s: float, report: OnProgress) -> Payload:
+        report(Progress("0.1", 5_000_000, 8_000_000, 1.0, {DEAD: 2_000_000}, "whole"))
+        return fetch(downloader, ref, deadline_s, report)
+
+    monkeypatch.setattr(Downloader, "fetch", resumed)
+    url = f"{serve(published(here / 'www'))}/#{KEY.public_key}"
+    said = told(capsys, 0, "cast", "fetch", url, "--out", "copy.bin").err
+    assert said == "fetching version 0: continues: 3 MB of 8 MB are done\n"
+
+
 def test_existing_files_are_replaced_only_by_force_and_link_targets_never(tmp_path: Path, serve: Serve) -> None:
     payload = fetched(tmp_path, serve, {"a.bin": b"content"})
     (tmp_path / "odd" / "a.bin").mkdir(parents=True)
@@ -182,7 +207,8 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
     (here / "file").write_bytes(b"content")
     for _ in range(2):
         assert main(["cast", "publish", "file", "--folder", "deep/www", "--no-serve"]) == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert "continues" not in progress
     assert (here / "deep" / "www.key").stat().st_mode & 0o777 == 0o600
     assert len({line.partition("#")[2] for line in said.splitlines() if "#" in line}) == 1
     assert not any("key" in path.name for path in (here / "deep" / "www").rglob("*"))

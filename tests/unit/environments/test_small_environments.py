@@ -96,6 +96,14 @@ def test_a_scorer_that_gives_no_score_is_unscored_never_reward_zero(load, body, 
         environment.score(environment.tasks("train")[0], "x")
 
 
+def test_digest_is_another_wherever_unseeded_tasks_are_others(load):
+    source = "import random\ndrawn = random.Random({})\ntasks = [(str(drawn.random()), 'a') for _ in range(9)]\n"
+    source += "def score(a, b, c): ...\n"
+    seeded, unseeded = ([load(source.format(seed)) for _ in range(2)] for seed in ("7", ""))
+    assert seeded[0].digest == seeded[1].digest
+    assert unseeded[0].digest != unseeded[1].digest
+
+
 def test_one_prompt_is_never_on_both_sides(load):
     made = load("tasks = [(str(i % 7), str(i)) for i in range(70)]\ndef score(prompt, completion, answer): return 0\n")
     train, held_out = ({task.prompt for task in made.tasks(split)} for split in ("train", "held_out"))

@@ -196,11 +196,11 @@ def test_an_environment_that_changed_meanwhile_does_not_score(own, tmp_path, cha
 def test_start_and_all_jobs_together_have_a_deadline(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=0.01)) as pool:
         assert "not ready within 0.01 s" in str(one(pool, "fine"))
-    with naughty(tmp_path, patience=ScoringPatience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
+    with naughty(tmp_path, patience=ScoringPatience(start_s=60, job_s=2, all_s=1)) as pool:
         one(pool, "fine")
         begun, left = pool.scores([Job("plain", "sleep"), Job("plain", "sleep:2")])
     assert (type(begun), type(left)) == (ScoringFailure, NotStarted)
-    assert "longer than 0.2 s in all: this was not begun" in str(left)
+    assert "longer than 1 s in all: this was not begun" in str(left)
 
 
 def test_jobs_not_started_are_asked_again_until_all_are_scored() -> None:

@@ -9,7 +9,7 @@ import random
 import shutil
 import threading
 import time
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -92,13 +92,20 @@ def test_a_fetch_that_failed_is_continued_where_it_stopped(lab: Lab) -> None:
     assert whole.asked("/chunks/") == [f"/{chunk_key(last)}"]
 
 
-def test_damaged_cached_payload_is_fetched_again(lab: Lab) -> None:
+@pytest.mark.parametrize(("damage", "fetched"), [
+    (lambda path: flip(path, CHUNK + 5), [1]), (lambda path: os.truncate(path, path.stat().st_size + 1), []),
+])  # fmt: skip
+def test_damaged_cached_payload_is_repaired(damage: Any, fetched: list[int], lab: Lab, caplog: Logs) -> None:
     manifest, source = lab.publish(1), lab.source()
     lab.fetch(manifest, source.url)
-    flip(lab.folder / "cache" / f"{manifest.policy.digest}.bin", CHUNK + 5)
+    assert "damaged" not in caplog.text
+    path = lab.folder / "cache" / f"{manifest.policy.digest}.bin"
+    damage(path)
     before = len(source.asked("/chunks/"))
     lab.fetch(manifest, source.url)  # a new process
-    assert source.asked("/chunks/")[before:] == [f"/{chunk_key(manifest.chunks[1].hash)}"]
+    assert source.asked("/chunks/")[before:] == [f"/{chunk_key(manifest.chunks[one].hash)}" for one in fetched]
+    assert "is damaged; it is repaired" in caplog.text
+    assert path.stat().st_size == manifest.size_bytes
 
 
 def test_old_payloads_are_removed_but_stay_valid_for_their_holders(lab: Lab) -> None:

@@ -89,8 +89,9 @@ def _fetch_version(ref: PolicyRef, downloader: Downloader, delivery: Delivery, t
 
         def on_progress(progress: Progress) -> None:
             nonlocal last
+            fetched = 0 if last else sum(progress.by_source.values())  # the first report is what was here before
             last = progress
-            report(progress.done_bytes, progress.total_bytes)
+            report(max(0, progress.done_bytes - fetched), progress.total_bytes)
 
         payload = downloader.fetch(ref, DEADLINE_S, on_progress)
     seconds, whole = time.monotonic() - started_s, show_bytes(payload.manifest.size_bytes)

@@ -138,6 +138,7 @@ def _publish(
     while True:
         try:
             with terminal.metered(f"publishing {request.path.name}") as report:
+                report(0, content.size_bytes)
                 manifest = origin.publish(version, content, on_progress=report)
             break
         except PolicyMismatch:  # other content, or a version that another process has published meanwhile
