@@ -456,12 +456,12 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 55_690,
-    "statements": 39_080,  # hubs of one PostgreSQL database make units ahead
+    "lines": 55_730,  # what fresh eyes found: damaged files, options that were dropped, unseeded tasks
+    "statements": 39_110,  # hubs of one PostgreSQL database make units ahead
     "files": 316,
     "files in the fullest folder": 17,
     "names of classes used twice": 0,
-    "test lines": 52_810,  # the operator's files, the site, executed pages, TRL's rewards, the wheel
+    "test lines": 52_865,  # the operator's files, the site, executed pages, TRL's rewards, the wheel
 }
 
 
