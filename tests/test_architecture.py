@@ -456,12 +456,12 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 55_730,  # what fresh eyes found: damaged files, options that were dropped, unseeded tasks
-    "statements": 39_110,  # hubs of one PostgreSQL database make units ahead
-    "files": 316,
+    "lines": 57_500,  # room for stop strings, models by id and trusted workers while others shrink
+    "statements": 41_000,  # the same
+    "files": 326,
     "files in the fullest folder": 17,
     "names of classes used twice": 0,
-    "test lines": 52_865,  # the operator's files, the site, executed pages, TRL's rewards, the wheel
+    "test lines": 54_500,  # the same
 }
 
 
