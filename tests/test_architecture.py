@@ -28,15 +28,15 @@ LAYERS = [
     {"trainer", "worker", "validator", "hub"},
     {"evaluation", "adversary"},
     {"engines", "client", "rewards"},
-    {"algorithms", "environments", "toploc", "sampling", "shardcast", "ledger", "models"},
+    {"algorithms", "environments", "toploc", "sampling", "shardcast", "ledger", "models", "records"},
     {"runtime"},
     {"protocol"},
     {"errors"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 TORCH_FREE = (
-    "cli", "run", "hub", "dashboard", "client", "ledger", "shardcast", "environments", "rewards", "runtime", "protocol",
-    "errors",
+    "cli", "run", "hub", "dashboard", "client", "ledger", "shardcast", "environments", "records", "rewards",
+    "runtime", "protocol", "errors",
 )  # fmt: skip
 HEAVY = {"torch", "transformers"}
 PURE = ("shoal.hub.state", "shoal.ledger")

@@ -353,6 +353,20 @@ class Reader:
     def decided_submissions(self, limit: int) -> list[rows.SubmissionRow]:
         return self._find(table.SUBMISSIONS, f"WHERE {_NEWEST} LIMIT :most", most=limit)
 
+    def decided_after(self, at_ms: int, submission: str, until_ms: int, limit: int) -> list[rows.SubmissionRow]:
+        """In the order of their decisions: those after a decision, up to a time."""
+        later = "decided_at_ms > :at_ms OR (decided_at_ms = :at_ms AND submission > :submission)"
+        where = f"WHERE decided_at_ms <= :until_ms AND decided_at_ms >= :at_ms AND ({later})"
+        order = "ORDER BY decided_at_ms, submission LIMIT :most"
+        values = {"at_ms": at_ms, "submission": submission, "until_ms": until_ms, "most": limit}
+        return self._find(table.SUBMISSIONS, f"{where} {order}", **values)
+
+    def traces_of(self, submissions: Sequence[str]) -> dict[str, bytes]:
+        return {row.submission: row.body for row in self._named(table.TRACES, submissions)}
+
+    def leases_named(self, leases: Sequence[str]) -> dict[str, rows.LeaseRow]:
+        return {row.lease: row for row in self._named(table.LEASES, leases)}
+
     def refused_submissions(self, among: int) -> list[rows.SubmissionRow]:
         """Those of the newest `among` decisions that are no acceptances."""
         newest = f"SELECT submissions.submission FROM submissions WHERE {_NEWEST} LIMIT :most"
