@@ -23,6 +23,7 @@ SCHEMA = pa.schema({
     "step": COUNT, "unit": COUNT, "sample": pa.int32(), "task": TEXT, "node": TEXT, "version": COUNT,
     "staleness": COUNT, "prompt": TEXT, "completion": TEXT, "prompt_ids": TOKENS, "token_ids": TOKENS,
     "logprobs": pa.list_(pa.float32()), "given": TOKENS, "finish": TEXT, "reward": pa.float64(),
+    "parts": pa.map_(TEXT, pa.float64()),
 })  # fmt: skip
 
 Decode = Callable[[Iterable[int]], str]
@@ -58,6 +59,7 @@ class RolloutArchive:
         columns |= {
             "completion": [self._decode(each.token_ids.tolist()) for each in trained],
             "finish": [each.finish for each in trained], "reward": [each.reward for each in trained],
+            "parts": [list(each.parts.items()) for each in trained],
             "prompt_ids": lists(columns["prompt_ids"], pa.int32()),
             "token_ids": lists([each.token_ids for each in trained], pa.int32()),
             "logprobs": lists([each.logprob_values for each in trained], pa.float32()),

@@ -33,7 +33,9 @@ class Hub:
         self.evaluating = Evaluating(context, self.work.drawing)
         self.checking = Checking(context, self.work, self.evaluating, self.showing)
         self.posting = posting = Posting(context)
-        self.reporting, self.stories = Reporting(context, posting), Stories(context, posting)
+        self.reporting, now_ms = Reporting(context, posting), context.clock.now_ms
+        secret, rules, post = context.secret, context.rules, posting.post_for_reader
+        self.stories = Stories(context.storage, config.run_id, secret, rules, now_ms, post)
         self.archiving = Archiving(context)
         self.upkeep, self._closed = Upkeep(context, posting, self.evaluating, self.archiving), False
 

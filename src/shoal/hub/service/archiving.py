@@ -73,6 +73,8 @@ class Archiving:
             return
         try:
             while self._collect(self._segments, self._context.clock.now_ms()):
+                pass
+            if self._rows:
                 self._flush(self._segments)
         except (ShoalError, OSError) as error:
             log.warning("the last records of rollouts are not written, the next start does it: %s", error)
