@@ -141,8 +141,8 @@ class Context:
         """The hub could not be reached between these times: what ran out then lasts a little longer."""
         self.absence = leases.Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
-    def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
-        return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
+    def inexcusable(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
+        return [held for held in overdue if not self.absence.still_excuses(held.lease, now_ms)]
 
     @contextmanager
     def decision(
@@ -156,7 +156,7 @@ class Context:
         with self.storage.write(exclusive=exclusive) as transaction:
             moment = self.moment(transaction, counted)
             if sweep and (exclusive or not self.storage.is_shared):
-                overdue = self.unspared(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
+                overdue = self.inexcusable(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
                 if overdue:
                     transaction.apply(leases.end(moment, overdue, holders(transaction, overdue), self.absence))
                     moment, swept = self.moment(transaction), True

@@ -299,7 +299,7 @@ def _problems(node: NodeRow, presence: Presence) -> dict[str, str]:
 
 
 def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
-    """An alarm whenever a validator let more known-bad submissions pass, and once when another problem begins."""
+    """An alarm each time a validator accepted further known-bad submissions, and one when another problem begins."""
     earlier = before or Presence(node.node)
     known = _problems(node, earlier)
     if now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0):

@@ -130,7 +130,7 @@ VOID_SENTENCES = {
 
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     waits = f"waits for a worker again, after {count_of(len(leases), 'lease')}" if leases else "waits for a worker"
-    if units.is_entrusted(unit):
+    if units.is_for_validators(unit):
         attempts = count_of(unit.failures, "attempt")
         waits = f"waits for a validator to generate it, after {attempts} that nobody could judge"
     return {

@@ -134,7 +134,7 @@ class Upkeep:
     def _end_overdue(self, now_ms: int) -> None:
         context = self._context
         with context.storage.read() as reader:
-            late_leases = context.unspared(reader.overdue_holdings(now_ms), now_ms)
+            late_leases = context.inexcusable(reader.overdue_holdings(now_ms), now_ms)
             late_audits = reader.overdue_audits(now_ms)
         if late_leases or late_audits:
             with context.decision(sweep=True, exclusive=True) as (transaction, moment):
