@@ -2,7 +2,7 @@
 
 If there are too few units, a free one goes to the waiting network that got the fewest; by the same rule to one of its
 addresses, and to a key there. A newly accepted group puts its network, address and key first until they ask again.
-Nobody lets others go first for longer than about `lease_s`: they may be unable to take what is free. All of it is kept
+Letting others go first ends after about `lease_s`: they may be unable to take what is free. All of it is kept
 in the memory of one process: addresses are written nowhere.
 """
 

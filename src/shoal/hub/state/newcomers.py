@@ -139,7 +139,7 @@ def choose(
 ) -> tuple[list[SubmissionRow], float]:
     """The `count` submissions that are audited next, and the tokens `saved` for newcomers after that. Each audit of an
     established node's group saves tokens for newcomers, so that these get `share` of all audited tokens; a newcomer's
-    group is next once its tokens are saved. If one side has nothing to audit, the other goes on."""
+    group is next once its tokens are saved. If one side has nothing to audit, the other gets the rest."""
     if not newcomers:
         return list(established[:count]), 0.0
     first, second = deque(established[:count]), deque(newcomers)
