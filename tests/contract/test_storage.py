@@ -11,7 +11,7 @@ from kit import at_once
 from kit.storage import POLICY, Stored, apply, lease, leased, node, post, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
-from shoal.hub.state.commands import AddBatch, AddPolicy, AddVerdict, Command, RaiseAlarm, Record, Save
+from shoal.hub.state import AddBatch, AddPolicy, AddVerdict, Command, RaiseAlarm, Record, Save
 from shoal.hub.state.rows import (
     EvaluationRow,
     EvaluationState,

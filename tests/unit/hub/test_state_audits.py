@@ -7,9 +7,8 @@ import pytest
 
 from kit import state
 from kit.state import NOW_MS, moment, node, nodes_in, of_type, submission, submissions_in, unit, units_in, verdict
-from shoal.hub.state import audits, nodes
+from shoal.hub.state import AddVerdict, Command, RaiseAlarm, Record, Refusal, audits, nodes
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.rows import LeaseState, NodeRow, RunProgress, SubmissionState, UnitState
 from shoal.protocol import Branches, NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
 

@@ -9,9 +9,8 @@ from shoal.hub.service.context import Context, node_label, require_trusted
 from shoal.hub.service.measuring import Evaluating, in_force_of, require_environment, wanted_of
 from shoal.hub.service.showing import Showing, unknown_submission
 from shoal.hub.service.work import Work
-from shoal.hub.state import audits, newcomers, pacing, reputation
+from shoal.hub.state import Refusal, alarm, audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.commands import Refusal, alarm
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import verdict as messages

@@ -27,10 +27,8 @@ from shoal.errors import ConfigError, EnvironmentSetupError, ProtocolError, Shoa
 from shoal.hub.changes import Changes, Topic, Waits
 from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
-from shoal.hub.state import leases, nodes
-from shoal.hub.state.commands import Record, Refusal
+from shoal.hub.state import Holding, Moment, NodeRow, Record, Refusal, Rules, leases, nodes
 from shoal.hub.state.orders import Orders
-from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.protocol import Document, NodeView, SignedDocument, open_document, sign_document, sign_values

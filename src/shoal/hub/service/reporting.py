@@ -20,11 +20,9 @@ from shoal import ledger
 from shoal.hub.service.context import Context, node_label, node_view, orders_of, shared
 from shoal.hub.service.measuring import in_force_of
 from shoal.hub.service.upkeep import Posting
-from shoal.hub.state import calibrations, evaluations, pacing
-from shoal.hub.state.commands import RaiseAlarm
+from shoal.hub.state import UNDECIDED_SUBMISSIONS, NodeRow, RaiseAlarm, UnitState, calibrations, evaluations, pacing
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.orders import Orders
-from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, NodeRow, UnitState
 from shoal.hub.storage import Presence, Reader
 from shoal.hub.storage.reader import Rank
 from shoal.protocol import LedgerHead, NodeState, RunInfo, SignedDocument, sign_document

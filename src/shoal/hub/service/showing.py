@@ -17,8 +17,7 @@ from shoal import protocol
 from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
-from shoal.hub.state import draws, leases, submissions
-from shoal.hub.state.commands import Refusal, Save
+from shoal.hub.state import Refusal, Save, draws, leases, submissions
 from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import SHOWN_BYTES, BodyLimits, ProgressReply, ShownPrefix, ShownProgress, pack, unpack

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.hub.service.context import Context, node_view, shared
 from shoal.hub.service.upkeep import Posting
-from shoal.hub.state import draws, orders, units
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state import Refusal, draws, orders, units
 from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Reader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject

@@ -15,8 +15,7 @@ from shoal.hub.buckets import Buckets
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.measuring import Evaluating
-from shoal.hub.state import audits, credits, leases, nodes
-from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment
+from shoal.hub.state import UNDECIDED_SUBMISSIONS, Moment, audits, credits, leases, nodes
 from shoal.hub.storage import Reader
 from shoal.protocol import MAX_SKEW_MS, LedgerEntry
 from shoal.runtime.clock import Clock, SystemClock

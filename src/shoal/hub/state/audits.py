@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.hub.state import credits, nodes, pacing, reputation, rows
-from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, Save, alarm
+from shoal.hub.state import AddVerdict, Command, Record, Refusal, Save, alarm, credits, nodes, pacing, reputation, rows
 from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
 from shoal.protocol import Branches, Outcome, RolloutReward, Severity, Tally, Verdict, document_hash

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from shoal.hub.state import newcomers, nodes, pacing
-from shoal.hub.state.commands import Command, Save
+from shoal.hub.state import Command, Save, newcomers, nodes, pacing
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, NodeRow, Rules, UnitRow, UnitState
 from shoal.hub.state.units import fail
 from shoal.protocol import NodeState, PolicyRef

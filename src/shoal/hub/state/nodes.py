@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.hub.state import reputation
-from shoal.hub.state.commands import Command, Record, Refusal, Save
+from shoal.hub.state import Command, Record, Refusal, Save, reputation
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, NodeRow, Rules, UnitState
 from shoal.protocol import Liveness, NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
 

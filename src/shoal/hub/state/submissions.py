@@ -14,8 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.hub.state import nodes, pacing, rows, units
-from shoal.hub.state.commands import Command, Refusal, Save
+from shoal.hub.state import Command, Refusal, Save, nodes, pacing, rows, units
 from shoal.hub.state.rows import Holding, LeaseState, Moment, NodeRow, Rules, ShownRow, SubmissionRow, UnitState
 from shoal.protocol import Depth, ProofParameters, ShownChunks, ShownPrefix, shown_digest
 

@@ -10,9 +10,8 @@ So no worker can void a unit or keep a step from it, with any number of keys: re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.hub.state.commands import Command, RaiseAlarm, Save, alarm
+from shoal.hub.state import Command, Moment, RaiseAlarm, Save, UnitRow, UnitState, alarm
 from shoal.hub.state.pacing import overdraw
-from shoal.hub.state.rows import Moment, UnitRow, UnitState
 
 VOID_ATTEMPTS, VOID_STALE, VOID_INCARNATION = "attempts", "stale", "incarnation"
 

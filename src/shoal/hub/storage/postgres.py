@@ -26,8 +26,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Refusal
-from shoal.hub.state.rows import NodeRow, RunProgress
+from shoal.hub.state import AddBatch, AddPolicy, Command, NodeRow, Refusal, RunProgress
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.reader import Reader, among, driver_of, with_percent

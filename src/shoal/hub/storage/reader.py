@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
 
-from shoal.hub.state import rows, units
-from shoal.hub.state.rows import EvaluationState, LeaseState, SubmissionState, UnitState
+from shoal.hub.state import EvaluationState, LeaseState, SubmissionState, UnitState, rows, units
 from shoal.hub.storage import tables as table
 from shoal.hub.storage.tables import Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport

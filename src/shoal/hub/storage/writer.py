@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from shoal import ledger
 from shoal.errors import ShoalError
-from shoal.hub.state import commands, rows
-from shoal.hub.state.commands import Command
+from shoal.hub.state import Command, commands, rows
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived, Noted
 from shoal.hub.storage.reader import UNJUDGED, Reader
