@@ -63,6 +63,7 @@ def draw(runs: Mapping[str, Sequence[Panel]], out: Path) -> None:
     import io
 
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     titles = list(dict.fromkeys(panel.title for panels in runs.values() for panel in panels))
     height = -(-len(titles) // COLUMNS)
@@ -78,7 +79,7 @@ def draw(runs: Mapping[str, Sequence[Panel]], out: Path) -> None:
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if any(not label.startswith("_") for label in axes.get_legend_handles_labels()[1]):
             axes.legend(fontsize=7)
     drawn = io.BytesIO()

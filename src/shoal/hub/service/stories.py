@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.hub.service.context import node_view, shared
-from shoal.hub.state import draws, orders, units
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state import Refusal, draws, orders, units
 from shoal.hub.state.rows import (
     LeaseRow,
     LeaseState,
@@ -146,7 +145,7 @@ VOID_SENTENCES = {
 
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     waits = f"waits for a worker again, after {count_of(len(leases), 'lease')}" if leases else "waits for a worker"
-    if units.is_entrusted(unit):
+    if units.is_for_validators(unit):
         attempts = count_of(unit.failures, "attempt")
         waits = f"waits for a validator to generate it, after {attempts} that nobody could judge"
     return {
