@@ -459,7 +459,7 @@ RATCHETS = {
     "lines": 57_500,  # room for stop strings, models by id and trusted workers while others shrink
     "statements": 41_000,  # the same
     "files": 326,
-    "files in the fullest folder": 17,
+    "files in the fullest folder": 18,  # shoal rollouts has a file of its own
     "names of classes used twice": 0,
     "test lines": 54_500,  # the same
 }

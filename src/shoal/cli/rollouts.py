@@ -51,7 +51,7 @@ def rollouts(
 
     for word, known in ((order, ORDERS), (outcome, ("", *OUTCOMES))):
         if word not in known:
-            raise UserError(f"{word!r} is none of {', '.join(filter(None, known))}{meant(word, known)}")
+            raise UserError(f"{word!r} is not one of {', '.join(filter(None, known))}{meant(word, known)}")
     if out is not None and out.suffix not in EXPORTS:
         raise UserError(f"--out {out}: the name must end with {' or '.join(EXPORTS)}")
     records = open_records(run or find_run(None))
@@ -150,11 +150,11 @@ def plot(
     ),
 ) -> None:
     """Draw how one or several runs went: reward and its parts, held-out score, length, entropy, speed, outcomes."""
-    from shoal.records.figures import draw, panels_of
+    from shoal.records.figures import charts_of, draw
     from shoal.runtime.extras import require
 
     if out.suffix not in IMAGES:
         raise UserError(f"--out {out}: the name must end with {' or '.join(IMAGES)}")
     require("plot", "drawing a run")
-    draw({run.name: panels_of(run) for run in runs}, out)
+    draw({run.name: charts_of(run) for run in runs}, out)
     echo(f"{out}")

@@ -26,7 +26,7 @@ FOLDER = "records"
 
 
 def open_records(run: Path | str) -> Records:
-    """Of a run's folder; the run may be going on."""
+    """Of a run's folder; the run may still be running."""
     require("data", "reading records of rollouts")
     folder = Path(run) / "hub" / FOLDER
     if not folder.is_dir():

@@ -14,7 +14,7 @@ from shoal.runtime.metrics import MetricsLog
 
 PART = "part_"
 COLUMNS, WIDTH, HEIGHT = 3, 4.2, 2.8  # inches of one figure
-PANELS: tuple[tuple[str, Mapping[str, str]], ...] = (
+CHARTS: tuple[tuple[str, Mapping[str, str]], ...] = (
     ("reward", {"sampled_reward": "all sampled", "reward_mean": "trained on"}),
     ("held-out score", {"held_out": ""}),
     ("tokens of a completion", {"completion_tokens": ""}),
@@ -27,52 +27,52 @@ PANELS: tuple[tuple[str, Mapping[str, str]], ...] = (
 
 
 @dataclass
-class Panel:
+class Chart:
     """A figure: lines by label, each with (step, value)."""
 
     title: str
     lines: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
-def panels_of(run: Path) -> list[Panel]:
+def charts_of(run: Path) -> list[Chart]:
     rows = MetricsLog(run / "trainer" / "metrics.jsonl").rows()
     if not rows:
         raise UserError(f"{run} has no metrics yet (trainer/metrics.jsonl): nothing can be drawn")
     parts = sorted({name for row in rows for name in row if name.startswith(PART)})
-    wanted = [*PANELS[:1], ("parts of the reward", {name: name.removeprefix(PART) for name in parts}), *PANELS[1:]]
-    found = [Panel(title, {label: _line(rows, name) for name, label in names.items()}) for title, names in wanted]
-    return [panel for panel in (*found, _outcomes(run)) if any(panel.lines.values())]
+    wanted = [*CHARTS[:1], ("parts of the reward", {name: name.removeprefix(PART) for name in parts}), *CHARTS[1:]]
+    found = [Chart(title, {label: _line(rows, name) for name, label in names.items()}) for title, names in wanted]
+    return [chart for chart in (*found, _outcomes(run)) if any(chart.lines.values())]
 
 
 def _line(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in rows if name in row]
 
 
-def _outcomes(run: Path) -> Panel:
+def _outcomes(run: Path) -> Chart:
     """Groups by outcome and step."""
     table = Records(run / "hub" / "records").table()
     pairs = zip(*(table[name].to_pylist() for name in ("sample", "outcome", "step")), strict=True)
     counts = Counter((outcome, step) for sample, outcome, step in pairs if sample == 0)
     steps = sorted({step for _, step in counts})
     outcomes = sorted({outcome for outcome, _ in counts})
-    return Panel("groups", {name: [(step, counts[name, step]) for step in steps] for name in outcomes})
+    return Chart("groups", {name: [(step, counts[name, step]) for step in steps] for name in outcomes})
 
 
-def draw(runs: Mapping[str, Sequence[Panel]], out: Path) -> None:
-    """A PNG or SVG, by the name's end; a panel for each title that any run has."""
+def draw(runs: Mapping[str, Sequence[Chart]], out: Path) -> None:
+    """A PNG or SVG, by the name's end; a chart for each title that any run has."""
     import io
 
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    titles = list(dict.fromkeys(panel.title for panels in runs.values() for panel in panels))
+    titles = list(dict.fromkeys(chart.title for charts in runs.values() for chart in charts))
     height = -(-len(titles) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * WIDTH, height * HEIGHT), layout="constrained")
     for place, title in enumerate(titles):
         axes = figure.add_subplot(height, COLUMNS, place + 1)
-        for run, panels in runs.items():
-            for panel in (panel for panel in panels if panel.title == title):
-                for label, line in panel.lines.items():
+        for run, charts in runs.items():
+            for chart in (chart for chart in charts if chart.title == title):
+                for label, line in chart.lines.items():
                     named = " ".join(filter(None, [label, run if len(runs) > 1 else ""]))
                     axes.plot([x for x, _ in line], [y for _, y in line], label=named, linewidth=1.2)
         axes.set_title(title, fontsize=10)
