@@ -20,7 +20,7 @@ from shoal.ledger import Account, Accounts, append, head_of
 from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
 from shoal.run.folder import RunFolder, find_run
 from shoal.run.launch import ledger_line
-from shoal.run.ledger.check import Book, check_ledger, export_ledger, leave_ledger
+from shoal.run.ledger.check import Book, check_ledger, export_ledger
 from shoal.run.ledger.sources import CertifiedHead, KeptHead, kept_path
 from shoal.runtime.clock import ManualClock
 
@@ -175,7 +175,7 @@ def test_a_kept_head_never_goes_back(run: Path) -> None:
     check_ledger(str(run))
     name = RunFolder.open(run).run_id
     before = KeptHead.model_validate_json(kept_path(name).read_bytes())
-    leave_ledger(run)
+    export_ledger(str(run), run / "ledger.jsonl")
     lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (run / "old.jsonl").write_bytes(b"".join(lines[:4]))
     shutil.copy(run / "ledger.jsonl.evidence", run / "old.jsonl.evidence")
