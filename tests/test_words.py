@@ -133,7 +133,8 @@ def test_private_words_become_fewer() -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("seeds and dice", "dice"), ("own_dice = 1", "dice"), ("self._dice", "dice"), ("class OwnDice", "Dice"), ("--own-dice", "dice"),
+        ("seeds and dice", "dice"), ("own_dice = 1", "dice"), ("self._dice", "dice"),
+        ("class OwnDice", "Dice"), ("--own-dice", "dice"),
         ("what was handed\nin", "handed in"), ("It goes on.", "goes on"), ("Nobody is there", "Nobody"),
         ("a rollout is no sample", "no sample"), ("there are none", "are none"),
     ],
