@@ -34,8 +34,10 @@ class Hub:
         self.checking = Checking(context, self.work, self.evaluating, self.showing)
         self.posting = posting = Posting(context)
         self.reporting, now_ms = Reporting(context, posting), context.clock.now_ms
-        secret, rules, post = context.secret, context.rules, posting.post_for_reader
-        self.stories = Stories(context.storage, config.run_id, secret, rules, now_ms, post)
+        self.stories = Stories(
+            context.storage, config.run_id, context.secret, context.rules, now_ms,
+            post=lambda: posting.post_for_reader(),  # looked up each time
+        )  # fmt: skip
         self.archiving = Archiving(context)
         self.upkeep, self._closed = Upkeep(context, posting, self.evaluating, self.archiving), False
 
