@@ -332,6 +332,8 @@ def _nobody(context: Context, reader: Reader, role: str, now_ms: int) -> str:
     if role == "worker":
         taken = calibrations.taken(in_force_of(reader), context.config.profiles, context.config.measurable)
         start += f" (the run takes {', '.join(taken)})"
+    elif role == "validator":
+        start += " (`shoal admin add-validator` certifies one)"
     if not known:
         return f"nobody is here to {DOING[role]}: no {role} has come yet; {start}"
     presences = reader.presences_named([row.node for row in known])
