@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from shoal.errors import ModelError
-from shoal.protocol import Entry, ModelSize, TensorView
-from shoal.protocol.codec import ITEM_BYTES
+from shoal.protocol import ITEM_BYTES, Entry, ModelSize, TensorView
 from shoal.runtime import hf  # before `locked`: it reads the user's own HF_HUB_OFFLINE
 
 if TYPE_CHECKING:

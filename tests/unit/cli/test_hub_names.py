@@ -162,7 +162,7 @@ PARTS = [
     (PLAIN, "a", "", "12"), (PLAIN, "a/test", "", "3"), (PLAIN, "b", "", "4"), (PLAIN, "b/test", "", "5"),
     (PLAIN, "", "", "has several parts; it has a, b: give"), ({"data/train.jsonl": b"1"}, "", "", "1"),
     ({"x.csv": b"", "run.py": b""}, "", "", r"has no Parquet or JSON lines file \(it has .csv, .py\): convert them"),
-    ({"a/b\\..\\x.parquet": b"", "../y.parquet": b""}, "a", "", "has a file with the name .*x.parquet', which is refused"),
+    ({"a/b\\..\\x.parquet": b"", "../y.parquet": b""}, "a", "", "has a file with the name .*x.parquet'"),
     ({**CARDED, "README.md": b"---\nconfigs: [1, {}]\n---"}, "other", "", "5"),
 ]  # fmt: skip
 
