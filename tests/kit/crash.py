@@ -40,9 +40,7 @@ from shoal.protocol.signing import Message, SignedDocument, open_document, sign_
 from shoal.protocol.submission import Receipt, submission_digest
 from shoal.protocol.verdict import Audit, AuditReply, Outcome, Severity, Verdict, VerdictReport
 from shoal.records import FOLDER, Records
-from shoal.runtime import crash
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import ensure_folder
+from shoal.runtime import SystemClock, crash, ensure_folder
 from shoal.runtime.stop import stop_on_signals
 
 DEADLINE_S = 240.0
