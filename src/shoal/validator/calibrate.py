@@ -32,19 +32,12 @@ from shoal.models import TextTokenizer
 from shoal.models.quantize import INT4, INT8, Quantization, is_rounded
 from shoal.protocol import ProofParameters, SamplingParameters
 from shoal.toploc import chunk_rows
+from shoal.validator import evidence
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
 from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all, uniforms_of
 from shoal.validator.checks import AFTER_PREFILL, run_checks
-from shoal.validator.evidence import (
-    SEEDS,
-    STRIKE,
-    Measures,
-    Outliers,
-    accident_sums,
-    log_evidence,
-    log_evidence_of_seeds,
-)
+from shoal.validator.evidence import SEEDS, STRIKE, Measures, Outliers
 from shoal.validator.profiles import Measured, Profile
 from shoal.validator.verdicts import LeaseTemplate, seeds_of
 
@@ -229,20 +222,18 @@ def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) ->
     if len(failed_checks(cases, limits)) > HONEST_FAILING * len(cases):
         return True
     before = limits.measured.bands if limits.measured is not None else {}
-    groups = np.array([_means(case.replayed) for case in cases])
+    found = []  # by group, the values named in `LEAST_MOVED`
+    for seen in (case.replayed for case in cases):
+        values, others = int(seen.comparisons.k.sum()), int(seen.comparisons.exp_mismatches.sum())
+        mantissa = float(seen.comparisons.mant_err_sum.sum()) / max(1, values - others)
+        found.append((float(seen.outside.mean()), others / max(1, values), mantissa))
+    groups = np.array(found)
     errors = groups.std(axis=0, ddof=1) / math.sqrt(len(cases))
     return any(
         mean > max(before[name] * HALF_MARGIN + PROBE_ERRORS * error, least)
         for (name, least), mean, error in zip(LEAST_MOVED.items(), groups.mean(axis=0), errors, strict=True)
         if name in before
     )
-
-
-def _means(seen: Replay) -> tuple[float, float, float]:
-    compared = seen.comparisons
-    values, others = int(compared.k.sum()), int(compared.exp_mismatches.sum())
-    mantissa = float(compared.mant_err_sum.sum()) / max(1, values - others)
-    return float(seen.outside.mean()), others / max(1, values), mantissa
 
 
 def _bands(seen: Mapping[str, Sequence[Case]]) -> Bands:
@@ -440,10 +431,10 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
     measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), kept, profile.noise)
 
     series = (odd.unseeded, odd.proofs)
-    far, proofs = (accident_sums(points, np.arange(len(points)), profile.accidents) for points in series)
-    seeds = log_evidence_of_seeds(far, *(measures.sums(name, profile) for name in SEEDS))
-    drift = max(log_evidence(name, measures.sums(name, profile)) for name in ("exponents", "mantissa"))
-    return seeds >= STRIKE, max(drift, log_evidence("accidents", proofs)) >= STRIKE
+    far, proofs = (evidence.accident_sums(points, np.arange(len(points)), profile.accidents) for points in series)
+    seeds = evidence.log_evidence_of_seeds(far, *(measures.sums(name, profile) for name in SEEDS))
+    drift = max(evidence.log_evidence(name, measures.sums(name, profile)) for name in ("exponents", "mantissa"))
+    return seeds >= STRIKE, max(drift, evidence.log_evidence("accidents", proofs)) >= STRIKE
 
 
 def blocks_of(cases: Sequence[Case], size: int, nats: float = 0) -> Iterator[tuple[Replay, Ints]]:
