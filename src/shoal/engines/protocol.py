@@ -42,13 +42,14 @@ OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One group: a prompt, and one 64-bit seed per completion. `on_tokens` gets the group's number of tokens every few
-    steps, in the caller's thread: a lease that makes progress is renewed. If it raises, the call ends, no group is
-    kept, and the engine is as before. `check` may raise in the same way; it is called after every token on a processor,
-    after every window of steps on a GPU. `on_chunks` is called when chunks are finished, if proofs are asked for;
-    chunks that it does not take during the call are not computed. `respond` is asked at every end-of-sequence token
-    whether the completion is finished; the tokens that it returns are fed to the model, not drawn (`dialogue`). The
-    last `begun` tokens of the prompt are the first of the completion: the uniforms begin at that position."""
+    """One group: a prompt, and one 64-bit seed per completion wanted. `on_tokens` is told every few steps, in the
+    caller's thread, how many tokens of the group are drawn: a lease on which something happens is renewed. If it
+    raises, the call ends, nothing of any group is kept, and the engine is as before. `check` may raise in the same way:
+    it is called after every token on a processor, after every window of steps on a GPU. `on_chunks` is told in the same
+    way of finished chunks, if proofs are asked for; what it does not ask for within the call is not computed. `respond`
+    is asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the
+    model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms
+    begin at that position."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -74,7 +75,7 @@ class Completion:
     """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token if `finish` is "eos". `logprobs`
     (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back: one for
     every `rows` tokens, the last may be of fewer. `given` are the spans (start, length) that were not drawn: their
-    log-probabilities are 0, and the uniforms of their positions are left out. Without any, a completion that is cut off
+    log-probabilities are 0, and the uniforms of their positions are left out. Without any, one that is cut off
     ("length") has no end-of-sequence token."""
 
     token_ids: npt.NDArray[np.int32]

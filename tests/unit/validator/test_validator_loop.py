@@ -388,11 +388,3 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
     assert hub.taken == []
     assert told[-1]["canaries_missed"] == 1
     assert CanaryMissed.exit_code == 5  # a supervisor does not start it again
-
-
-def test_validator_that_could_not_evaluate_asks_once_more_at_the_end() -> None:
-    hub = ListHub(AuditReply(finished=True), AuditReply(waiting="a score"), AuditReply(finished=True))
-    role = validator(hub)
-    role.run()
-    assert [request.evaluate for request in hub.requests] == ["no", "now", "now"]
-    assert role.finished
