@@ -106,7 +106,7 @@ class TrainingRun:
         self._publisher = self._resume(published)
         try:
             while published is not None and self.version < published.version:
-                self._advance()  # a replay: the batches are those of the first time
+                self._advance()  # a replay, with the same batches as before
                 if self.version < published.version:
                     self._submit_version(publish=False)
             while self.version < self._info.steps:

@@ -56,7 +56,7 @@ OVER = "over"
 RUN_METHOD = "run_with_weights"
 RESTARTS = 3
 LOOK_S = 0.1
-LAST_WORDS_S = 1.0  # the others fail a moment later in their collectives; the cause is among the first
+LAST_WORDS_S = 1.0  # wait for the exit codes of other ranks, which fail a moment later; the cause is among them
 SHUT_DOWN_S = 8  # less than the grace period of a supervisor
 
 

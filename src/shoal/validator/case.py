@@ -94,7 +94,7 @@ MESSAGE_LIMIT, GIB = 500, 2**30
 # These only bound memory. They must be wider than the limits of the hub: a body that the hub took is not too large.
 BODY_LIMITS = BodyLimits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
 
-IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability do not come out alike: 10⁻¹⁵
+IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability are not equal by chance: 10⁻¹⁵
 DISTINCT_PROOF_BYTES = 2 + 2 * 16  # 16 values: fewer may agree by chance
 FIRST_ROWS = 2
 

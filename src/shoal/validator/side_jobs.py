@@ -181,7 +181,7 @@ class UnitGenerator:
 
 
 WAIT_S = 5.0  # for a later policy; audits of the earlier one may arrive
-CHUNKS = 2  # of each rehearsed rollout: a whole one, and what follows it
+CHUNKS = 2  # of each rehearsed rollout
 PROMPT_TOKENS = 32
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kit import Logs, Patch, eventually
+from kit.stubs import StubClient
 from shoal import errors, protocol
 from shoal.client import Intervals
 from shoal.engines import EngineShelf, GenerationRequest, LoadedPolicy
@@ -48,60 +49,27 @@ def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> protocol.Lease
     )  # fmt: skip
 
 
-class _Info:
-    run = RUN
-    profiles: tuple[str, ...] = ("torch/cpu/float32",)
-    max_staleness = 1
-
-
-class _Trusted:
-    info = _Info()
-
-
 Reply = list[protocol.Lease] | Exception | Callable[[], list[protocol.Lease]]
 
 
-class ListHub:
-    """Stands where the client stands: leases come from a list (then the run is finished), submissions go to another."""
+class ListHub(StubClient):
+    """Leases come from a list (then the run is finished), submissions go to another."""
 
     def __init__(self, *replies: Reply) -> None:
-        self.key = KEY
-        self.replies = list(replies)
-        self.requests: list[protocol.LeaseRequest] = []
+        info = {"run": RUN, "profiles": ("torch/cpu/float32",), "max_staleness": 1}
+        super().__init__(KEY, "worker", info, *replies)
         self.released: list[protocol.LeaseRelease] = []
         self.submitted: list[protocol.Submission] = []
         self.refusals: dict[int, Exception] = {}
-        self.view = protocol.NodeView(node=KEY.node, name="n", role="worker", state=protocol.NodeState.ACTIVE)
-        self.beats: list[protocol.Heartbeat] = []
-        self.deadlines: dict[str, int] = {}
-        self.policy: protocol.PolicyRef | None = policy()
-        self.finished = False
+        self.policy = policy()
         self.gate = threading.Event()
         self.gate.set()
 
-    def run_info(self) -> _Info:
-        return _Info()
-
-    def refreshed_run(self) -> _Trusted:
-        return _Trusted()
-
-    def patient(self, patience_s: float) -> "ListHub":
-        return self
-
-    def heartbeat(self, heartbeat: protocol.Heartbeat) -> protocol.HeartbeatReply:
-        self.beats.append(heartbeat)
-        told = {"deadlines": self.deadlines, "policy": self.policy, "finished": self.finished}
-        return protocol.HeartbeatReply(node=self.view, **told)
-
     def lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
-        self.requests.append(request)
         self.granted: list[protocol.Lease] = []
-        if not self.replies:
+        if (granted := self.next_reply(request, None)) is None:
             return protocol.LeaseReply(finished=True, policy=self.policy)
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        self.granted = reply() if callable(reply) else reply
+        self.granted = granted
         signed = tuple(protocol.sign_document(granted, HUB) for granted in self.granted)
         return protocol.LeaseReply(leases=signed, policy=self.policy, waiting="" if signed else "nobody says why")
 
