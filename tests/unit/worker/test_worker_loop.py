@@ -436,7 +436,7 @@ UNKNOWN = errors.HubRefused(403, "profile.unknown", "this run has no profile for
      r"the tool 'aba\\ncus', which this shoal does not have", BOTH),
     ([[lease(1)], UNKNOWN], {}, {}, errors.ConfigError, "this run has no profile for warp/tpu/int3", []),
 ])  # fmt: skip
-def test_what_ends_it_gives_everything_back_and_says_what_to_do(
+def test_failed_worker_gives_everything_back_and_says_what_to_do(
     tmp_path, replies, engine, missing, error, said, released
 ):
     bench = Bench(tmp_path, *replies, **missing)
