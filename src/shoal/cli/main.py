@@ -43,7 +43,6 @@ app = Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code and lets no exception out."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     given = [*given[1:], "--help"] if given[0] == "help" else given
     if arguments is None and not end_at_start(given):
@@ -54,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], object], debug: bool) -> int:
-    """The exit code of what is run; an exception becomes a line and a code."""
     for stream in (sys.stdout, sys.stderr):  # what is not UTF-8 gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -237,7 +237,6 @@ def _workers(scene: RunView) -> Table:
 
 
 def _doing(node: NodeView, scene: RunView) -> str:
-    """What a node says that it does, or what the hub says that it waits for."""
     waits = scene.status.waits if scene.status is not None else ()
     own = (node.name, f"{node.name} ({node.node[:8]})", f"{node.role} {node.name} ({node.node[:8]})")
     waiting = next((f"waits for {wait.what}" for wait in waits if wait.who in own), "")

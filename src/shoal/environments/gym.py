@@ -96,7 +96,6 @@ class GymEnvironment(IndexedEnvironment):
 
 
 def final_answer(completion: str) -> str:
-    """The answer within a completion: after the thinking, in the last pair of tags if there is one."""
     text = after_thinking(completion)
     before, closing, _rest = text.rpartition(CLOSING)
     if closing and OPENING in before:
@@ -138,7 +137,6 @@ class Generator:
         self._first = self._dataset(1, self._listed or 1)
 
     def entry(self, number: int) -> dict[str, Any]:
-        """The task of a number in [0, 2**31): `question`, `answer`, `metadata`."""
         with _lock:
             _own_random.seed(number)
             try:
@@ -198,7 +196,6 @@ def _refused() -> dict[str, str]:
 
 
 def example_answer(entry: Mapping[str, Any]) -> str:
-    """A right answer of an entry; empty if the generator knows none."""
     if entry["answer"] is not None:
         return str(entry["answer"])
     found = next((entry["metadata"][key] for key in EXAMPLES if entry["metadata"].get(key)), "")
@@ -262,8 +259,6 @@ def _fitted(default: Any, value: Any) -> Any:
 
 
 class _Patched:
-    """A module with a few of its names replaced."""
-
     def __init__(self, module: Any, **names: Any) -> None:
         self._module = module
         self.__dict__.update(names)

@@ -204,7 +204,6 @@ def _summary(path: Path, manifest: Manifest, database: Path) -> Summary:
 
 
 def _place(hidden: Path, hub: HubSettings, summary: Summary) -> None:
-    """Move submissions and rows to the places in `hub`, and put these into the recipe."""
     if hub.storage:
         here, store = (open_blobs(to, hub.storage_endpoint, hidden / BLOB_FOLDER) for to in ("", hub.storage))
         for _ in side_by_side(lambda name: store.get(store.put(here.get(name))), summary.submissions):

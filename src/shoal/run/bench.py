@@ -135,8 +135,6 @@ class Bench:
         self.best: dict[str, float] = {}
 
     def run(self) -> None:
-        """Find a workload that takes about `CALL_S`, then measure."""
-
         def took_s() -> float:
             return self._timed("worker", lambda: self._drawn(self._proof))
 
@@ -243,7 +241,6 @@ def status_of(url: str, stop: StopToken) -> RunStatus:
 
 
 def share_of(before: RunStatus | None, after: RunStatus | None, worker: float) -> RunShare | None:
-    """By what the run credited between two looks at it."""
     if before is None or after is None:
         return None
     seconds = max((after.now_ms - before.now_ms) / 1000, 0.001)

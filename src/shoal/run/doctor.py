@@ -60,7 +60,6 @@ def examine(
 
 
 def examine_worker(client: HubClient, folder: Path) -> list[MachineFinding]:
-    """The checks for a worker that has met its hub."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
     return [*machine, _clock(client), _weights(client.trusted_run())]
 

@@ -46,8 +46,6 @@ LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where one worker of several computes. `gpu` is its `CUDA_VISIBLE_DEVICES`."""
-
     name: str
     device: str
     gpu: str | None = None

@@ -233,7 +233,6 @@ def _stored_recipe(path: Path) -> Recipe:
 
 
 def hub_address(where: str, wait_s: float) -> tuple[str, float, str | None]:
-    """The hub's address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)
         return url, wait_s, pinned_root([url], pinned)
@@ -297,7 +296,6 @@ def port_of(url: str) -> int:
 
 
 def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
-    """Refuse changes that a begun run cannot resume with: a place without its rows, or fewer steps."""
     before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
         why = f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer"

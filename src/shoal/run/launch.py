@@ -125,7 +125,6 @@ def ledger_line(path: Path) -> str:
 
 
 def kept_line(path: Path) -> str:
-    """What a finished run keeps on disk, the largest folders first."""
     sizes = {one.name: folder_bytes(one) for one in path.iterdir() if one.is_dir()}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {show_bytes(size)}" for name, size in largest)

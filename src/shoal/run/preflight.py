@@ -117,7 +117,6 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Names, number formats and profiles: a worker that no validator can judge would get no unit."""
     worker, validator, dtype = recipe.worker, recipe.validator, recipe.trainer.publish_dtype
     for section, engine, settings in (
         ("worker", worker.engine, worker), ("validator", worker.checked_with, validator),
@@ -198,7 +197,6 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
-    """What was not checked, too few held-out tasks, too few validators."""
     if not has_model(recipe):
         unchecked = "weights, tokenizer, chat template, and whether prompts fit the model's context"
         yield f"there is no model folder {recipe.model.path}: what needs it was not checked ({unchecked}); all else was"

@@ -34,8 +34,6 @@ SUSPENDED_S = 5.0  # ticks come ten times a second
 
 @dataclass
 class History:
-    """What statuses have shown so far, by step; `elapsed_s` is the time since the run was started here."""
-
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
     staleness: float | None = None
@@ -207,7 +205,6 @@ def standstill_reasons(status: RunStatus | None, processes: Sequence[ProcessView
 
 
 def process_problems(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
-    """What is wrong with the processes of this machine: name → sentence."""
     heard_s = min((process.since_s for process in processes if process.name == "hub"), default=0.0)
     found = {}
     for process in processes:

@@ -180,7 +180,6 @@ def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
-    """Paths in the recipe that do not exist here: a backup does not contain the data of a run."""
     given = recipe.model_dump()
     paths = [Path(holder[key]) for _, holder, key in _places(given)]
     paths += filter(None, (extensions.file_of(holder[key]) for _, _, holder, key in _own_code(given)))

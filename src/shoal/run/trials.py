@@ -30,8 +30,6 @@ HUB_S, POLICY_PATIENCE_S = 10.0, 600.0
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """A policy (of a run, or of a model folder), this machine as a worker, and who judges it."""
-
     url: str | None
     model: str
     device: str

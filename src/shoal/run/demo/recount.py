@@ -30,7 +30,6 @@ class Recount(BaseModel):
 
 
 def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> Recount:
-    """On the recipe's held-out tasks, as many as the trainer uses."""
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal.run.demo.recount", str(export.absolute()), recipe.model_dump_json()],
         stdin=subprocess.PIPE,  # closed when this process is gone, which ends the child

@@ -267,7 +267,6 @@ def _has_numbers(found: Tree) -> bool:
 
 
 def _distinct(items: Sequence[Form]) -> list[Form]:
-    """Without repetitions; 1 and 1.0 are the same."""
     kept: dict[object, Form] = {}
     for item in items:
         value = _number(item)
