@@ -8,8 +8,7 @@ from typer import Argument, Exit, Option, Typer
 
 from shoal.cli import options
 from shoal.cli.help import CONTEXT, Command, CommandGroup
-from shoal.runtime import logs
-from shoal.runtime.stop import StopToken, stop_on_signals
+from shoal.runtime import StopToken, logs, stop_on_signals
 
 cast = Typer(
     help="Broadcast files and folders to many machines: signed, verified, resumable. No run and no hub is needed.",

@@ -7,8 +7,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
-from shoal.runtime import extras
-from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
+from shoal.runtime import STOPPED_CODE, extras, stop_on_signals
 
 ENV = "The environment whose held-out tasks are left out, and which verifies; as `shoal eval --env`."
 SET = "Change a setting of the trainer (rate, clip, memory, …), or environment.KEY. Repeatable."

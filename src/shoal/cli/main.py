@@ -26,10 +26,8 @@ from shoal.cli.run import demo, hub, init, join, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
-from shoal.runtime import crash
-from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, end_at_start
-from shoal.runtime.text import printable, visible
+from shoal.runtime import SUPERVISED, crash, is_verbose, printable, visible
+from shoal.runtime.stop import end_at_start
 
 EXTEND = (
     "Begin with: shoal demo. RUN is a run's folder, its name under runs/, or its hub's URL. Your own reward is one "

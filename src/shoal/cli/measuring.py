@@ -23,12 +23,9 @@ from shoal.evaluation.plan import PARTS, Leaks, SamplingPlan, archived_ids, find
 from shoal.evaluation.records import UNUSABLE, dumped
 from shoal.evaluation.subject import EngineChoice, open_subject, plain_name
 from shoal.evaluation.summary import MAX_FAILURES, missing_lines, summary_of, table_lines
-from shoal.models import BUILTIN
-from shoal.models.folder import model_folder, read_config, read_files
+from shoal.models import BUILTIN, model_folder, read_config, read_files
 from shoal.run.sources import CommandTasks, ModelSource, model_source, scorable, task_source
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
-from shoal.runtime.text import count_of
+from shoal.runtime import STOPPED_CODE, FolderLock, count_of, stop_on_signals
 
 RESCORE = "score them again: shoal eval --rescore {}"
 DEFAULT_TOKENS = 1024

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.text import duration, printable
+from shoal.runtime import duration, printable, show_bytes
 
 UNBOUND = 100_000
 EVERY_S = 10.0

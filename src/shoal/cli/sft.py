@@ -27,14 +27,12 @@ from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.evaluation.records import difference
 from shoal.evaluation.subject import model_digest
-from shoal.models.folder import model_folder, read_files
+from shoal.models import model_folder, read_files
 from shoal.rewards.classifier import Classifier
 from shoal.run.recipe import Recipe
 from shoal.run.sources import CommandTasks, ModelSource, scorable, task_source
+from shoal.runtime import STOPPED_CODE, FolderLock, StopToken, shoal_command, write_atomically
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import FolderLock, write_atomically
-from shoal.runtime.stop import STOPPED_CODE, StopToken
-from shoal.runtime.text import shoal_command
 from shoal.trainer.demonstrations import selection
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
 from shoal.trainer.demonstrations.selection import Corpus, FilterOptions, FilterReport, Schedule

@@ -38,11 +38,8 @@ from shoal.ledger import verify
 from shoal.protocol import LedgerEntry, Message, canonical_json, first_problem
 from shoal.run.folder import RECIPE_MODE, RunFolder
 from shoal.run.recipe import Recipe
-from shoal.runtime import files
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import SystemClock, ensure_folder, files, point, resource_error, write_atomically
 from shoal.runtime.config import dump_config, parse_config
-from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.tree import parse_label
 from shoal.trainer.folder import Retention, scores_of

@@ -16,9 +16,8 @@ from shoal.hub.settings import CONCURRENT_UPLOADS
 from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
 from shoal.run.recipe import Recipe
-from shoal.runtime import sizing
+from shoal.runtime import count_of, sizing
 from shoal.runtime.sizing import Derived, RunSize, Speeds, machines_needed, open_settings
-from shoal.runtime.text import count_of
 from shoal.shardcast.origin import DELTA_PAYS, DELTA_STRIDES, OriginSettings
 from shoal.trainer.folder import AWAITED
 from shoal.trainer.guards import LOOKBACK

@@ -18,11 +18,8 @@ from shoal.client import split_join_url
 from shoal.client.trust import pinned_root, run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe, shipped_recipes
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, meant, write_atomically
 from shoal.runtime.config import dump_config, load_config
-from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import meant
 from shoal.shardcast.server import public_url
 
 ADMIN = "admin"

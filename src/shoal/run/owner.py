@@ -18,8 +18,7 @@ from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
 from shoal.run.folder import ADMIN, RunFolder, hub_address
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.text import shoal_command
+from shoal.runtime import SystemClock, shoal_command
 
 NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024

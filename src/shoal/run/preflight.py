@@ -20,15 +20,14 @@ from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.http.limits import Addresses
 from shoal.hub.storage import check_places
-from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.models.folder import BUILTIN, check_targets, check_weights, read_config
+from shoal.models import BUILTIN, TextTokenizer, model_folder, read_config, read_files
+from shoal.models.folder import check_targets, check_weights
 from shoal.rewards.chat import check_address
 from shoal.run.doctor import GPU_FILES
 from shoal.run.estimate import announced_size, run_size
 from shoal.run.recipe import Recipe
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import SystemClock, count_of
 from shoal.runtime.sizing import Speeds, validators_needed
-from shoal.runtime.text import count_of
 from shoal.trainer.settings import OWN_CODE
 from shoal.validator.settings import measurable_kinds, profile_keys
 

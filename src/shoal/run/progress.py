@@ -17,9 +17,8 @@ from typing import Protocol, Self
 from shoal.client import HubClient
 from shoal.errors import HubError, ProtocolError
 from shoal.protocol import NodeView, RecentVerdict, RunStatus
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime import Clock, SystemClock, duration, printable
 from shoal.runtime.supervise import Ending, ProcessView
-from shoal.runtime.text import duration, printable
 
 RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
 PACE_STEPS = 8

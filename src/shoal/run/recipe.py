@@ -15,9 +15,8 @@ from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
 from shoal.hub.settings import NAME, HubSettings, RunSettings
-from shoal.runtime import extensions
+from shoal.runtime import ensure_folder, extensions, write_atomically
 from shoal.runtime.config import load_config
-from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.trainer.settings import OWN_CODE, TrainerSettings, is_changeable
 from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConfigError
 from shoal.protocol import fingerprint
 from shoal.run.folder import RunFolder, port_of
-from shoal.runtime import logs
-from shoal.runtime.limits import UNLIMITED_BYTES, MachineLimits
-from shoal.runtime.stop import SUPERVISED, StopToken, stop_on_signals
+from shoal.runtime import SUPERVISED, UNLIMITED_BYTES, MachineLimits, StopToken, logs, stop_on_signals
 from shoal.runtime.supervise import close_standard_input, follow_supervisor
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.environments import build
 from shoal.errors import DeadlineExceeded, ModelError, ShoalError
 from shoal.run.recipe import Recipe
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.stop import SUPERVISED, StopToken
+from shoal.runtime import SUPERVISED, StopToken, SystemClock
 from shoal.runtime.supervise import describe_exit, follow_supervisor
 
 POLL_S, PROMPTS_AT_ONCE = 0.05, 64
