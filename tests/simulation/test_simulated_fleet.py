@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.hub import HubSettings, RunSettings
-from shoal.hub.state.commands import Save
-from shoal.hub.state.rows import SubmissionState
+from shoal.hub.state import Save, SubmissionState
 from shoal.protocol import NodeState
 from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 

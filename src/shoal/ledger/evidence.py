@@ -259,7 +259,7 @@ def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
 
 
 class LedgerReader(Protocol):
-    """A ledger somewhere: its rows in order, and the signed documents behind some of them, by row."""
+    """Reads a ledger from a hub, folder or file: its rows in order, and the signed documents behind them, by row."""
 
     label: str
     root_key: str | None
@@ -306,8 +306,7 @@ def read_first_row(rows: LedgerReader, needs_documents: bool) -> Checked:
 
 
 def check_rows(rows: LedgerReader, checked: Checked, proofs: Proofs) -> None:
-    """Check every entry with its documents. A head may be ahead of a database whose last rows are not appended yet, but
-    not of a complete ledger."""
+    """Check every entry with its documents. A signed head beyond the last row is an error."""
     for page in pages(rows.entries()):
         evidence = rows.evidence(page) if checked.is_proven else {}
         for entry in page:

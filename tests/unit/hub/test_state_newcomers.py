@@ -32,7 +32,7 @@ def granted(crowd: Crowd, max_units: int = 8, passed: int = 1, **changes: Any) -
 
 def declined(found: Granted) -> tuple[bool, str, bool]:
     assert found.leases == ()
-    return found.plan.held_back, found.plan.short, found.plan.yields
+    return found.plan.held_back, found.plan.short, found.plan.deferred
 
 
 @pytest.mark.parametrize(("units", "unproven", "fresh", "share", "tight"), [
@@ -146,7 +146,7 @@ class TestFirstUnits:
         assert declined(found) == (True, "everywhere", True)
         assert found.plan.waiting == "newcomers of other networks are first: they had fewer units"
         assert len(with_alive(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
-        assert not with_alive(alive=16, ahead=2).plan.yields, "there is nothing to leave to others"
+        assert not with_alive(alive=16, ahead=2).plan.deferred, "there is nothing to leave to others"
 
     @pytest.mark.parametrize(("tokens", "passed", "pace_ms", "expected_ms"), [
         (127, 0, 0, 240_000), (128, 0, 0, 60_000), (16, 1, 20_000, 60_000), (16, 1, 180_000, 360_000),
@@ -200,7 +200,7 @@ class TestTurns:
         for now_ms in range(1_000, 61_000, 5_000):
             turns.asked(at("idle"), 0, now_ms)
             assert turns.ahead(HONEST, now_ms, 60_000) == (1, 0)
-            turns.asked(HONEST, 0, now_ms, yielded=True)
+            turns.asked(HONEST, 0, now_ms, deferred=True)
         turns.asked(at("idle"), 0, now_ms=61_000)
         assert turns.ahead(HONEST, 61_000, 60_000) == (0, 0)
         turns.asked(HONEST, 1, now_ms=61_000)
@@ -210,7 +210,7 @@ class TestTurns:
         turns = Turns()
         turns.asked(FLOOD, 3, now_ms=0)
         turns.asked(HONEST, 0, now_ms=1)
-        turns.asked(FLOOD, 0, now_ms=2, yielded=True)
+        turns.asked(FLOOD, 0, now_ms=2, deferred=True)
         turns.asked(HONEST, 1, now_ms=3)
         turns.asked(HONEST, 0, now_ms=70_000)
         assert turns.ahead(FLOOD, 70_001, 60_000) == (1, 0)
