@@ -71,9 +71,7 @@ def evaluate(
         raise UserError("give a MODEL and --env SPEC, or --rescore FOLDER (see: shoal eval --help)")
     refuse_unusable(out or Path("evals", "results"))
     source, kind, terminal = task_source(env, overrides or ()), (engine, device, dtype), Terminal()
-    given = Given(
-        model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, machine, terminal
-    )
+    given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, kind, terminal)
     raise Exit(run_eval(given, out, trained_on, allow_leaks))
 
 
