@@ -79,7 +79,7 @@ OptionalLedger = Annotated[
 Index = Annotated[int, whole("--index", "Which one of several to start, counted from 0.")]
 WAIT_HELP = "How long to try to reach a server that does not answer."
 Wait = Annotated[float, number("--wait", "SECONDS", WAIT_HELP, 0, DAY_S)]
-PATIENCE_HELP = "Stop when nothing has happened for this long."
+PATIENCE_HELP = "Stop after this long without progress."
 Patience = Annotated[float, number("--patience", "SECONDS", PATIENCE_HELP, 1, 6_000_000)]
 Json = Annotated[bool, Option("--json", help="Print everything as JSON, for programs.")]
 

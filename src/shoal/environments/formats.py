@@ -400,13 +400,13 @@ FORMATS: dict[str, Callable[[Names, DatasetOptions], Format]] = {
     "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
     "gpqa": gpqa,
 }  # fmt: skip
+# Columns that identify a format. Other data has a column of tests, or question and answer columns.
 BY_COLUMNS: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
     ("code", frozenset({"description", "public_tests", "private_tests"})),
 )
-"""Columns that identify a format. Other data has a column of tests, or question and answer columns."""
 
 
 class DatasetOptions(Table):

@@ -290,7 +290,7 @@ def _library() -> ModuleType:
         if missing:
             del sys.modules[SOLVER]
     with _lock:
-        if not getattr(library, "_mended_by_shoal", False):
+        if not getattr(library, "_patched_by_shoal", False):
             installed = importlib.metadata.version("reasoning-gym")
             if installed != VERSION:
                 raise EnvironmentSetupError(f"reasoning-gym {installed} was not checked for its scorers: {install}")
@@ -311,14 +311,13 @@ def _library() -> ModuleType:
             vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Sorted, set), {})
             vars(_module("induction.list_functions.generators"))["random"] = _own_random
             vars(_module("algorithmic.pool_matrix"))["np"] = _Patched(np, random=np.random.RandomState(0))
-            library._mended_by_shoal = True  # type: ignore[attr-defined]
+            library._patched_by_shoal = True  # type: ignore[attr-defined]
     return library
 
 
-EVAL_MODULES = (
+EVAL_MODULES = (  # modules whose scorer calls `eval` on the answer
     "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
 )  # fmt: skip
-"""Modules whose scorer calls `eval` on the answer."""
 PARSER_MODULES = {
     "games.puzzle24": "parse_expr", "games.countdown": "parse_expr", "algebra.polynomial_multiplication": "sp",
     "algebra.simple_integration": "sympy", "algebra.intermediate_integration": "sympy",
@@ -326,11 +325,10 @@ PARSER_MODULES = {
 """Modules whose scorer passes the answer to sympy's parser, which evaluates it; and the parser's name there."""
 SET_MODULES = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
 """Modules that use the order of a set of texts, which differs between processes."""
-PRINTING_MODULES = (
+PRINTING_MODULES = (  # modules that write to the terminal
     "code.contrib.bfit.Compiler.Optimizer", "code.contrib.bfit.Compiler.FunctionCompiler",
     "games.tower_of_hanoi",
 )  # fmt: skip
-"""Modules that write to the terminal."""
 
 
 def _module(name: str) -> ModuleType:

@@ -251,14 +251,11 @@ class StatusPoller:
 
     def __init__(self, client: HubClient, every_s: float = POLL_S) -> None:
         self._client, self._every_s = client, every_s
-        self._ended, self._lock = threading.Event(), threading.Lock()
-        self._newest: RunStatus | None = None
+        self._ended, self._newest = threading.Event(), deque[RunStatus](maxlen=1)
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
     def take(self) -> RunStatus | None:
-        with self._lock:
-            newest, self._newest = self._newest, None
-        return newest
+        return self._newest.pop() if self._newest else None
 
     def ask(self) -> RunStatus | None:
         with contextlib.suppress(HubError, ProtocolError):
@@ -277,9 +274,8 @@ class StatusPoller:
 
     def _poll(self) -> None:
         while not self._ended.wait(self._every_s):
-            status = self.ask()
-            with self._lock:
-                self._newest = status or self._newest
+            if (status := self.ask()) is not None:
+                self._newest.append(status)
 
 
 @dataclass

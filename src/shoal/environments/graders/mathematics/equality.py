@@ -40,8 +40,7 @@ _SHORT_WORDS = frozenset(
 _LABEL = re.compile(
     r"\\?[a-zA-Z]\w*(?:_\{?[\w,]+\}?)?'*|m?\\[a-zA-Z]+(?:\{\w+\}|[A-Z]+)?|[a-zA-Z]\w?'*(?:_\w)?\([^()=]*\)"
     r"|\\frac\{d[a-z]?\}\{d[a-z]\}"
-)
-"""A left side that names a value: x, a_1, \\angle ABC, f(x), a derivative."""
+)  # A left side that names a value: x, a_1, \angle ABC, f(x), a derivative
 _NOTHING = ("num", Fraction(0))
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _DIRECTED = ("\\to", "\\in", "\\equiv")
