@@ -229,9 +229,9 @@ class World:
     def _notice(self) -> None:
         if self._hub is None:
             return
-        count_of = self._hub.context.changes.count
+        counts = self._hub.context.changes.counts
         for topic in TOPICS:
-            if self._seen.get(topic) != (count := count_of(topic)):
+            if self._seen.get(topic) != (count := counts[topic]):
                 self._seen[topic] = count
                 if self._waiting[topic] and topic not in self._due:
                     self._due.add(topic)

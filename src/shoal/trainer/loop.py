@@ -281,7 +281,7 @@ class HeldOut:
     page: Callable[[int], EvaluationPage]
     clock: Clock
     stop: StopToken
-    _told: dict[int, float] = field(default_factory=dict)
+    _reported: dict[int, float] = field(default_factory=dict)
     _since: int = 0
 
     def known(self, version: int) -> dict[int, float]:
@@ -294,8 +294,8 @@ class HeldOut:
         open_ones = [each.policy.version for each in listed if not each.complete or each.policy.version > version]
         self._since = min(open_ones, default=max(found, default=self._since - 1) + 1)
         scores = {number: mean for number, mean in found.items() if mean is not None and number <= version}
-        news = dict(scores.items() - self._told.items())
-        self._told |= news
+        news = dict(scores.items() - self._reported.items())
+        self._reported |= news
         return news
 
     def last(self, version: int) -> float | None:

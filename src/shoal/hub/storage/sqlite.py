@@ -229,7 +229,7 @@ class SqliteStorage(Storage):
             return transaction.node(node)
 
     def flush(self) -> None:
-        if self.arrivals.has_noted():
+        if self.arrivals.noted:
             with self.write(durable=False):
                 pass  # each transaction does it
 
