@@ -18,7 +18,8 @@ from shoal.protocol import ModelSize
 from shoal.run.recipe import Recipe
 from shoal.runtime import count_of, sizing
 from shoal.runtime.sizing import Derived, RunSize, Speeds, machines_needed, open_settings
-from shoal.shardcast.origin import DELTA_PAYS, DELTA_STRIDES, OriginSettings
+from shoal.shardcast import OriginSettings, RelayConfig
+from shoal.shardcast.origin import DELTA_PAYS, DELTA_STRIDES
 from shoal.trainer.folder import AWAITED
 from shoal.trainer.guards import LOOKBACK
 
@@ -129,7 +130,7 @@ class Planning:
         finished = self._offered(sizing.kept_when_finished(run.max_staleness))
         what = "with the one that is being published"
         yield "origin", self._offered(kept), finished, f"{min(kept, versions)} versions, {what}"
-        mirrored = self.recipe.relay.keep_versions
+        mirrored = RelayConfig.keep_versions
         yield "each relay", self._offered(mirrored), 0, f"{min(mirrored, versions)} versions"
         for role, count in {"validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}.items():
             size = (held := min(versions, count)) * (payload + self._beside)

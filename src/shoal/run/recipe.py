@@ -48,7 +48,6 @@ class RelaySection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
-    keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
 
 
 class Recipe(BaseModel):

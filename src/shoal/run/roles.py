@@ -104,7 +104,7 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
     config = RelayConfig(
         folder=folder.path / f"relay-{index}", upstreams=(endpoints.origin,), run=folder.run_id,
         trusted_key=folder.key("trainer").public_key, host=endpoints.bind, port=port_of(endpoints.relays[index]),
-        keep_versions=folder.recipe.relay.keep_versions, peers=endpoints.relays,
+        peers=endpoints.relays,
     )  # fmt: skip
     run_relay(config, stop, _ready("the relay"))
 
