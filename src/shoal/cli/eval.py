@@ -1,4 +1,4 @@
-"""`shoal eval`, `compare`, `filter` and `sft`: what they are given. `run.measuring` and `run.warm_start` do it."""
+"""`shoal eval`, `compare`, `filter` and `sft`: what they are given; `run.models` does the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -51,9 +51,9 @@ def evaluate(
     """Measure a model: avg@k and pass@k with confidence intervals. A Parquet file has the results by task. The same
     command resumes after Ctrl-C."""
     extras.require("trainer", "shoal eval")
-    from shoal.cli.printing import Terminal
+    from shoal.cli.printing import CommandTerminal
     from shoal.evaluation.records import refuse_unusable
-    from shoal.run.measuring import Given, run_eval, run_rescore
+    from shoal.run.models.measuring import Given, run_eval, run_rescore
     from shoal.run.sources import task_source
 
     if rescore is not None:
@@ -66,11 +66,11 @@ def evaluate(
         }  # fmt: skip
         if wrong := [name for name, value in refused.items() if value]:
             raise UserError(f"--rescore {rescore} scores what is kept there: give it without {' and '.join(wrong)}")
-        raise Exit(run_rescore(rescore, env, overrides or (), Terminal()))
+        raise Exit(run_rescore(rescore, env, overrides or (), CommandTerminal()))
     if model is None or env is None:
         raise UserError("give a MODEL and --env SPEC, or --rescore FOLDER (see: shoal eval --help)")
     refuse_unusable(out or Path("evals", "results"))
-    source, kind, terminal = task_source(env, overrides or ()), (engine, device, dtype), Terminal()
+    source, kind, terminal = task_source(env, overrides or ()), (engine, device, dtype), CommandTerminal()
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, kind, terminal)
     raise Exit(run_eval(given, out, trained_on, allow_leaks))
 
@@ -118,10 +118,10 @@ def filter_tasks(
     """Measure how often a model solves each task, and write the tasks that are neither too easy nor too hard. The same
     command resumes after Ctrl-C."""
     extras.require("trainer", "shoal filter")
-    from shoal.cli.printing import Terminal
+    from shoal.cli.printing import CommandTerminal
     from shoal.evaluation.filter import RateBand, written_before
     from shoal.evaluation.records import refuse_unusable
-    from shoal.run.measuring import Given, run_filter, work_of
+    from shoal.run.models.measuring import Given, run_filter, work_of
     from shoal.run.sources import task_source
 
     band = RateBand.parse(keep)
@@ -131,7 +131,7 @@ def filter_tasks(
     refuse_unusable(work_of(out))
     source = task_source(data, overrides or ())
     part = split or ("all" if source.whole else "train")  # held-out rows of a recipe must stay out of training
-    machine, terminal = (engine, device, dtype), Terminal()
+    machine, terminal = (engine, device, dtype), CommandTerminal()
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, part, batch_rows, machine, terminal)
     raise Exit(run_filter(given, out, band, everything, name))
 
@@ -159,13 +159,15 @@ def sft(
     resumes."""
     stop = stop_on_signals()  # what follows takes a while to load
     extras.require("trainer", "shoal sft")
-    from shoal.cli.printing import Terminal
+    from shoal.cli.printing import CommandTerminal
+    from shoal.run.models.warm_start import WarmStartRequest
     from shoal.run.sources import model_source
-    from shoal.run.warm_start import WarmStartRequest
     from shoal.trainer.demonstrations.selection import FilterOptions, Schedule, SelectionInterrupted
 
     choice = FilterOptions(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
-    request = WarmStartRequest(out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop, Terminal())
+    request = WarmStartRequest(
+        out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop, CommandTerminal()
+    )
     request.open(data, settings or ())
     with model_source(model) as found:
         try:

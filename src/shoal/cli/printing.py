@@ -81,7 +81,7 @@ def counted(
     yield report
 
 
-class Terminal:
+class CommandTerminal:
     """Implements `shoal.shardcast.cast.Terminal`."""
 
     def say(self, text: str) -> None:
