@@ -80,8 +80,8 @@ OWN_CODE: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class TrainerSettings(BaseModel, frozen=True, extra="forbid"):
-    """How the policy is trained, kept and published. What the run itself fixes (steps, group size, staleness,
-    temperature) comes from the hub: no fact has two homes."""
+    """How the policy is trained, kept and published. Steps, group size, staleness and temperature are settings of
+    [run], which the trainer gets from the hub."""
 
     learning_rate: Real = Field(1e-6, gt=0, description="AdamW's rate once warm")
     betas: tuple[Real, Real] = Field((0.9, 0.99), description="AdamW's decay of its two moments")

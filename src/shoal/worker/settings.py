@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerSettings(BaseModel, frozen=True, extra="forbid"):
-    """The lease determines what is generated; `device` and `dtype` change no more than rounding."""
+    """How a worker works. The lease says what it generates; `device` and `dtype` change only the rounding."""
 
     units_per_lease: int = Field(8, ge=1, le=MAX_LEASES_PER_REQUEST, description="most groups in one engine call")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to generate; auto: a GPU if there is one")
