@@ -47,7 +47,6 @@ class Throttle:
         self._filled_at_s, self._lock = float("-inf"), threading.Lock()
 
     def take(self, size_bytes: int, now_s: float) -> float:
-        """Note received bytes; returns how long to wait."""
         with self._lock:
             gained = (now_s - self._filled_at_s) * self.rate_bytes_s
             self._level_bytes = min(self._full_bytes, self._level_bytes + gained) - size_bytes
@@ -98,8 +97,6 @@ class PoolSettings:
 
 
 class Answer(NamedTuple):
-    """The head of an answer; its body of `size_bytes` is not read yet."""
-
     status: int
     size_bytes: int
     keep_alive: bool
@@ -161,7 +158,6 @@ class Connection:
         return self._ask(target, deadline)
 
     def read_into(self, buffer: memoryview, deadline: Deadline, hasher: blake3 | None = None) -> None:
-        """Fill `buffer`, which has the size of the body, and hash the bytes as they arrive."""
         assert self._answer is not None
         assert buffer.nbytes == self._answer.size_bytes
         hashed = 0
@@ -187,7 +183,6 @@ class Connection:
         return bytes(body)
 
     def drain(self, deadline: Deadline) -> None:
-        """Skip the body; before a large one the connection is closed."""
         if self._answer is not None and self._answer.size_bytes <= MAX_DRAINED_BYTES:
             self.read(MAX_DRAINED_BYTES, deadline)
         else:
@@ -292,8 +287,6 @@ class Connection:
 
 
 class Connections:
-    """Used by one thread at a time."""
-
     def __init__(self, stop: StopToken, timeouts: Timeouts) -> None:
         self._stop, self._timeouts = stop, timeouts
         self._connections: dict[str, Connection] = {}
