@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -125,10 +125,6 @@ class Address:
         return cls(parts.scheme == "https", parts.hostname, port, prefix)
 
 
-def parse_headers(lines: Iterable[str]) -> dict[str, str]:
-    return {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 class Connection:
     """GET requests to one source, one at a time. An error closes it; the next request opens it again."""
 
@@ -230,7 +226,7 @@ class Connection:
         status = rest[:3]
         if version not in ("HTTP/1.0", "HTTP/1.1") or not (status.isascii() and status.isdigit() and len(status) == 3):
             raise self._broken("does not speak HTTP/1.1")
-        headers = parse_headers(lines)
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         size = headers.get("content-length", "")
         if not (size.isascii() and size.isdigit() and len(size) <= 18) or "transfer-encoding" in headers:
             raise self._broken("does not say how long its answer is; a source must send Content-Length")

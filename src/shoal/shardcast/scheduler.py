@@ -298,11 +298,14 @@ class Scheduler:
         wanted.version.open = wanted.version.open | bit if is_open else wanted.version.open & ~bit
 
     def next_attempt(self, now_s: float) -> Attempt | None:
-        if sum(not attempt.source for attempt in self._running) < self._max_disk_checks and self._unchecked:
-            return self._check_disk(now_s)
-        ready = self._scores.ready()
-        attempt = self._fetch(ready, now_s) or self._last_resort(ready, now_s)
-        return self._check_disk(now_s) if attempt is None and self._unchecked else attempt
+        checks = sum(not attempt.source for attempt in self._running)
+        attempt = None
+        if checks >= self._max_disk_checks or not self._unchecked:
+            ready = self._scores.ready()
+            attempt = self._fetch(ready, now_s) or self._last_resort(ready, now_s)
+        if attempt is None and self._unchecked:
+            attempt = self._begin(self._unchecked.pop(next(iter(self._unchecked))), "", None, now_s)
+        return attempt
 
     def finish(self, attempt: Attempt, done: bool) -> None:
         wanted = attempt.wanted
@@ -407,9 +410,6 @@ class Scheduler:
             lowest = bits & -bits
             yield self._wanted[version.hashes[lowest.bit_length() - 1]]
             bits ^= lowest
-
-    def _check_disk(self, now_s: float) -> Attempt:
-        return self._begin(self._unchecked.pop(next(iter(self._unchecked))), "", None, now_s)
 
     def _fetch(self, ready: Sources, now_s: float) -> Attempt | None:
         ordinary = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT}

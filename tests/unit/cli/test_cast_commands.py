@@ -1,7 +1,6 @@
 """`shoal cast`: whom it believes, where it puts things, what it says; and mistakes, each in one clear sentence."""
 
 import io
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -109,15 +108,6 @@ def test_a_single_file_shares_its_bytes_with_the_cache_and_may_go_into_a_folder(
     assert deliver(payload, f"{tmp_path}/new/") == tmp_path / "new" / "a.bin"
 
 
-def test_output_with_bytes_appended_is_noticed_and_repaired(here: Path, serve: Serve, capsys: Capture) -> None:
-    fetch = ("cast", "fetch", f"{serve(published(here / 'www'))}/#{KEY.public_key}", "--out", "copy.bin")
-    assert told(capsys, 0, *fetch).err == ""
-    os.truncate("copy.bin", 100)
-    assert "is damaged; it is repaired" in told(capsys, 0, *fetch).err
-    assert (here / "copy.bin").read_bytes() == b"content"
-    assert "damaged" not in told(capsys, 0, *fetch).err
-
-
 def test_resumed_fetch_says_what_was_here_before(here: Path, serve: Serve, capsys: Capture, monkeypatch: Patch) -> None:
     """3 MB of 8 MB were here; 2 MB have come since."""
     fetch = Downloader.fetch
@@ -209,6 +199,7 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
         assert main(["cast", "publish", "file", "--folder", "deep/www", "--no-serve"]) == 0
     said, progress = capsys.readouterr()
     assert "continues" not in progress
+    assert "file version 1 is published already, and nothing has changed since" in said
     assert (here / "deep" / "www.key").stat().st_mode & 0o777 == 0o600
     assert len({line.partition("#")[2] for line in said.splitlines() if "#" in line}) == 1
     assert not any("key" in path.name for path in (here / "deep" / "www").rglob("*"))

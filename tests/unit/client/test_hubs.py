@@ -82,13 +82,6 @@ def test_when_a_hub_fails_the_next_is_asked_at_once_after_it_has_shown_the_same_
     assert client.url == B
 
 
-def test_the_first_contact_may_be_with_any_of_them() -> None:
-    net = Network(a=HONEST, b=HONEST)
-    net.down.add("a")
-    assert net.client(A, B).trusted_run().run
-    assert net.asked == ["a/run", "b/run"]
-
-
 def test_a_hub_of_another_root_key_is_never_sent_anything_signed() -> None:
     impostor = signed(run_info(root_key=STRANGER.public_key, run=OTHER_RUN, certificates=()), STRANGER)
     net = Network(a=HONEST, b=impostor, c=HONEST)
