@@ -11,19 +11,9 @@ from kit import at_once
 from kit.storage import POLICY, Stored, apply, lease, leased, node, post, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
-from shoal.hub.state import AddBatch, AddPolicy, AddVerdict, Command, RaiseAlarm, Record, Save
-from shoal.hub.state.rows import (
-    EvaluationRow,
-    EvaluationState,
-    LeaseState,
-    Pool,
-    RunProgress,
-    ShownRow,
-    SubmissionState,
-    TaskRow,
-    UnitRow,
-    UnitState,
-)
+from shoal.hub.state import AddBatch, AddPolicy, AddVerdict, Command, RunProgress, Save, ShownRow, TaskRow
+from shoal.hub.state.commands import RaiseAlarm, Record
+from shoal.hub.state.rows import EvaluationRow, EvaluationState, LeaseState, Pool, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.protocol import Batch, NodeState, PolicyRef, StepReport, Sums, Tally
 

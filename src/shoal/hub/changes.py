@@ -21,17 +21,14 @@ class Changes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(Topic, 0)
+        self.counts = dict.fromkeys(Topic, 0)
         self.listener: Callable[[Topic | None], None] = lambda _topic: None
         self.is_closed = False
-
-    def count(self, topic: Topic) -> int:
-        return self._counts[topic]
 
     def notify(self, *topics: Topic) -> None:
         for topic in topics:
             with self._lock:
-                self._counts[topic] += 1
+                self.counts[topic] += 1
             self.listener(topic)
 
     def close(self) -> None:
@@ -64,6 +61,6 @@ class Waits:
             return sorted((wait for wait, _ in self._entries.values()), key=lambda wait: wait.since_ms)
 
     def _forget(self, now_ms: int) -> None:
-        """On every write, so that strangers under ever new names fill nothing up."""
+        """With every write, so that strangers under ever new names cannot fill the memory."""
         while self._entries and now_ms - next(iter(self._entries.values()))[1] > FORGET_AFTER_MS:
             del self._entries[next(iter(self._entries))]

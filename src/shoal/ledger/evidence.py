@@ -6,14 +6,10 @@
     node row (its id is the hash of its key) └─► credit row: same node, unit, submission, tokens; hashes of both
 
 With the hub's key alone nobody can sign a verdict, so credit that no validator accepted does not pass. It cannot be
-shown that the work was done: an owner, who certifies validators, can let one accept anything.
-
-`check_rows` makes all checks in one pass, without I/O:
+shown that the work was done: an owner, who certifies validators, can let one accept anything. `check_rows` makes all
+checks in one pass, without I/O:
 
     entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► proofs (receipts, verdicts, orders)
-
-A changed, dropped or swapped row breaks the hashes. Recomputed hashes, or a dropped end, contradict any earlier head.
-`admin` entries contain the order that the run's owner signed (`open_order`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +41,6 @@ class Keys:
     revoked: set[str] = field(default_factory=set)
 
     def certify(self, signed: Any) -> RoleCertificate:
-        """Raises if the root key did not sign it for this run."""
         document = SignedDocument.model_validate(signed)
         certificate = open_document(document, RoleCertificate, self.root_key)
         if certificate.run != self.run:
@@ -113,8 +108,8 @@ class Proofs:
         self._nodes[body["node"]] = body["role"]
         if body["role"] != "worker":
             certificate = self.keys.certify(body["certificate"])
-            is_its_own = (certificate.role, certificate.public_key) == (body["role"], body["public_key"])
-            _require(is_its_own, f"its certificate is that of another key, or of a {certificate.role}")
+            if (certificate.role, certificate.public_key) != (body["role"], body["public_key"]):
+                raise ValueError(f"its certificate is that of another key, or of a {certificate.role}")
 
     def _on_vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
         self._require_worker(entry.body)
@@ -177,10 +172,10 @@ class Proofs:
         """The verdict behind a row, by a validator that the root key trusted at that row, about what the row says."""
         signed, body = _present(entry, evidence, "verdict"), entry.body
         verdict = open_document(signed, Verdict, self.keys.with_role("validator") - self.keys.revoked)
-        is_the_same = node_id(signed.signed_by) == body["validator"]
-        _require(is_the_same, "the verdict is signed by another validator than the row names")
+        is_named = node_id(signed.signed_by) == body["validator"]
+        _require(is_named, "the verdict is signed by another validator than the row names")
         about = {"run": self.keys.run, "environment_digest": self._environment}
-        _require_same(verdict, {**about, **{name: body[name] for name in _ABOUT}})
+        _require_same(verdict, about | {name: body[name] for name in _ABOUT})
         return verdict
 
     def _on_void(self, entry: LedgerEntry, _: Evidence | None) -> None:
@@ -189,8 +184,9 @@ class Proofs:
         row, pending = self._pending.pop(body["submission"], (0, None))
         is_the_same = pending is not None and all(body[name] == pending[name] for name in ("node", "unit", "tokens"))
         _require(is_the_same, "it is not what was pending for this submission")
-        has_failed = self._failed_at.get(body["node"], -1) >= row
-        _require(has_failed, "no audit of this node failed since the credit is pending")
+        _require(
+            self._failed_at.get(body["node"], -1) >= row, "no audit of this node failed since the credit is pending"
+        )
         self._void[body["unit"]] = body["node"]
 
     def _on_rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
@@ -209,11 +205,11 @@ class Proofs:
     def _on_pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Units whose accepted group is withdrawn, and whose credit is void, may earn again."""
         body = entry.body
-        has_failed = self._failed.get(body["submission"]) == body["node"]
-        _require(has_failed, "the audit that it names did not fail, or was of another node")
+        if self._failed.get(body["submission"]) != body["node"]:
+            raise ValueError("the audit that it names did not fail, or was of another node")
         for unit in body["units"]:
-            is_void = self._void.pop(unit, None) == body["node"]
-            _require(is_void, f"unit {unit} has no void credit of this node: final credit stays")
+            if self._void.pop(unit, None) != body["node"]:
+                raise ValueError(f"unit {unit} has no void credit of this node: final credit stays")
             self._earned.remove(unit)
 
     def _on_sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
@@ -251,7 +247,6 @@ def _require_same(document: Document, expected: dict[str, Any]) -> None:
 
 
 def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
-    """The action in the body of an `admin` entry, if the run's root key, or a key that it certified, signed it."""
     try:
         return open_admin(AdminRequest.model_validate(body["order"]), run, root_key)
     except (KeyError, ValueError, ProtocolError) as error:
@@ -301,7 +296,7 @@ def read_first_row(rows: LedgerReader, needs_documents: bool) -> Checked:
     if first.kind != "run" or not isinstance(run, str) or not isinstance(root, str):
         raise LedgerError(f"ledger row 0 does not say which run this is (it is a {first.kind} row)")
     if not is_run_of(run, root) or rows.root_key not in (None, root):
-        raise LedgerError("ledger row 0 is of another run than it says, or of another than was asked for")
+        raise LedgerError("ledger row 0 names a run that does not fit its root key, or another root key than expected")
     return Checked(run, root, is_proven=needs_documents)
 
 
