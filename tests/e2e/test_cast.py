@@ -119,23 +119,6 @@ def test_second_fetch_costs_nothing_and_a_new_version_its_delta(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_removed_files_go_and_foreign_files_stay(tmp_path: Path) -> None:
-    for name in ("keep", "gone", "edited"):
-        (tmp_path / "model").mkdir(exist_ok=True)
-        random_file(tmp_path / "model" / name, 1, 500)
-    with publisher(tmp_path, "model", "--port", "0") as origin:
-        url = url_of(origin)
-        fetch(tmp_path, url, "--out", "copy")
-        (tmp_path / "copy" / "mine").write_text("mine")
-        (tmp_path / "copy" / "edited").write_text("edited")
-        for name in ("gone", "edited"):
-            (tmp_path / "model" / name).unlink()
-        assert fork.run(tmp_path, "cast", "publish", "model", "--no-serve").returncode == 0
-        fetch(tmp_path, url, "--out", "copy")
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["edited", "keep", "mine"]
-
-
-@pytest.mark.slow
 def test_relay_serves_without_its_upstream_and_waits_for_a_late_one(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin", 1, 900_000)
     port = free_port()

@@ -146,6 +146,15 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
         deliver(payload, str(tmp_path / "file"))
 
 
+def test_files_of_an_older_version_are_removed_unless_they_were_edited(tmp_path: Path, serve: Serve) -> None:
+    out, files = tmp_path / "out", {"keep": b"1", "gone": b"2", "edited": b"3"}
+    deliver(fetched(tmp_path, serve, files), str(out))
+    (out / "mine").write_text("mine")
+    (out / "edited").write_text("edited")
+    deliver(fetched(tmp_path, serve, {"keep": b"1"}), str(out))
+    assert sorted(path.name for path in out.iterdir()) == ["edited", "keep", "mine"]
+
+
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
