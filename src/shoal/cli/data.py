@@ -28,7 +28,7 @@ data = Typer(
     name="data", cls=CommandGroup, epilog="Schemas, options and a first try: docs/guides/data.md.",
     context_settings=CONTEXT,
 )  # fmt: skip
-WHERE = "A data file or folder, FORMAT:FILE, a recipe, or a run's folder."
+WHERE = "A data file or folder, ORG/NAME[:PART], FORMAT:FILE, a recipe, or a run's folder."
 SET = "Change an option of the data set, for example format=aime. Repeatable."
 ORDER = "Show the tasks of this many units of a run instead: unit, row and id."
 RUN_SEED = "With --order: the run's seed. (default: the recipe's, or 0)"

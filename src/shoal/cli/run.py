@@ -67,7 +67,7 @@ def run(
     """Start and supervise a whole run on this machine, or resume one. Ctrl-C stops it; the same command resumes it."""
     require("data" if dry_run or prepare else "trainer", "shoal run")
     recipe = None if source is None else Path(source)
-    from shoal.run.recipe import shipped_recipe
+    from shoal.run.recipe import pinned, shipped_recipe
 
     if recipe is not None and directory is None and recipe.suffix != ".toml" and not recipe.is_file():
         directory = options.run_folder(str(source))
@@ -78,6 +78,8 @@ def run(
     from shoal.runtime.config import dump_config
 
     resolved = resolve(recipe, directory, overrides or ())
+    place = directory or Path("runs") / resolved.run.name
+    resolved = pinned(resolved, RunFolder.stored(place), weights=not dry_run)
     environment = check_ingredients(resolved, _warn if dry_run else None)
     for line in advice(resolved, environment):
         _warn(line)
@@ -92,7 +94,7 @@ def run(
         return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
-    directory = directory or Path("runs") / resolved.run.name
+    directory = place
     made = RunFolder.prepare(directory.absolute(), resolved, changed=recipe is None)
     if not prepare:
         raise Exit(_launch(made, patience_s or patience_of(resolved)))

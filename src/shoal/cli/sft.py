@@ -26,8 +26,7 @@ from shoal.environments import Environment, build, prompt_settings_of
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.evaluation.records import difference
-from shoal.evaluation.subject import model_digest
-from shoal.models.folder import model_folder, read_files
+from shoal.models.folder import model_digest, model_folder, read_files
 from shoal.rewards.classifier import Classifier
 from shoal.run.recipe import Recipe
 from shoal.run.sources import CommandTasks, ModelSource, scorable, task_source

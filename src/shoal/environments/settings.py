@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.environments.protocol import Environment, Score, Split, Task, require_scoring
 from shoal.errors import EnvironmentSetupError
+from shoal.runtime import hf
 
 
 class Table(BaseModel):
@@ -25,7 +26,10 @@ class TaskSource(Table):
 
     name: str = Field(default="sort", description="a built-in environment")
     file: Path | None = Field(default=None, description="a Python file with tasks and score(), instead of a name")
-    data: Path | None = Field(default=None, description="Parquet or JSON lines, or a folder of them")
+    data: Path | None = Field(
+        default=None,
+        description="Parquet or JSON lines, a folder of them, or a data set's name: ORG/NAME[@REVISION][:PART[/SPLIT]]",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="of the built-in environment")
     train_size: int | None = Field(
         default=None, ge=1, description="tasks of a generating environment, 100,000 if unset; or positions of a mixture"
@@ -96,7 +100,9 @@ class JudgeSettings(Table):
     label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
     weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")
     use: Literal["score", "rank"] = Field(default="score", description="its number, or its rank in the group, 0 to 1")
-    path: Path | None = Field(default=None, description="folder of a classifier in Hugging Face's format")
+    path: Path | None = Field(
+        default=None, description="folder of a classifier in Hugging Face's format, or ORG/NAME[@REVISION] of its hub"
+    )
     url: str = Field(default="", description="or an OpenAI-compatible address, up to and including /v1")
     model: str = Field(default="", description="name of the judge's model at that address")
     prompt: str = Field(default="", description="what it is asked, with {prompt}, {completion} and {answer}")
@@ -199,7 +205,11 @@ def folder_digest(folder: Path) -> str:
     """Hex SHA-256 over names and bytes of a model's files, without hidden ones."""
     from shoal.environments.data.cache import file_digest
 
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    if (hub := hf.parse(folder)) is not None:
+        found = hf.model(hub)
+        folder, names = found.folder, sorted(found.files)
+    else:
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not shown:
         raise EnvironmentSetupError(f"the classifier's folder {folder} is not there, or empty: check the judge's path")

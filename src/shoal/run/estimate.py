@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, log, log2, pow
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.engines.memory import ALLOWANCE
 from shoal.hub.settings import CONCURRENT_UPLOADS
-from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
+from shoal.models.folder import is_known, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
 from shoal.run.recipe import Recipe
 from shoal.runtime import sizing
@@ -362,8 +361,9 @@ def announced_size(recipe: Recipe) -> ModelSize:
     """The size of policies, as the hub announces it; unknown while the model is not here."""
     trainer = recipe.trainer
     adapters = (trainer.lora.rank, trainer.lora.targets) if trainer.lora is not None else (0, ())
-    is_here = recipe.model.path in BUILTIN or Path(recipe.model.path).is_dir()
-    return model_size(model_folder(recipe.model.path), trainer.publish_dtype, *adapters) if is_here else ModelSize()
+    if not is_known(recipe.model.path):
+        return ModelSize()
+    return model_size(model_folder(recipe.model.path, weights=False), trainer.publish_dtype, *adapters)
 
 
 def patience_of(recipe: Recipe) -> float:

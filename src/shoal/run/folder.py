@@ -93,6 +93,15 @@ class RunFolder:
         return cls(path, _stored_recipe(stored))
 
     @staticmethod
+    def stored(path: Path) -> Recipe | None:
+        """The recipe of the run in this folder, if there is one."""
+        return (
+            _stored_recipe(path / "recipe.toml")
+            if (path / "keys").is_dir() and (path / "recipe.toml").is_file()
+            else None
+        )
+
+    @staticmethod
     def refuse_other(path: Path, recipe: Recipe, changed: bool = False) -> None:
         stored, has_begun = path / "recipe.toml", (path / "hub").exists()
         if stored.exists() and (has_begun or not changed):

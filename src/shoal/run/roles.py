@@ -73,7 +73,8 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     environment = build(recipe.environment)
     retire_after = recipe.environment.retire_after
     trainer, scripted = recipe.trainer, recipe.worker.checked_with == "scripted"
-    asking = Asking(read_files(model_folder(recipe.model.path)), environment, recipe.run.max_new_tokens)
+    files = read_files(model_folder(recipe.model.path, weights=False))
+    asking = Asking(files, environment, recipe.run.max_new_tokens)
     evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
     kinds = profile_keys(recipe.validator)
     config = HubConfig(
