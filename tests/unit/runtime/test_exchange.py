@@ -68,6 +68,6 @@ def test_kept_connection_that_the_server_closed_is_not_used_again(server: Server
 @pytest.mark.parametrize(
     ("target", "words"), [("/cut", "no HTTP/1.1: .*2"), ("/nonsense", "no HTTP/1.1"), ("/silent", "without an answer")]
 )
-def test_what_is_no_whole_answer_is_an_error(server: Server, target: str, words: str) -> None:
+def test_broken_answer_is_an_error(server: Server, target: str, words: str) -> None:
     with closing(HttpClient()) as http, pytest.raises(NoAnswer, match=words):
         ask(http, server, target)
