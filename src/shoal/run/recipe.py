@@ -16,9 +16,8 @@ from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
 from shoal.hub.settings import NAME, HubSettings, RunSettings
-from shoal.runtime import extensions, hf
+from shoal.runtime import ensure_folder, extensions, hf, write_atomically
 from shoal.runtime.config import load_config
-from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.trainer.settings import OWN_CODE, TrainerSettings, is_changeable
 from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
@@ -52,7 +51,6 @@ class RelaySection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
-    keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
 
 
 class Recipe(BaseModel):
@@ -222,7 +220,6 @@ def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
-    """Paths in the recipe that do not exist here: a backup does not contain the data of a run."""
     given = recipe.model_dump()
     paths = [Path(holder[key]) for _, holder, key in _places(given)]
     paths += filter(None, (extensions.file_of(holder[key]) for _, _, holder, key in _own_code(given)))
