@@ -59,8 +59,7 @@ ADVICE = dict.fromkeys((401, 403), f"put its key into {KEY}, in the environment 
 ADVICE[404] = "its url must end where /chat/completions follows, usually in /v1, and it must have the judge's model"
 
 
-class UnreadableAnswer(Exception):
-    """The judge answered, without a number."""
+class UnreadableAnswer(Exception): ...
 
 
 class Refused(Exception):
@@ -109,8 +108,7 @@ class ChatJudge:
             raise DeadlineExceeded(f"judging was given up: {self._stop.reason}")
         return found
 
-    def close(self) -> None:
-        """Nothing stays open between questions."""
+    def close(self) -> None: ...
 
     def _value(self, http: HttpClient, piece: JudgedText, ends_s: float) -> float | ScoringFailure:
         problem, unreadable = "took too long in all", 0

@@ -150,7 +150,6 @@ class Origin:
                 self._advance(newest, versions)
 
     def _republish(self, draft: Draft, published: PolicyManifest | None) -> PolicyManifest:
-        """A version that was published before, or is too old: nothing is written."""
         chunks = list(draft.content.chunks(draft.chunk_size_bytes, chunk_of))
         manifest = self._manifest(draft, chunks, True, ())
         if published is None:
@@ -265,7 +264,6 @@ class Origin:
         return self._read[place][1]
 
     def _advance(self, manifest: PolicyManifest, count: int) -> None:
-        """Make `manifest` the head, then remove versions that are no longer kept."""
         data = self._tree.read(manifest_key(manifest.policy.place))
         assert data is not None
         known = self.known()
