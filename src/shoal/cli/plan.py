@@ -72,7 +72,6 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
 def planning(
     recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
 ) -> Planning:
-    """Also for benchmarks/plan_check.py."""
     from shoal.run.estimate import Planning
     from shoal.trainer.memory import available, plan, shape_of  # torch: only once the recipe is known to be sound
 

@@ -13,11 +13,8 @@ from typer import Argument, Context, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
+from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, is_verbose, shoal_command, stop_on_signals
 from shoal.runtime.extras import require
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken, stop_on_signals
-from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -174,7 +171,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
 
     from shoal.run.demo.claims import check, participants_of
     from shoal.run.recipe import shipped
-    from shoal.runtime.files import write_atomically
+    from shoal.runtime import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
     found = []

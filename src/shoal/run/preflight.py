@@ -20,16 +20,14 @@ from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.http.limits import Addresses
 from shoal.hub.storage import check_places
-from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.models.folder import check_targets, check_weights, is_known, read_config
+from shoal.models import TextTokenizer, model_folder, read_config, read_files
+from shoal.models.folder import check_targets, check_weights, is_known
 from shoal.rewards.chat import check_address
 from shoal.run.doctor import GPU_FILES
 from shoal.run.estimate import announced_size, run_size
 from shoal.run.recipe import Recipe
-from shoal.runtime import hf
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import SystemClock, count_of, hf
 from shoal.runtime.sizing import Speeds, validators_needed
-from shoal.runtime.text import count_of
 from shoal.trainer.settings import OWN_CODE
 from shoal.validator.settings import measurable_kinds, profile_keys
 
@@ -116,7 +114,6 @@ def _check_model(recipe: Recipe, downloads: bool) -> dict[str, bytes]:
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Names, number formats and profiles: a worker that no validator can judge would get no unit."""
     worker, validator, dtype = recipe.worker, recipe.validator, recipe.trainer.publish_dtype
     for section, engine, settings in (
         ("worker", worker.engine, worker), ("validator", worker.checked_with, validator),
@@ -198,7 +195,6 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
-    """What was not checked, too few held-out tasks, too few validators."""
     if not hf.is_whole(recipe.model.path):
         yield f"the weights of {recipe.model.path} are not downloaded yet, and were not checked; a run downloads them"
     if not is_known(recipe.model.path):

@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
 from shoal.hub.settings import NAME, HubSettings, RunSettings
-from shoal.runtime import extensions, hf
+from shoal.runtime import ensure_folder, extensions, hf, write_atomically
 from shoal.runtime.config import load_config
-from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.trainer.settings import OWN_CODE, TrainerSettings, is_changeable
 from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
@@ -26,8 +25,7 @@ from shoal.worker.settings import WorkerSettings
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 
 
-class ModelSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ModelSettings(BaseModel, frozen=True, extra="forbid"):
     path: str = Field(
         "tiny", description="a built-in name, a Hugging Face folder (from the recipe's folder), or ORG/NAME[@REVISION]"
     )
@@ -47,16 +45,13 @@ class WorkerSection(WorkerSettings):
         return "scripted" if self.engine == "scripted" else "torch"
 
 
-class RelaySection(BaseModel):
+class RelaySection(BaseModel, frozen=True, extra="forbid"):
     """Relays that mirror the origin on this machine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
-    keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
 
 
-class Recipe(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Recipe(BaseModel, frozen=True, extra="forbid"):
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
@@ -222,7 +217,6 @@ def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
-    """Paths in the recipe that do not exist here: a backup does not contain the data of a run."""
     given = recipe.model_dump()
     paths = [Path(holder[key]) for _, holder, key in _places(given)]
     paths += filter(None, (extensions.file_of(holder[key]) for _, _, holder, key in _own_code(given)))

@@ -16,11 +16,8 @@ from shoal.protocol import PolicyManifest
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe, load_recipe, pinned, shipped_recipe
-from shoal.runtime import hf
+from shoal.runtime import StopToken, ensure_folder, hf, meant
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import meant
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key, parse_label
 from shoal.trainer.folder import MARK, refuse_foreign, written_files
