@@ -8,7 +8,7 @@ answers are ignored. Threads may share a client.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TypeVar
@@ -178,8 +178,9 @@ class HubClient:
             raise CodecError("the hub's copies of submissions do not match their digests")
         return bodies
 
-    def verdicts(self, signed: Sequence[SignedDocument]) -> wire.VerdictReply:
-        return self._post("/verdicts", wire.VerdictReport(verdicts=tuple(signed)), wire.VerdictReply)
+    def verdicts(self, signed: Sequence[SignedDocument], traces: Mapping[str, str] | None = None) -> wire.VerdictReply:
+        report = wire.VerdictReport(verdicts=tuple(signed), traces=dict(traces or {}))
+        return self._post("/verdicts", report, wire.VerdictReply)
 
     def publish_calibration(self, signed: SignedDocument) -> None:
         self._transport.send(HubCall("POST", "/calibrations", signed.model_dump_json().encode()))
