@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from shoal.errors import ModelError
+from shoal.models.peft import CONFIG, PeftAdapter, parts, read_adapter
 from shoal.protocol import ITEM_BYTES, Entry, ModelSize, TensorView
 from shoal.runtime import hf  # before `locked`: it reads the user's own HF_HUB_OFFLINE
 
@@ -32,21 +33,56 @@ MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 def model_folder(name: str | Path, weights: bool = True) -> Path:
     """The folder of a built-in model by its name, the given folder, or that of a model of the Hugging Face hub, which
-    is downloaded (without `weights`: only what describes it). It contains at least config.json."""
-    if str(name) in BUILTIN:
-        return Path(__file__).parent / "data" / str(name)
-    folder = hf.model_folder(name, weights)
+    is downloaded (without `weights`: only what describes it). Of adapters, the folder of their base. It contains at
+    least config.json."""
+    path, base = parts(name)
+    if path in BUILTIN and not base:
+        return Path(__file__).parent / "data" / path
+    folder = hf.model_folder(path, weights)
     if not folder.is_dir():
         named = f"a Hugging Face folder, a name on its hub (ORG/NAME), or a built-in name ({', '.join(BUILTIN)})"
         raise ModelError(f"there is no model folder {folder}: give {named}")
+    if (adapter := read_adapter(folder)) is not None:
+        return _base_folder(path, adapter, base, weights)
+    if base:
+        raise ModelError(f"{path} holds no adapters in PEFT's format ({CONFIG}), so it has no base: leave +{base} out")
     if not (folder / "config.json").is_file():
         raise ModelError(f"the model folder {folder} has no config.json; is it a Hugging Face folder?")
     return folder
 
 
+def _base_folder(path: str, adapter: PeftAdapter, base: str, weights: bool) -> Path:
+    named = base or adapter.base
+    if not named:
+        raise ModelError(f"{adapter.folder / CONFIG} names no base_model_name_or_path: give it as {path}+BASE")
+    try:
+        folder = model_folder(named, weights)
+    except ModelError as error:
+        raise ModelError(f"the base of the adapters {path}: {error}; another base is given as {path}+BASE") from error
+    if named not in BUILTIN and read_adapter(hf.model_folder(named, weights)) is not None:
+        raise ModelError(f"the base of the adapters {path}, {named}, holds adapters itself: merge those first")
+    return folder
+
+
+def adapter_of(name: str | Path) -> PeftAdapter | None:
+    """The adapters in PEFT's format that `name` is, if it is some."""
+    path = parts(name)[0]
+    return None if path in BUILTIN else read_adapter(hf.model_folder(path))
+
+
 def is_known(name: str) -> bool:
     """Whether there is such a model here, or it can be asked for at the Hugging Face hub."""
-    return name in BUILTIN or Path(name).is_dir() or hf.parse(name) is not None
+    path = parts(name)[0]
+    return path in BUILTIN or Path(path).is_dir() or hf.parse(path) is not None
+
+
+def is_whole(name: str) -> bool:
+    """Whether nothing of it is left to be downloaded."""
+    path, base = parts(name)
+    if not hf.is_whole(path):
+        return False
+    adapter = adapter_of(path)
+    return adapter is None or hf.is_whole(base or adapter.base)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -131,11 +167,17 @@ def check_weights(folder: Path) -> None:
             raise ModelError(f"the weights {file} are damaged or cut short: {error}; {REMEDY}") from error
 
 
-def model_digest(folder: Path, names: Collection[str] | None = None) -> str:
-    """Of the bytes of its weights and of what describes it, with their names; only of these `names` if they are given,
+def model_digest(where: str | Path) -> str:
+    """Of the files of a model, and of its adapters."""
+    digest, adapter = files_digest(model_folder(where)), adapter_of(where)
+    return digest if adapter is None else blake3(f"{digest}\n{files_digest(adapter.folder)}".encode()).hexdigest()
+
+
+def files_digest(folder: Path, names: Collection[str] | None = None) -> str:
+    """Of the bytes of weights and of what describes them, with their names; only of these `names` if they are given,
     since a folder in a cache may have others."""
     whole = blake3(b"shoal/model/v1\n")
-    for path in sorted({*folder.glob("*.safetensors"), *(folder / name for name in DESCRIPTION_FILES)}):
+    for path in sorted({*folder.glob("*.safetensors"), *(folder / name for name in (*DESCRIPTION_FILES, CONFIG))}):
         if path.is_file() and (names is None or path.name in names):
             try:
                 content = blake3(max_threads=blake3.AUTO).update_mmap(path)
