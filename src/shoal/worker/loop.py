@@ -35,7 +35,7 @@ from shoal.engines.memory import keep_to_share
 from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
-from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
+from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef, Role
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
@@ -87,7 +87,9 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
     worker_settings.refuse_too_little_disk(run, config.folder, config.limits)
     warm_up(config.engine, config.settings.device)
     fit = _fit(config, client)
-    refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # who is unfit leaves no trace
+    role: Role = "worker" if config.certificate is None else "trusted"
+    view = client.register(config.name, role, config.certificate, config.vouch)  # who is unfit leaves no trace
+    refusal = shut_out(view)
     if refusal is not None:
         raise refusal
     log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)

@@ -45,7 +45,7 @@ class WorkerConfig:
     """One worker: its folder (key, outbox, cache), its engine, and the hub it works for. Without `root_fingerprint` the
     first hub that answers is believed. `http` and `pace` are for tests and one-process runs. `cheat` makes it a
     dishonest one (`adversary`), to attack one's own run. `further_hubs` are addresses of the same run; `vouch` is an
-    owner's word that this machine is theirs; `limits` what it may take of it."""
+    owner's word that this machine is theirs; `certificate` makes it a trusted worker; `limits` what it may take."""
 
     folder: Path
     settings: WorkerSettings
@@ -57,6 +57,7 @@ class WorkerConfig:
     cheat: str | None = None
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None
+    certificate: SignedDocument | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
     pace: Intervals = field(default_factory=Intervals)
 

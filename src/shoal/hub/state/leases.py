@@ -74,7 +74,7 @@ _wait = partial(LeasePlan, held_back=True)
 
 def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePlan:
     node, rules, progress, crowd = ask.node, moment.rules, moment.progress, ask.crowd
-    nodes.require_welcome(node)
+    nodes.require_welcome(node, moment.now_ms)
     if node.state is NodeState.SUSPENDED:
         how_long = "until the run's owner pardons it"
         if node.until_ms is not None:
@@ -228,8 +228,8 @@ def end(
     """Their units are open again: that is no failure of theirs, as hoarding leases must not void work. Each of the
     `holders` pays once for all that lapses now, unless the hub's `absence` is to blame. Validators' leases count as
     attempts on the unit instead: no step waits for ever for what none of them can do."""
-    ours = [held for held in holdings if holders[held.lease.node].trusted]
-    theirs = [held for held in holdings if not holders[held.lease.node].trusted]
+    ours = [held for held in holdings if holders[held.lease.node].is_ours]
+    theirs = [held for held in holdings if not holders[held.lease.node].is_ours]
     lapsed = [held.lease.node for held in theirs if absence is None or not absence.struck(held.lease)]
     commands = fail(moment, _still_leased(ours), trusted=True)
     for name, count in sorted(Counter(lapsed).items()):

@@ -182,13 +182,14 @@ class Reader:
 
     def kin(self, kind: str, check: str, since_ms: int) -> list[rows.NodeRow]:
         """Workers of one kind heard of since then that have failed this check since then, or passed an audit."""
-        where = f"""{_SEEN} WHERE kind = :kind AND role = 'worker' AND presence.last_seen_ms >= :since_ms
+        where = f"""{_SEEN} WHERE kind = :kind AND role IN ('worker', 'trusted') AND presence.last_seen_ms >= :since_ms
             AND (passed > 0 OR (failed_check = :failed AND failed_at_ms >= :since_ms)) ORDER BY nodes.node"""
         return self._find(table.NODES, where, kind=kind, failed=check, since_ms=since_ms)
 
     def is_established_here(self, since_ms: int) -> bool:
         query = f"""SELECT 1 FROM nodes JOIN presence ON presence.node = nodes.node
-            WHERE passed >= {rows.PROBATION_AUDITS} AND role = 'worker' AND state = '{NodeState.ACTIVE}'
+            WHERE (passed >= {rows.PROBATION_AUDITS} AND role = 'worker' OR role = 'trusted')
+            AND state = '{NodeState.ACTIVE}'
             AND presence.last_seen_ms >= :since_ms LIMIT 1"""
         return bool(self._rows(query, since_ms=since_ms))
 
