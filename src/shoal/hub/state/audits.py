@@ -209,7 +209,8 @@ def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         commands += pull(node, case.untrained, verdict, banned, now_ms)
         commands += audit_fully(row for row in case.light if row.submission != case.submission.submission)
         if node.certified and node.state is not NodeState.BANNED:
-            message = f"trusted worker {node.name} ({node.node[:8]}) failed an audit ({verdict.reason}): it is revoked"
+            who = f"{node.name} ({node.node[:8]})".strip()
+            message = f"trusted worker {who} failed an audit ({verdict.reason}): its certificate is revoked"
             commands.append(alarm(moment, f"trusted.revoked.{node.node[:8]}", message))
     if case.is_current:  # the node failed, not the unit
         commands.append(Save(case.unit.reopened(), case.unit.state))
