@@ -31,13 +31,10 @@ from pathlib import Path
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
-from shoal.models.folder import model_folder, read_files
-from shoal.models.tokenizer import TextTokenizer
+from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, RunInfo, SigningKey, TrainingBatch
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import FolderLock, ensure_folder
+from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, ensure_folder
 from shoal.runtime.sizing import RunSize, settle
-from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.checkpoint import CheckpointStore, StateCopy, check_start_weights, weights_digest
@@ -284,7 +281,7 @@ class HeldOut:
     page: Callable[[int], EvaluationPage]
     clock: Clock
     stop: StopToken
-    _told: dict[int, float] = field(default_factory=dict)
+    _reported: dict[int, float] = field(default_factory=dict)
     _since: int = 0
 
     def known(self, version: int) -> dict[int, float]:
@@ -297,8 +294,8 @@ class HeldOut:
         open_ones = [each.policy.version for each in listed if not each.complete or each.policy.version > version]
         self._since = min(open_ones, default=max(found, default=self._since - 1) + 1)
         scores = {number: mean for number, mean in found.items() if mean is not None and number <= version}
-        news = dict(scores.items() - self._told.items())
-        self._told |= news
+        news = dict(scores.items() - self._reported.items())
+        self._reported |= news
         return news
 
     def last(self, version: int) -> float | None:

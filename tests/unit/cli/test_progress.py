@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from kit import eventually
+from kit.asgi import InProcess
 from kit.cli import NODE, RecordingDisplay, at_step, process, report, status, verdict, wait, worker
 from shoal.client import ClientOptions, HubClient
 from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus, SigningKey
@@ -157,7 +158,7 @@ def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
             raise given
         return given
 
-    http, impatient = httpx2.Client(transport=httpx2.MockTransport(answer_when_told)), ClientOptions.of_a_person(0.0)
+    http, impatient = InProcess(answer_when_told), ClientOptions.of_a_person(0.0)
     client = HubClient("http://hub", SigningKey.generate(), StopToken(), http=http, options=impatient)
     with progress.StatusPoller(client, every_s=0.001) as poller:
         answers.put(answer(at_step(1)))
