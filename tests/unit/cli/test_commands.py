@@ -69,7 +69,7 @@ OPTIONS = """
     keep-versions key keys max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
     name once order origin out owner parameters pass-rate patience peer port prepare profile rank
     reason recheck require rescore samples sandbox seed selftest serve set split staleness step steps tasks
-    temperature trained-on upstream validation verify version vouch wait without-evidence witness workers
+    temperature trained-on trusted upstream validation verify version vouch wait without-evidence witness workers
 """
 
 

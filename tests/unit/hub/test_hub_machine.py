@@ -28,6 +28,7 @@ class HubMachine(RuleBasedStateMachine):
     """Workers, a validator and a trainer that do anything at any time, honest or not."""
 
     more_settings: Mapping[str, float] = {}
+    groups_per_step = 2
 
     @initialize(
         staleness=st.integers(0, 2), refill_cap=st.integers(0, 2), audit=st.sampled_from(["all", "reputation"]),
@@ -35,7 +36,7 @@ class HubMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def begin(self, staleness: int, refill_cap: int, audit: str, share: float) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        run = {"steps": 4, "max_staleness": staleness}
+        run = {"steps": 4, "groups_per_step": self.groups_per_step, "max_staleness": staleness}
         settings = {"refill_cap": refill_cap, "leases_per_node": 5}
         settings |= {"lease_s": 60, "lease_hard_s": 100, "audit": audit, "newcomer_share": share, **self.more_settings}
         self.play = Play(Path(self.folder.name), run, settings, credit_window_s=45)

@@ -32,6 +32,8 @@ class Book:
 
 
 class TrustedMachine(HubMachine):
+    groups_per_step = 4
+
     @initialize(
         staleness=st.integers(0, 2), refill_cap=st.integers(0, 2), audit=st.sampled_from(["all", "reputation"]),
         share=st.sampled_from([0.0, 0.25, 1.0]), sampled=st.sampled_from([0.05, 0.5]),
