@@ -142,7 +142,7 @@ def test_trusted_worker_is_certified_by_a_file_registers_with_it_and_is_revoked(
             certificate_of(other, file)
     client = client_of(folder, key)
     assert client.register("box", "trusted", certificate_of(key, out)).role == "trusted"
-    assert client.lease(LeaseRequest(request="request-t", max_units=1)).leases
+    assert "no policy" in client.lease(LeaseRequest(request="request-t", max_units=1)).waiting
     assert "a trusted worker that the root key certified" in told(capsys, 0, "why", "box", folder.path).out
     assert order(folder, "revoke", key.public_key) == 0
     with pytest.raises(HubRefused, match="revoked"):
