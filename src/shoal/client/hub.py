@@ -1,7 +1,7 @@
 """`HubClient`: one typed method per row of the hub's HTTP table (docs/reference/http.md).
 
-The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later is
-verified against the keys found there. Of several hubs of a run the first that answers is asked. Unknown fields in
+The first call that needs it fetches `GET /run` and verifies the chain from the root key; later signatures of the hub
+are verified against the keys found there. If a run has several hubs, the first that answers is asked. Unknown fields in
 answers are ignored. Threads may share a client.
 """
 
@@ -50,7 +50,6 @@ class HubClient:
     def of_a_person(
         cls, url: str | Sequence[str], wait_s: float, root_fingerprint: str | None, stop: StopToken | None = None
     ) -> HubClient:
-        """For a command that somebody waits for: with a key of its own."""
         options = ClientOptions.of_a_person(wait_s)
         return cls(url, SigningKey.generate(), stop or StopToken(), root_fingerprint, options=options)
 
@@ -72,11 +71,9 @@ class HubClient:
     # The run, for anyone
 
     def trusted_run(self) -> TrustedRun:
-        """The run, verified from the root key down; fetched once, and again when a hub's key has changed."""
         return self._transport.run()
 
     def refreshed_run(self) -> TrustedRun:
-        """The run as its hub describes it now: relays, hubs or keys may have been added."""
         return self._transport.run_again(self.trusted_run())
 
     def run_info(self) -> wire.RunInfo:
@@ -112,7 +109,7 @@ class HubClient:
         return self._get("/evaluations", wire.EvaluationPage, since=since)
 
     def admin(self, request: wire.AdminRequest) -> wire.AdminReply:
-        """An order is signed itself, so that the call is not."""
+        """The order inside is signed, so the call is not."""
         body = request.model_dump_json().encode()
         return self._parsed("/admin", self._transport.send(HubCall("POST", "/admin", body)), wire.AdminReply)
 

@@ -25,7 +25,6 @@ LOOK_PATIENCE_S = 5.0
 def downloader_of(
     trusted: TrustedRun, folder: Path, stop: StopToken, kept_payloads: int, limits: MachineLimits = MachineLimits()
 ) -> Downloader:
-    """A downloader of the run's policies into `folder`; the origin is asked only if no relay can help."""
     info, pool = trusted.info, PoolSettings.throttled(limits.bandwidth_bytes_s, trusted.reach)
     most = info.model.payload_bytes or None
     settings = DownloadSettings(kept_payloads=kept_payloads, pool=pool, max_payload_bytes=most, limits=limits)

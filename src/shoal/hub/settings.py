@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from shoal.environments import Environment, Task
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
@@ -24,10 +24,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$"  # of a run
 PROFILES = (DEFAULT_PROFILE, "scripted/cpu/float32")
 
 
-class RunSettings(BaseModel):
+class RunSettings(BaseModel, frozen=True, extra="forbid"):
     """What is being trained. The same for everybody who takes part; it never changes during a run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("run", pattern=NAME, description="name of the run")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of the tasks")
@@ -50,10 +48,8 @@ class RunSettings(BaseModel):
         return values
 
 
-class HubSettings(BaseModel):
+class HubSettings(BaseModel, frozen=True, extra="forbid"):
     """How the hub behaves."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # fmt: off
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")

@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from shoal import protocol
 from shoal.client import split_join_url
 from shoal.client.trust import pinned_root, run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe, shipped_recipes
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, meant, write_atomically
 from shoal.runtime.config import dump_config, load_config
-from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import meant
 from shoal.shardcast.server import public_url
 
 ADMIN = "admin"
@@ -31,10 +28,9 @@ LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
 RECIPE_MODE = 0o600  # hub.database may hold a password
 
 
-class Endpoints(BaseModel):
+class Endpoints(BaseModel, frozen=True, extra="forbid"):
     """`bind` is the address that the run's servers listen on; the URLs are how others reach them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
     root_key: str
     bind: str
@@ -91,6 +87,15 @@ class RunFolder:
             ways = f"its folder, its name under runs/{_runs_here()}, or its URL, http://{address[0]}"
             raise ConfigError(f"{path} {wrong}; a run is given by {ways}")
         return cls(path, _stored_recipe(stored))
+
+    @staticmethod
+    def stored(path: Path) -> Recipe | None:
+        """The recipe of the run in this folder, if there is one."""
+        return (
+            _stored_recipe(path / "recipe.toml")
+            if (path / "keys").is_dir() and (path / "recipe.toml").is_file()
+            else None
+        )
 
     @staticmethod
     def refuse_other(path: Path, recipe: Recipe, changed: bool = False) -> None:
@@ -237,7 +242,6 @@ def _stored_recipe(path: Path) -> Recipe:
 
 
 def hub_address(where: str, wait_s: float) -> tuple[str, float, str | None]:
-    """The hub's address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)
         return url, wait_s, pinned_root([url], pinned)
@@ -301,7 +305,6 @@ def port_of(url: str) -> int:
 
 
 def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
-    """Refuse changes that a begun run cannot resume with: a place without its rows, or fewer steps."""
     before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
         why = f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer"

@@ -117,7 +117,6 @@ class PayloadCache:
             self._verified[digest] = manifest
 
     def forget_unused(self, ref: PolicyRef) -> None:
-        """Remove a manifest without any chunk: it may be large."""
         if not any(path.stat().st_blocks for path in self._files_of(ref.digest) if path.suffix != ".json"):
             self._forget(ref.digest)
 
@@ -220,7 +219,6 @@ class PayloadCache:
         raise ResourceError(f"{what}, and {show_bytes(most)} are allowed in {self._folder}: allow more (--max-disk)")
 
     def _digests(self) -> Iterator[str]:
-        """The digests of all files here; a delta belongs to the version that it makes."""
         for path in self._folder.glob("*.*"):
             name = path.name.partition(".")[0]  # a digest, or a delta's two
             if len(name) >= 64:
@@ -230,7 +228,6 @@ class PayloadCache:
         return [*self._folder.glob(f"{digest}.*"), *self._folder.glob(f"*-{digest}.*")]
 
     def _used_bytes(self, digests: Iterable[str]) -> int:
-        """Bytes on disk; an incomplete part is sparse."""
         return sum(path.stat().st_blocks * 512 for digest in set(digests) for path in self._files_of(digest))
 
     def _forget(self, digest: str) -> None:

@@ -1,7 +1,6 @@
 """What was trained on, for people: each batch as a Parquet file with texts, tokens, log-probabilities and rewards.
 
-A file is written while its step is trained, so that a step that diverges can be examined. A repeated step writes the
-same bytes. A step without groups has a file without rows. shoal never reads these files.
+A file is written while its step is trained, so that a step that diverges can be examined. shoal never reads these.
 
     pyarrow.parquet.read_table("runs/NAME/trainer/rollouts").to_pandas()     # the whole run
 """
@@ -32,20 +31,19 @@ Decode = Callable[[Iterable[int]], str]
 
 
 class RolloutArchive:
-    """The folder of these files. Its one writer is the trainer, which holds the lock of the parent folder."""
+    """Its one writer is the trainer, which holds the lock of the parent folder."""
 
     def __init__(self, folder: Path, decode: Decode) -> None:
         self.folder = folder
         self._decode = decode
 
     def open(self) -> None:
-        """Make the folder, and remove files that a killed trainer left half-written."""
+        """Also removes files that a killed trainer left half-written."""
         for left in ensure_folder(self.folder).glob(".step-*.parquet.*"):
             left.unlink(missing_ok=True)
 
     def write(self, batch: Batch, rollouts: TrainingBatch) -> Path:
-        """Write the file of one step atomically; the same batch gives the same bytes: one row per rollout, in order of
-        unit and sample."""
+        """The same batch gives the same bytes: one row per rollout, in order of unit and sample."""
         sink = pa.BufferOutputStream()
         trained: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
         columns: dict[str, Any] = {name: [] for name in SCHEMA.names}

@@ -1,7 +1,5 @@
 """Export: a Hugging Face folder that plain `transformers` loads, with a card that tells its origin.
 
-    hidden folder ─► weights, configuration, tokenizer, README.md, shoal.json, all synced ─► rename
-
 `shoal.json` marks an export and lists its files; a folder without it is never overwritten. An export into an older
 export, or into an empty folder, replaces the listed files, the weights last; other files (LICENSE, .git) stay. If it is
 killed in between, the folder has no weights and cannot be mistaken for a model.
@@ -69,8 +67,8 @@ Which = int | Literal["newest", "best"]  # version, newest checkpoint, or best h
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Facts about the exported model. `metrics`: the newest value of each number; `scores`: held-out scores by version;
-    `chosen`: which version of the run this is."""
+    """`metrics`: the newest value of each number; `scores`: held-out scores by version; `chosen`: which version of the
+    run this is."""
 
     progress: TrainerProgress
     base_model: str = ""
@@ -89,7 +87,7 @@ class ModelCard:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     def as_readme(self, dtype: str) -> str:
-        """README.md for people and for the Hugging Face hub, which refuses unknown model names in `base_model`."""
+        """For people and for the Hugging Face hub, which refuses unknown model names in `base_model`."""
         progress, head, base = self.progress, self.ledger_head, self.base_model or "not recorded"
         on_the_hub = bool(ON_THE_HUB.fullmatch(self.base_model))
         facts = {"run": f"`{progress.run}`", "version": f"{progress.version} (incarnation {progress.incarnation})"}
@@ -126,8 +124,7 @@ def export_policy(
     destination: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], card: ModelCard,
     dtype: str = "float32",
 ) -> Path:  # fmt: skip
-    """Write the folder and return its path. An older export is replaced; another folder is refused. Adapters are merged
-    into the weights."""
+    """An older export is replaced; another folder is refused. Adapters are merged into the weights."""
     refuse_foreign(destination)
     destination = destination.resolve()
     tensors, files = merged(tensors, files)
@@ -175,7 +172,7 @@ def export_checkpoint(
     manifest_of: Callable[[TrainerProgress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
 ) -> Path:  # fmt: skip
     """Export a checkpoint of a trainer's folder at any time, without hub, model folder or trainer. The card is
-    completed from the folder and from the manifest of the version (digest, ledger head)."""
+    completed from the folder and from the manifest of the version."""
     rows = MetricsLog(trainer_folder / "metrics.jsonl")
     scores, store = scores_of(rows), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     stored, chosen = _choose(store, which, scores)
@@ -189,7 +186,6 @@ def export_checkpoint(
 
 
 def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
-    """The checkpoint asked for, and a phrase that says why it is this one."""
     places = store.places()
     if not places:
         raise ConfigError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
@@ -213,7 +209,6 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
 
 
 def beside_the_best(version: int, scores: Mapping[int, float]) -> str:
-    """A phrase that compares a version with the best measured one; empty without scores."""
     if not scores:
         return ""
     best = max(scores, key=lambda number: (scores[number], number))

@@ -8,8 +8,9 @@
                                       └─────────── next step ◄──┘        … after the last: check policy ─► export
 
 The trainer asks for a batch only when it needs it: the hub chooses the batch then, so its rollouts are as new as
-possible. It waits up to `batch_deadline_s` and logs what the hub waits for. Before it writes the row of a step it waits
-until the version that the step began with is published. The order for every version n, which crash recovery relies on:
+possible. It waits up to `batch_deadline_s` for each further accepted group, and logs what the hub waits for. Before it
+writes the row of a step it waits until the version that the step began with is published. The order for every
+version n, which crash recovery relies on:
 
     row n-1 in the metrics ─► report n-1 at the hub ─► checkpoint n durable ─► n at the origin ─► n announced ─► row n
 
@@ -21,6 +22,7 @@ Guards judge the policy that a step begins with. The last version has no next st
 before it is saved, published and exported.
 """
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +63,7 @@ LOCK_WAIT_S = 10.0  # the previous trainer may still be ending
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Everything that a training run uses. `start` gives a digest of the weights that training begins with."""
+    """`start` gives a digest of the weights that training begins with."""
 
     folder: Path
     hub: HubClient
@@ -100,14 +102,13 @@ class TrainingRun:
         return every > 0 and (version % every == 0 or version == self._info.steps)
 
     def run(self) -> None:
-        """Resume, replay what the hub has seen, train to the last step, export."""
         refuse_foreign(self._parts.folder / "export")
         self._archive.open()
         published = self._parts.hub.status().policy
         self._publisher = self._resume(published)
         try:
             while published is not None and self.version < published.version:
-                self._advance()  # a replay: the batches are those of the first time
+                self._advance()  # a replay, with the same batches as before
                 if self.version < published.version:
                     self._submit_version(publish=False)
             while self.version < self._info.steps:
@@ -123,7 +124,7 @@ class TrainingRun:
             self._publisher.close()
 
     def _resume(self, published: PolicyRef | None) -> Publisher:
-        """Load the newest checkpoint, if any. The publisher continues with the incarnation that was published last."""
+        """The publisher continues with the incarnation that was published last."""
         parts, stored, settings, head = self._parts, self._store.newest(), self._settings, self._parts.origin.head()
         incarnation = published.incarnation if published else 0
         held = parts.learner.reference is not None
@@ -174,19 +175,18 @@ class TrainingRun:
             judged.refuse(self._store.folder, [version for version, _ in self._store.sound()])
 
     def _check_last_version(self) -> None:
-        """Judge the last version by its own batch, with a forward pass only."""
         step = self._info.steps - 1
         work = self._last or self._work(*self._batch_of(step))
-        with self.activity.busy(f"looking at version {self.version}, the last"):
-            seen = self._actions.check_policy(self._parts.learner, work, self._stop.is_set)
+        with self.activity.busy(doing := f"looking at version {self.version}, the last"):
+            seen = self._actions.check_policy(self._parts.learner, work, self._reporting(doing))
         judged = self._watch.check_last_version(step, seen)
         self._record.amend(step, judged.numbers)
         self._report_alarms(judged)
         self._last = None
 
     def _submit_version(self, publish: bool = True) -> None:
-        """Copy this version for the publisher's thread, which reports rows, saves if due, and publishes. The next copy
-        waits for it, so the copied memory does not change meanwhile."""
+        """Copy this version for the publisher's thread. The next copy waits for it, so the copied memory does not
+        change meanwhile."""
         self._publisher.wait()
         # A version that validators measure may become the best one, so it is saved too.
         version, may_be_best = self.version, self._settings.keep_best > 0 and self._is_measured(self.version)
@@ -200,22 +200,24 @@ class TrainingRun:
         self._publisher.submit(self.version, self._copied, rows, scores, publish)
 
     def _batch_of(self, step: int) -> tuple[Batch, TrainingBatch]:
-        """The batch of a step as the hub wrote it down, with its rollouts."""
         clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._chosen.batch_deadline_s
-        began_s, waiting = clock.monotonic_s(), "nothing was said"
+        began_s, accepted, waiting = clock.monotonic_s(), 0, "nothing was said"
         while True:  # until it is written down
             self._publisher.check()
             if self._stop.is_set():
                 raise Stopped
             left_s = began_s + deadline_s - clock.monotonic_s()
             if left_s <= 0:
-                raise DeadlineExceeded(f"no batch for step {step} within {deadline_s:.0f} s; the hub says: {waiting}")
+                why = f"no batch for step {step}, and no further group accepted within {deadline_s:.0f} s"
+                raise DeadlineExceeded(f"{why}; the hub says: {waiting}")
             with self.activity.waiting(f"the batch of step {step}: {waiting}"):
                 reply = hub.batch(step, min(POLL_S, left_s))
             if reply.batch is not None:
                 break
             waiting = reply.waiting or waiting
+            if reply.accepted != accepted:
+                began_s, accepted = clock.monotonic_s(), reply.accepted
         batch, rollouts = reply.batch, hub.rollouts(step)
         written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
         if rollouts.step != step or written != sent:
@@ -229,24 +231,33 @@ class TrainingRun:
         return StepWork(batch.step, rollouts.groups, sampling.temperature, bound, seed, longest)
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
-        """Train on a batch. It is archived at the same time, also if training fails: then somebody will want to read
-        it."""
+        """The batch is archived at the same time, also if training fails: then somebody will want to read it."""
         self._watch.begin(batch.step)
         work = self._work(batch, rollouts)
         self._last = work if batch.step == self._info.steps - 1 else None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
             archived = beside.submit(self._archive.write, batch, rollouts)
-            with self.activity.busy(f"training step {batch.step}"), self._stopwatch.lap("train_s"):
-                metrics = self._actions.train(self._parts.learner, work, self._stop.is_set, self._watch.veto)
+            with self.activity.busy(doing := f"training step {batch.step}"), self._stopwatch.lap("train_s"):
+                metrics = self._actions.train(self._parts.learner, work, self._reporting(doing), self._watch.veto)
             archived.result()
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
         return metrics
 
+    def _reporting(self, doing: str) -> Callable[[], bool]:
+        """Whether to stop, asked before each pass: heartbeats count them, so nobody takes a long step for a standstill
+        (`run/progress`)."""
+        passes = itertools.count(1)
+
+        def interrupted() -> bool:
+            self.activity.says(f"{doing}, pass {next(passes)}")
+            return self._stop.is_set()
+
+        return interrupted
+
     def _finish(self) -> None:
-        """Export the published last version, then wait for its score. Nothing that may fail or wait comes before the
-        export."""
+        """Nothing that may fail or wait comes before the export."""
         manifest = self._publisher.wait()
         assert manifest is not None, "a version was handed over before"
         assert self._copied is not None
@@ -274,8 +285,8 @@ class TrainingRun:
 
 @dataclass
 class HeldOut:
-    """Held-out scores by version, measured by validators. `page` asks the hub for evaluations from a version on. A
-    score of only a part of the tasks (`Evaluation.partial`) is ignored: it would look like a rise or a fall."""
+    """Held-out scores by version. `page` asks the hub for evaluations from a version on. A score of only a part of the
+    tasks (`Evaluation.partial`) is ignored: it would look like a rise or a fall."""
 
     every: int
     page: Callable[[int], EvaluationPage]
@@ -315,7 +326,7 @@ class HeldOut:
 
 
 def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
-    """Train until the last step, or until told to stop. Failures raise `ShoalError`; stopping does not."""
+    """Failures raise `ShoalError`; stopping does not."""
     settings = config.settings
     require_trackers(settings.tracking)
     make_deterministic(settings)

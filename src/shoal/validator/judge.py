@@ -57,15 +57,12 @@ log = logging.getLogger(__name__)
 
 # The message of a failed reward function may contain the answer, and contributors read verdicts.
 NOT_SCORED = "the reward of this group could not be computed, so it is unscored; the validator's log says why"
-
+SECOND_WAIT_S = 30.0
+# The reason of a failed check of shown progress, by check.
 SHOWN_REASONS: Mapping[str, str] = {
     "shape": "progress.shape", "dialogue": "progress.dialogue",
     "proofs": "progress.proofs", "sampling": "progress.seed",
 }  # fmt: skip
-"""The reason of a failed check of shown progress, by check."""
-
-
-SECOND_WAIT_S = 30.0
 
 OtherEngine = Callable[[PolicyRef, str], Engine | None]
 """An engine of this policy that computes in a number format; None if this machine has none."""
@@ -184,10 +181,7 @@ class Judge:
             branches = self.branch_checker.look(looked, loaded.engine, lambda groups: self._rewards(groups, loaded))
         found = iter(zip(rewarded, branches, strict=True))
         decided = [self._rewarded(entry, *next(found)) if isinstance(entry, _OpenAudit) else entry for entry in judged]
-        reported = [
-            _progress_verdict(each) if each is not None and each.depth == "progress" else each for each in decided
-        ]
-        return [verdict for verdict in reported if verdict is not None]
+        return [each for each in map(_reported, decided) if each is not None]
 
     def _open(self, job: AuditJob, loaded: LoadedPolicy) -> _OpenAudit | Verdict:
         lease, engine, now_ms = job.lease, loaded.engine, self.clock.now_ms()
@@ -360,8 +354,10 @@ def _with_replay(case: Case, replay: Replay) -> Case:
     return replace(case, submission=msgspec.structs.replace(case.claim, rollouts=[rollout]), replay=replay)
 
 
-def _progress_verdict(verdict: Verdict) -> Verdict | None:
-    """The verdict on shown progress: a certain failure with a reason of its own, or None."""
+def _reported(verdict: Verdict | None) -> Verdict | None:
+    """Of shown progress only a certain failure is reported, with a reason of its own."""
+    if verdict is None or verdict.depth != "progress":
+        return verdict
     reason = SHOWN_REASONS.get(verdict.reason.partition(".")[0])
     if verdict.outcome is not Outcome.REJECTED or verdict.severity is not Severity.CERTAIN or reason is None:
         return None

@@ -1,7 +1,6 @@
 """`shoal cast`: whom it believes, where it puts things, what it says; and mistakes, each in one clear sentence."""
 
 import io
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from kit import Capture, Patch
 from kit.cast import DEAD, Lab, from_folder
 from kit.cli import told
 from shoal.cli.main import main
-from shoal.cli.printing import CastTerminal, counted
+from shoal.cli.printing import CommandTerminal, counted
 from shoal.errors import UserError
 from shoal.protocol import PolicyRef, SigningKey
 from shoal.runtime.stop import StopToken
@@ -109,15 +108,6 @@ def test_a_single_file_shares_its_bytes_with_the_cache_and_may_go_into_a_folder(
     assert deliver(payload, f"{tmp_path}/new/") == tmp_path / "new" / "a.bin"
 
 
-def test_output_with_bytes_appended_is_noticed_and_repaired(here: Path, serve: Serve, capsys: Capture) -> None:
-    fetch = ("cast", "fetch", f"{serve(published(here / 'www'))}/#{KEY.public_key}", "--out", "copy.bin")
-    assert told(capsys, 0, *fetch).err == ""
-    os.truncate("copy.bin", 100)
-    assert "is damaged; it is repaired" in told(capsys, 0, *fetch).err
-    assert (here / "copy.bin").read_bytes() == b"content"
-    assert "damaged" not in told(capsys, 0, *fetch).err
-
-
 def test_resumed_fetch_says_what_was_here_before(here: Path, serve: Serve, capsys: Capture, monkeypatch: Patch) -> None:
     """3 MB of 8 MB were here; 2 MB have come since."""
     fetch = Downloader.fetch
@@ -156,6 +146,15 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
         deliver(payload, str(tmp_path / "file"))
 
 
+def test_files_of_an_older_version_are_removed_unless_they_were_edited(tmp_path: Path, serve: Serve) -> None:
+    out, files = tmp_path / "out", {"keep": b"1", "gone": b"2", "edited": b"3"}
+    deliver(fetched(tmp_path, serve, files), str(out))
+    (out / "mine").write_text("mine")
+    (out / "edited").write_text("edited")
+    deliver(fetched(tmp_path, serve, {"keep": b"1"}), str(out))
+    assert sorted(path.name for path in out.iterdir()) == ["edited", "keep", "mine"]
+
+
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
@@ -168,7 +167,7 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
 def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.shardcast.server.own_address", lambda: "192.0.2.5")
     for everywhere in ("0.0.0.0", "::", ""):
-        say_commands(CastTerminal(), public_url(everywhere, 7), "ab" * 32, "my file")
+        say_commands(CommandTerminal(), public_url(everywhere, 7), "ab" * 32, "my file")
         assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} --out 'my file'\n" in capsys.readouterr().out
     assert public_url("127.0.0.1", 7) == "http://127.0.0.1:7"
     assert public_url("fe80::1", 7) == "http://[fe80::1]:7"
@@ -209,6 +208,7 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
         assert main(["cast", "publish", "file", "--folder", "deep/www", "--no-serve"]) == 0
     said, progress = capsys.readouterr()
     assert "continues" not in progress
+    assert "file version 1 is published already, and nothing has changed since" in said
     assert (here / "deep" / "www.key").stat().st_mode & 0o777 == 0o600
     assert len({line.partition("#")[2] for line in said.splitlines() if "#" in line}) == 1
     assert not any("key" in path.name for path in (here / "deep" / "www").rglob("*"))

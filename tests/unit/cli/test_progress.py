@@ -15,11 +15,10 @@ from kit import eventually
 from kit.asgi import InProcess
 from kit.cli import NODE, RecordingDisplay, at_step, process, report, status, verdict, wait, worker
 from shoal.client import ClientOptions, HubClient
-from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus, SigningKey
+from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, Role, RunStatus, SigningKey
 from shoal.run import progress as progress
 from shoal.run.launch import steps_in, summary
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import ManualClock, StopToken
 from shoal.runtime.supervise import Ending
 
 
@@ -277,6 +276,20 @@ def test_anything_new_calms_the_watchdog(change: dict[str, Any]) -> None:
     dog = progress.Watchdog(patience_s=60)
     assert dog.look(status(), 0.0) is None
     assert [bool(dog.look(status(**change), now_s)) for now_s in (59.0, 118.0, 119.0)] == [False, False, True]
+
+
+def test_passes_of_a_long_training_step_calm_the_watchdog_and_repeated_ones_do_not() -> None:
+    dog = progress.Watchdog(patience_s=60)
+
+    def look(doing: str, now_s: float, role: Role = "trainer") -> bool:
+        trainer = NodeView(node="ee" * 16, name="t", role=role, state=NodeState.ACTIVE, doing=doing)
+        return bool(dog.look(status(nodes=(trainer,)), now_s))
+
+    assert not look("training step 2, pass 1", 0.0)
+    assert [look(f"training step 2, pass {number}", 59.0 * number) for number in (2, 3)] == [False, False]
+    # killed, resumed, and killed again: the same passes are no progress, nor is what a worker says
+    assert [look("training step 2, pass 1", 178.0), look("training step 2, pass 2", 236.0)] == [False, False]
+    assert look("any", 237.0, "worker")
 
 
 def test_before_the_first_policy_patience_counts_too() -> None:

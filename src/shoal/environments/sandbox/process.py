@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from shoal.environments.sandbox import seccomp, view
 from shoal.errors import EnvironmentSetupError, ScoringFailure
@@ -40,12 +40,10 @@ Cut = Literal["time", "output"]
 Ended = Literal["well", "error", "signal", "time", "output"]
 
 
-class Limits(BaseModel):
+class Limits(BaseModel, frozen=True, extra="forbid"):
     """Limits of one program, for all of its tests together unless noted. A program beyond them is worth 0. Time is
     processor time, so a busy machine fails no good program; starting a test does not count. A program that only waits
     is ended by the clock, after four times its processor time and five seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu_s: int = Field(default=10, ge=1, le=600, description="processor seconds of all tests together")
     test_cpu_s: int = Field(default=4, ge=1, le=120, description="processor seconds of one test")
@@ -111,7 +109,6 @@ class Exchange:
         return int.from_bytes(self.reported[:8], "little"), int.from_bytes(self.reported[8:], "little") / 1e6
 
     def _served(self, file: Any, sink: bytearray | None) -> bool:
-        """Transfer some bytes; whether this stream is finished."""
         if file is self.control:
             part = self.control.recv(REPORT_BYTES - len(self.reported))
             if not part:
@@ -289,7 +286,6 @@ def require_sandbox() -> None:
 
 
 def advice(failure: str) -> str:
-    """What to do where bubblewrap fails with these words."""
     if "namespace" in failure or "not permitted" in failure or "Permission denied" in failure:
         return (
             "bubblewrap may not make namespaces: allow user namespaces"

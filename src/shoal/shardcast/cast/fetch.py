@@ -152,7 +152,6 @@ class Delivery:
             raise UserError(f"{strangers[0]} exists and was not fetched from here: {advice}")
 
     def _remove_old(self, kept: set[str]) -> None:
-        """Remove files of an older version that this one lacks, unless they were changed."""
         for name, stamp in self._delivered().items():
             path = Path(name)
             if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:

@@ -105,7 +105,6 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
 
 
 def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
-    """The folder's current head; `UserError` if another key has signed it."""
     try:
         return read_head((directory / HEAD).read_bytes(), None, key.public_key)
     except FileNotFoundError:
