@@ -77,6 +77,9 @@ class HubSettings(BaseModel, frozen=True, extra="forbid"):
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     drop_equal: Literal["task", "total"] = Field(
         "task", description="rewards that make a group useless if all of it have the same: the task's, or the total")
+    records_gb: float = Field(
+        10, ge=0, le=1e6, description="disk for records of all rollouts; beyond it texts and tokens of a sample are "
+        "kept; 0: none are written")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     requests_per_key_s: float = Field(50, ge=0, description="requests a second that one key may make; 0: no limit")
     requests_per_address_s: float = Field(
@@ -109,6 +112,7 @@ class HubConfig:
     evaluation: EvaluationPlan | None = None
     model: ModelSize = field(default_factory=ModelSize)
     proof: ProofParameters = field(default_factory=ProofParameters)
+    texts: Callable[[Sequence[list[int]]], list[str]] | None = None  # of token ids; None: no records are written
     credit_window_s: float = 600.0  # in which audits by reputation can still take credit back
     audit_s: float | None = None  # for one claim of audits; None: by the run's size
 

@@ -5,17 +5,15 @@ A file is written while its step is trained, so that a step that diverges can be
     pyarrow.parquet.read_table("runs/NAME/trainer/rollouts").to_pandas()     # the whole run
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.protocol import Batch, TrainingBatch, TrainingRollout, unpack_tokens
+from shoal.records.schema import lists
 from shoal.runtime.files import ensure_folder, write_atomically
 
 TEXT, COUNT, TOKENS = pa.string(), pa.int64(), pa.list_(pa.int32())
@@ -24,7 +22,8 @@ TEXT, COUNT, TOKENS = pa.string(), pa.int64(), pa.list_(pa.int32())
 SCHEMA = pa.schema({
     "step": COUNT, "unit": COUNT, "sample": pa.int32(), "task": TEXT, "node": TEXT, "version": COUNT,
     "staleness": COUNT, "prompt": TEXT, "completion": TEXT, "prompt_ids": TOKENS, "token_ids": TOKENS,
-    "logprobs": pa.list_(pa.float32()), "given": TOKENS, "finish": TEXT, "reward": pa.float64(), "audit": TEXT,
+    "logprobs": pa.list_(pa.float32()), "given": TOKENS, "finish": TEXT, "reward": pa.float64(),
+    "parts": pa.map_(TEXT, pa.float64()), "audit": TEXT,
 })  # fmt: skip
 
 Decode = Callable[[Iterable[int]], str]
@@ -60,19 +59,13 @@ class RolloutArchive:
         columns |= {
             "completion": [self._decode(each.token_ids.tolist()) for each in trained],
             "finish": [each.finish for each in trained], "reward": [each.reward for each in trained],
-            "prompt_ids": _lists(columns["prompt_ids"], pa.int32()),
-            "token_ids": _lists([each.token_ids for each in trained], pa.int32()),
-            "logprobs": _lists([each.logprob_values for each in trained], pa.float32()),
-            "given": _lists([unpack_tokens(each.given) for each in trained], pa.int32()),
+            "parts": [list(each.parts.items()) for each in trained],
+            "prompt_ids": lists(columns["prompt_ids"], pa.int32()),
+            "token_ids": lists([each.token_ids for each in trained], pa.int32()),
+            "logprobs": lists([each.logprob_values for each in trained], pa.float32()),
+            "given": lists([unpack_tokens(each.given) for each in trained], pa.int32()),
         }  # fmt: skip
         pq.write_table(pa.table(columns, schema=SCHEMA), sink, compression="zstd")
         path = self.folder / f"step-{batch.step:05d}.parquet"
         write_atomically(path, sink.getvalue().to_pybytes())
         return path
-
-
-def _lists(arrays: Sequence[npt.NDArray[Any]], kind: Any) -> Any:
-    """A list column from values and offsets, without a Python object per token."""
-    offsets = [0, *itertools.accumulate(len(array) for array in arrays)]
-    values = np.concatenate(arrays) if arrays else np.zeros(0)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values).cast(kind))

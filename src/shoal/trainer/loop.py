@@ -25,11 +25,13 @@ before it is saved, published and exported.
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
@@ -58,6 +60,7 @@ POLL_S = 2.0  # a failed publication or a request to stop is noticed within this
 LAST_WAIT_S = 120.0  # for the score of the last version
 LOOK_S = 0.5
 HEARTBEAT_S = 5.0
+MOST_PARTS, NO_LABEL = 32, re.compile(r"[^\w.-]")
 LOCK_WAIT_S = 10.0  # the previous trainer may still be ending
 
 
@@ -243,7 +246,7 @@ class TrainingRun:
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
-        return metrics
+        return {**metrics, **_of_rollouts(rollouts)}
 
     def _reporting(self, doing: str) -> Callable[[], bool]:
         """Whether to stop, asked before each pass: heartbeats count them, so nobody takes a long step for a standstill
@@ -379,3 +382,11 @@ def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGrou
         trackers=open_trackers(settings.tracking, Tracked(config.folder, info.run, shown)),
         start=lambda: weights_digest(config.model),
     )  # fmt: skip
+
+
+def _of_rollouts(batch: TrainingBatch) -> dict[str, float]:
+    """The mean length of a completion, and of each part of the rewards."""
+    trained = [rollout for group in batch.groups for rollout in group.rollouts]
+    names = sorted({name for each in trained for name in each.parts})[:MOST_PARTS]
+    means = {f"part_{NO_LABEL.sub('_', name)}": fmean(each.parts.get(name, 0.0) for each in trained) for name in names}
+    return {"completion_tokens": fmean(len(each.tokens) / 4 for each in trained), **means} if trained else {}

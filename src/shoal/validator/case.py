@@ -35,6 +35,7 @@ from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
 from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
+from shoal.protocol.verdict import TokenTrace
 from shoal.sampling import SeedCheck, check_seeded, uniforms_at
 from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
@@ -282,6 +283,14 @@ class Case:
 
     def accidents(self, points: Ints, most: float = MOST_POINTS) -> Sums:
         return accident_sums(points, self.rollout_of_chunk, self.profile.accidents, most)
+
+    @property
+    def trace(self) -> TokenTrace:
+        replay, most = self.replayed, float(np.finfo(np.float16).max)
+        inside = np.minimum(replay.uniforms - replay.low, replay.high - replay.uniforms)
+        values = (np.where(self.drawn, each, np.nan) for each in (self.claimed - replay.logprobs, inside))
+        gaps, margins = (np.clip(each, -most, most).astype("<f2").tobytes() for each in values)
+        return TokenTrace(gaps, margins)
 
     @property
     def unsure_rate(self) -> float:

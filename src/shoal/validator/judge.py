@@ -40,7 +40,16 @@ from shoal.engines import PLAIN, Engine, EngineShelf, Fetch, LoadedPolicy, build
 from shoal.engines.dialogue import dialogue_for, texts_of
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError, ScoringFailure
-from shoal.protocol import Lease, PolicyRef, SignedDocument, format_of, pack_logprobs, pack_spans, submission_digest
+from shoal.protocol import (
+    Lease,
+    PolicyRef,
+    SignedDocument,
+    format_of,
+    pack,
+    pack_logprobs,
+    pack_spans,
+    submission_digest,
+)
 from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, Severity, Tally, Verdict
 from shoal.rewards import DirectScorer, NotStarted, Scorer
 from shoal.rewards.panel import Panel
@@ -125,6 +134,7 @@ class Judge:
     branch_checker: BranchChecker | None = field(default=None, repr=False)  # None: no branches are looked at
     calibrations: Callable[[str], Profiles | None] = field(default=lambda _digest: None, repr=False)  # by digest
     second_engine: OtherEngine = field(default=lambda _policy, _dtype: None, repr=False)
+    traces: dict[str, bytes] | None = field(default=None, repr=False)  # packed, by submission; its reader empties it
     plain_kinds: set[str] = field(default_factory=set, repr=False)  # kinds of dialogues
 
     def knows(self, lease: Lease) -> bool:
@@ -250,6 +260,8 @@ class Judge:
             return job.rejected(findings, now_ms) if is_bad else None
         if replay is not None:
             case.replay = replay
+            if self.traces is not None:
+                self.traces[job.audit.submission] = pack(case.trace, level=1)
             findings += run_all(AFTER_PREFILL, case)
             entry.tally, last = case.tally, findings[-1]
             if not last.passed and (last.unsure or last.severity is not None):

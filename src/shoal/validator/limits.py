@@ -138,10 +138,16 @@ class Calibrator:
         return {kind for kind, each in made.kinds.items() if self.machine in seen_by(each)}
 
     def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
-        """The kinds that this machine has to measure, the coarsest format first. A refused kind is measured again with
-        a later policy."""
+        """The kinds that this machine has to measure, the coarsest format first. For a kind that it cannot compute as,
+        it measures its own kind of that number format, by which the other is judged. A refused kind is measured again
+        with a later policy."""
         run, known, own = self._client.run_info(), self._judge.profiles, format_of(self._kind)
-        asked, device = (*asked, *self._judge.plain_kinds), self.machine.partition("/")[0]
+        device, measured = self.machine.partition("/")[0], set[str]()
+        if in_force is not None and in_force.policy.incarnation == newest.incarnation:
+            measured = set(in_force.kinds)
+        others = [each for each in asked if not self._computes(each) and each not in measured]
+        others = [each for each in others if not limits_for(each, own, {}, known)]
+        asked = (*asked, *self._judge.plain_kinds, *(f"torch/{device}/{format_of(each)}" for each in others))
         open_formats = set(map(format_of, (*run.profiles, *asked)))
         usual = [f"torch/{device}/{each}" for each in self._formats if each in open_formats]
         kinds = [each for each in dict.fromkeys([*usual, *asked]) if self._computes(each) and each not in self._unable]

@@ -16,6 +16,7 @@ from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import HubRefused, ModelError, ResourceError, SignatureError
+from shoal.hub.state.calibrations import CalibrationTerms, InForce, terms
 from shoal.models.load import load_model
 from shoal.protocol import Calibration, Lease, MeasuredKind, ModelSize, PolicyRef, SignedDocument, SigningKey
 from shoal.protocol.submission import pack_logprobs
@@ -242,6 +243,13 @@ def test_order_of_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = calibrator(hub, "float32")
     assert mine._missing(None, POLICY, ()) == [], "float32 has limits already"
     assert mine._missing(None, POLICY, (FLOAT32,)) == [FLOAT32]
+    for elsewhere in ("torch/cuda/bfloat16", "vllm/cuda/bfloat16"):
+        assert mine._missing(None, POLICY, (elsewhere,)) == [BFLOAT16], "nobody else's format is judged by it"
+        publish(mine, hub, 0.1, ["bfloat16"])
+        assert mine._missing(hub.in_force, POLICY, (elsewhere,)) == []
+        assert terms(InForce(kinds=tuple(hub.in_force.kinds)), elsewhere, ()) == CalibrationTerms(measured=False)
+        hub.in_force = None
+    assert mine._missing(None, POLICY, ("torch/cuda/float32",)) == [], "built-in limits judge it"
     hub.weights = 135_000_000
     assert mine._missing(None, POLICY, (FLOAT32, BFLOAT16)) == [BFLOAT16], "a large model on a processor takes minutes"
     mine, paged, plain = on_gpu(monkeypatch), "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"

@@ -55,7 +55,7 @@ class ListHub(StubClient):
             raise HubRefused(404, "submission.unknown", "no such submission")
         return [self.bodies[digest] for digest in digests]
 
-    def verdicts(self, signed: Sequence[SignedDocument]) -> VerdictReply:
+    def verdicts(self, signed: Sequence[SignedDocument], _traces: object = None) -> VerdictReply:
         verdicts = [open_document(each, Verdict, KEY.public_key) for each in signed]
         if not self.refuse_verdicts:
             self.taken += verdicts
