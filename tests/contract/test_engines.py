@@ -27,7 +27,7 @@ from shoal.sampling import check_seeded, uniforms
 from shoal.toploc import check_proofs, chunk_rows, compare, split_proofs
 
 EOS = 1
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=EOS)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_ids=(EOS,))
 REF = PolicyRef(incarnation=0, version=3, digest="ab" * 32)
 OTHER = PolicyRef(incarnation=0, version=4, digest="cd" * 32)
 PROOF = ProofParameters()
@@ -95,7 +95,7 @@ def test_calls_without_a_policy_are_refused(name, tiny):
     for call in (
         lambda: empty.generate([request]),
         lambda: empty.prefill([PrefillRequest(request.prompt_ids, np.array([5], np.int32), 1.0)]),
-        lambda: empty.greedy([request.prompt_ids], 3, 1),
+        lambda: empty.greedy([request.prompt_ids], 3, (1,)),
     ):
         with pytest.raises(PolicyMismatch, match="no policy is loaded"):
             call()
@@ -182,6 +182,26 @@ def test_completion_ends_at_its_end_token_or_at_the_limit(engine, tiny):
     assert {completion.finish for completion in completions} == {"eos", "length"}
 
 
+def test_completion_ends_at_the_first_of_several_end_tokens(engine, tiny):
+    """As it would be cut there without them, proofs and greedy completions too."""
+    proof, free = ProofParameters(topk=16, rows=4), engine.generate([group(tiny, prompt) for prompt in PROMPTS])
+    ends = {1, *[int(each.token_ids[2]) for each in chain(*free) if len(each.token_ids) > 4][:3]}
+    asked = [group(tiny, prompt, eos_token_ids=tuple(ends)) for prompt in PROMPTS]
+    drawn, found = engine.generate(asked, proof), set[int]()
+    for request, cut, whole in ((asked[n], *pair) for n in range(4) for pair in zip(drawn[n], free[n], strict=True)):
+        at = next((n + 1 for n, token in enumerate(whole.token_ids.tolist()) if token in ends), 10)
+        assert cut.token_ids.tolist() == whole.token_ids[:at].tolist()
+        found |= {int(cut.token_ids[-1])} if cut.finish == "eos" else set()
+        assert cut.finish == ("eos" if cut.token_ids[-1] in ends else "length")
+        [prefill] = engine.prefill([prefill_request(request, cut)], proof)
+        assert holds(cut, prefill, engine.hidden_size, proof)
+    assert found <= ends
+    assert len(found) > 1
+    prompts = [request.prompt_ids for request in asked]
+    for cut, whole in zip(engine.greedy(prompts, 9, tuple(ends)), engine.greedy(prompts, 9, ()), strict=True):
+        assert cut.tolist() == whole[: next((n + 1 for n, token in enumerate(whole) if token in ends), 9)].tolist()
+
+
 def test_each_token_is_drawn_by_its_uniform(engine, tiny):
     request = group(tiny, seeds=range(100, 132))
     completions = engine.generate([request])[0]
@@ -240,10 +260,12 @@ def test_tokens_that_are_guessed_are_those_that_are_drawn_and_so_are_their_proof
     torch.manual_seed(0)
     model = tiny.model if config is None else AutoModelForCausalLM.from_config(config).eval()
     prompt, right, heat = tiny.tokenizer.encode("0123456789" * 4), [], 1.0 if config is None else 0.01
-    sampling = SamplingParameters(temperature=heat, max_new_tokens=75, eos_token_id=96)
+    sampling = SamplingParameters(temperature=heat, max_new_tokens=75, eos_token_ids=(96,))
     requests = [
         GenerationRequest(prompt, (3, 4), sampling),
-        GenerationRequest(prompt[::-1], (5,), sampling.model_copy(update={"max_new_tokens": 40, "eos_token_id": 40})),
+        GenerationRequest(
+            prompt[::-1], (5,), sampling.model_copy(update={"max_new_tokens": 40, "eos_token_ids": (40, 17)})
+        ),
     ]
     take = Guessed.take
     monkeypatch.setattr(
@@ -310,12 +332,12 @@ def test_other_weights_fail_the_check_of_seeds(engine, tiny, weights, other_weig
 
 def test_greedy_takes_the_most_probable_tokens(engine, tiny):
     prompts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
-    cold = SamplingParameters(temperature=1e-4, max_new_tokens=10, eos_token_id=1)
+    cold = SamplingParameters(temperature=1e-4, max_new_tokens=10, eos_token_ids=(1,))
     sampled = engine.generate([GenerationRequest(prompt, (1,), cold) for prompt in prompts])
-    for greedy, [completion] in zip(engine.greedy(prompts, 10, 1), sampled, strict=True):
+    for greedy, [completion] in zip(engine.greedy(prompts, 10, (1,)), sampled, strict=True):
         assert greedy.dtype == np.int32
         np.testing.assert_array_equal(greedy, completion.token_ids)
-    assert max(len(greedy) for greedy in engine.greedy(prompts, 2, 1)) == 2
+    assert max(len(greedy) for greedy in engine.greedy(prompts, 2, (1,))) == 2
 
 
 @pytest.mark.parametrize("token", [-1, 96])
@@ -325,7 +347,7 @@ def test_token_outside_the_vocabulary_is_refused(engine, token):
     with pytest.raises(ValueError, match="outside the vocabulary of 96"):
         engine.prefill([PrefillRequest((5,), np.array([5, token], np.int32), 1.0)])
     with pytest.raises(ValueError, match="outside the vocabulary of 96"):
-        engine.greedy([(token,)], 1, 1)
+        engine.greedy([(token,)], 1, (1,))
 
 
 def test_request_without_tokens_is_refused():
@@ -392,7 +414,7 @@ def echo(turns):
 
 def dialogue(max_turns=3, limit=40, tool=echo) -> Dialogue:
     terms = DialogueTerms(tool="echo", max_turns=max_turns, before=(70, EOS, 71), after=(72,))
-    return Dialogue(terms, EOS, limit, tool, Characters())
+    return Dialogue(terms, (EOS,), limit, tool, Characters())
 
 
 def talking(tiny, talk: Dialogue | None, prompt="31=", seeds=SEEDS) -> GenerationRequest:

@@ -104,7 +104,7 @@ class Harness:
         self.profile = profile
         self.group_size = group_size
         self.sampling = protocol.SamplingParameters(
-            temperature=temperature, max_new_tokens=max_new_tokens, eos_token_id=self.loaded.eos_token_id
+            temperature=temperature, max_new_tokens=max_new_tokens, eos_token_ids=self.loaded.eos_token_ids
         )
 
     @property
@@ -139,8 +139,8 @@ class Harness:
 
     def rewards(self, unit: int, submission: protocol.Submission) -> list[float]:
         """What the environment gives for each rollout."""
-        eos, task = self.sampling.eos_token_id, self.task(unit)
-        ids = [[token for token in rollout.token_ids.tolist() if token != eos] for rollout in submission.rollouts]
+        eos, task = self.sampling.eos_token_ids, self.task(unit)
+        ids = [[token for token in rollout.token_ids.tolist() if token not in eos] for rollout in submission.rollouts]
         known = [[token for token in each if token < self.loaded.tokenizer.vocabulary_size] for each in ids]
         return [self.environment.score(task, self.loaded.tokenizer.decode(each)).value for each in known]
 

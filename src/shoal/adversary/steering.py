@@ -86,7 +86,7 @@ class Branching(EngineWrapper):
         for request, begin, group in zip(rest, begun, self._engine.generate(rest), strict=True):
             sampling = request.sampling
             tokens = np.concatenate([begin, group[0].token_ids])[: sampling.max_new_tokens]
-            ends = np.flatnonzero(tokens == sampling.eos_token_id)
+            ends = np.flatnonzero(np.isin(tokens, sampling.eos_token_ids))
             tokens = tokens[: ends[0] + 1] if len(ends) else tokens
             finish: Finish = "eos" if len(ends) else "length"
             found.append(Completion(tokens, np.zeros(len(tokens), dtype=np.float32), finish))
@@ -135,10 +135,10 @@ class Steering(EngineWrapper):
         if not first:
             return honest
         tokens = honest.token_ids[: first[0]].tolist()
-        while len(tokens) < sampling.max_new_tokens and sampling.eos_token_id not in tokens[-1:]:
+        while len(tokens) < sampling.max_new_tokens and not {*tokens[-1:]} & {*sampling.eos_token_ids}:
             prefix = (*request.prompt_ids, *tokens)
             tokens.append(self._choice(prefix, float(stream_T[len(tokens)]), sampling.temperature))
-        finish: Finish = "eos" if tokens[-1] == sampling.eos_token_id else "length"
+        finish: Finish = "eos" if tokens[-1] in sampling.eos_token_ids else "length"
         return replace(honest, token_ids=np.array(tokens, dtype=np.int32), finish=finish)
 
     def _choice(self, prefix: tuple[int, ...], u: float, temperature: float) -> int:

@@ -5,7 +5,7 @@
 
 Both ask `reply`, which depends on the tokens alone; so what a worker drew reads the same everywhere. The rules:
 
-    a turn ends with the end-of-sequence token
+    a turn ends with an end-of-sequence token
     the tool's text follows it, framed (`DialogueTerms`), and the model continues
     the dialogue is over, "eos", when the tool says nothing or the model has had `max_turns` turns
     it is cut off, "length", at the length limit, or where tool tokens leave no room for another token
@@ -61,7 +61,7 @@ class Dialogue:
     """The terms of a lease, with the tool and the policy's tokenizer to carry them out."""
 
     terms: DialogueTerms
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     max_new_tokens: int
     tool: Tool = field(repr=False)
     texts: Texts = field(repr=False)
@@ -79,8 +79,8 @@ class Dialogue:
     def _walk(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...] | None]]:
         """At each end of a turn: how many turns there are, the place after it, and the reply, which is passed over."""
         turns, at = list[Sequence[int]](), 0
-        while self.eos_token_id in token_ids[at:]:
-            end = token_ids.index(self.eos_token_id, at)
+        ends = [place for place, token in enumerate(token_ids) if token in self.eos_token_ids]
+        while (end := next((place for place in ends if place >= at), None)) is not None:
             turns.append(token_ids[at:end])
             given = self.reply(turns)
             yield len(turns), end + 1, given
@@ -114,7 +114,7 @@ class Dialogue:
 class Line:
     """One completion that is being drawn: its tokens, what is still to be given, and what was.
 
-    >>> line = Line(lambda tokens: (7, 8) if len(tokens) == 2 else None, eos_token_id=1, max_new_tokens=9)
+    >>> line = Line(lambda tokens: (7, 8) if len(tokens) == 2 else None, eos_token_ids=(1,), max_new_tokens=9)
     >>> [line.take(5), line.take(1), line.take(line.forced), line.take(line.forced), line.take(1)]
     [True, True, True, True, False]
     >>> line.given, line.finish
@@ -122,7 +122,7 @@ class Line:
     """
 
     respond: Respond
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     max_new_tokens: int
     vocabulary: int = sys.maxsize
     tokens: list[int] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Line:
     @classmethod
     def of(cls, request: GenerationRequest, vocabulary: int) -> Line:
         sampling = request.sampling
-        return cls(request.respond or (lambda _: None), sampling.eos_token_id, sampling.max_new_tokens, vocabulary)
+        return cls(request.respond or (lambda _: None), sampling.eos_token_ids, sampling.max_new_tokens, vocabulary)
 
     @property
     def forced(self) -> int | None:
@@ -145,7 +145,7 @@ class Line:
         self.tokens.append(token)
         if self._queue:
             self._queue.popleft()
-        elif token == self.eos_token_id:
+        elif token in self.eos_token_ids:
             given = self.respond(self.tokens)
             if given and (min(given) < 0 or max(given) >= self.vocabulary):
                 raise ValueError(f"a token is outside the vocabulary of {self.vocabulary}")
@@ -168,7 +168,7 @@ def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
             f"the run's environment answers with the tool {lease.dialogue.tool!a}, which this shoal does not have "
             f"(it has {', '.join(sorted(TOOLS))}): upgrade it with: {UPGRADE}"
         )
-    return Dialogue(lease.dialogue, sampling.eos_token_id, sampling.max_new_tokens, tool, texts_of(files))
+    return Dialogue(lease.dialogue, sampling.eos_token_ids, sampling.max_new_tokens, tool, texts_of(files))
 
 
 def texts_of(files: Mapping[str, bytes]) -> Texts:
@@ -200,16 +200,16 @@ class Talks:
             return None
         terms = DialogueTerms(tool=rule.tool, max_turns=rule.max_turns, before=before, after=after)
         sampling = self._sampling
-        return Dialogue(terms, sampling.eos_token_id, sampling.max_new_tokens, TOOLS[rule.tool], texts_of(self._files))
+        return Dialogue(terms, sampling.eos_token_ids, sampling.max_new_tokens, TOOLS[rule.tool], texts_of(self._files))
 
 
 def greedy_answers(
     engine: Engine, prompts: Sequence[tuple[int, ...]], talks: Sequence[Dialogue | None], sampling: SamplingParameters
 ) -> list[list[int]]:
-    """Of each greedy completion what the model says last, without the end-of-sequence token."""
+    """Of each greedy completion what the model says last, without an end-of-sequence token."""
     lines = greedy_lines(engine, prompts, talks, sampling)
     last = [line.tokens[sum(line.given[-1]) if line.given else 0 :] for line in lines]
-    return [turn[:-1] if turn[-1:] == [sampling.eos_token_id] else turn for turn in last]
+    return [turn[:-1] if turn and turn[-1] in sampling.eos_token_ids else turn for turn in last]
 
 
 def greedy_lines(
@@ -217,7 +217,7 @@ def greedy_lines(
 ) -> list[Line]:
     """The most probable token at every step, whatever the temperature: whole completions, with how they ended. Turn by
     turn: engines decode greedily to the first end-of-sequence token, so what was said is put in front."""
-    eos, limit = sampling.eos_token_id, sampling.max_new_tokens
+    eos, limit = sampling.eos_token_ids, sampling.max_new_tokens
     lines = [Line(talk.respond if talk else lambda _tokens: None, eos, limit) for talk in talks]
     unfinished = list(range(len(lines)))
     while unfinished:

@@ -73,7 +73,7 @@ def checks_of(requests: Sequence[GenerationRequest]) -> list[Callable[[], None]]
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token if `finish` is "eos". `logprobs`
+    """What one seed gave. `token_ids` (int32) ends with an end-of-sequence token if `finish` is "eos". `logprobs`
     (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back: one for
     every `rows` tokens, the last may be of fewer. `given` are the spans (start, length) that were not drawn: their
     log-probabilities are 0, and the uniforms of their positions are left out. Without any, one that is cut off
@@ -153,8 +153,10 @@ class Engine(Protocol):
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         """One result per request, in order; with points if `proof` says of what size."""
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_ids: Sequence[int]
+    ) -> list[TokenIds]:
+        """The most probable token at every step, up to and including one of these: for evaluation."""
 
 
 @runtime_checkable

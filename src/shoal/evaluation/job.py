@@ -99,7 +99,7 @@ class Sampler:
         self._tokenizer = self._asking.encoder.tokenizer
         self._sampling = SamplingParameters(
             temperature=plan.temperature or 1.0,  # greedy decoding ignores it
-            max_new_tokens=plan.max_new_tokens, eos_token_id=self._tokenizer.eos_token_id,
+            max_new_tokens=plan.max_new_tokens, eos_token_ids=self._tokenizer.eos_token_ids,
         )  # fmt: skip
         self._talks = Talks(environment, subject.files, self._sampling)
 
@@ -147,7 +147,7 @@ class Sampler:
 
     def _record(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> SampleRecord:
         """A sample without a score: its text (of a dialogue, the last turn), and its tokens without end-of-sequence."""
-        ended = ids[-1:] == [self._tokenizer.eos_token_id]
+        ended = len(ids) > 0 and ids[-1] in self._tokenizer.eos_token_ids
         drawn = len(ids) - sum(length for _, length in given) - ended
         last = sum(given[-1]) if given else 0
         return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]))

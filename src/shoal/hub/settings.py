@@ -97,7 +97,7 @@ class HubConfig:
     settings: HubSettings
     environment: Environment
     encode: Callable[[Task], Sequence[int]]
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     key: SigningKey
     root_key: str
     certificates: tuple[SignedDocument, ...] = ()
@@ -140,5 +140,5 @@ class HubConfig:
     @property
     def sampling(self) -> SamplingParameters:
         return SamplingParameters(
-            temperature=self.run.temperature, max_new_tokens=self.run.max_new_tokens, eos_token_id=self.eos_token_id
+            temperature=self.run.temperature, max_new_tokens=self.run.max_new_tokens, eos_token_ids=self.eos_token_ids
         )

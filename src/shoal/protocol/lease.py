@@ -25,14 +25,19 @@ MAX_PROMPT_TOKENS = 131_072
 MAX_NEW_TOKENS = 131_072
 MAX_LEASES_PER_REQUEST = 256
 MAX_HELD = 4096
+MAX_END_TOKENS = 16
+
+
+EndToken = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class SamplingParameters(Message):
-    """How tokens are drawn. Temperature only: top-p and top-k would bias the ratio that training relies on."""
+    """How tokens are drawn, and which of them end a completion: any of `eos_token_ids`. Temperature only: top-p and
+    top-k would bias the ratio that training relies on."""
 
     temperature: float = Field(gt=0, le=10)
     max_new_tokens: int = Field(gt=0, le=MAX_NEW_TOKENS)
-    eos_token_id: int = Field(ge=0)
+    eos_token_ids: tuple[EndToken, ...] = Field(min_length=1, max_length=MAX_END_TOKENS)
 
 
 class ProofParameters(Message):

@@ -104,7 +104,9 @@ class Workload:
 
     def requests(self, vocabulary: int, temperature: float) -> list[GenerationRequest]:
         random, group = np.random.default_rng(0), min(GROUP, self.rows)
-        sampling = SamplingParameters(temperature=temperature, max_new_tokens=self.new_tokens, eos_token_id=vocabulary)
+        sampling = SamplingParameters(
+            temperature=temperature, max_new_tokens=self.new_tokens, eos_token_ids=(vocabulary,)
+        )
         prompts = random.integers(0, vocabulary, (self.rows // group, self.prompt_tokens)).tolist()
         return [
             GenerationRequest(tuple(prompt), tuple(range(place * group, (place + 1) * group)), sampling)

@@ -109,8 +109,8 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
         why = f"the tokenizer in {folder} knows {tokenizer.vocabulary_size} tokens, but the model has embeddings for"
         remedy = "use the tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings)"
         raise ModelError(f"{why} {embedded}: {remedy}")
-    if tokenizer.eos_token_id >= embedded:
-        why = f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded}"
+    if (last := max(tokenizer.eos_token_ids)) >= embedded:
+        why = f"an end-of-sequence token of the model in {folder} is {last}, beyond the {embedded}"
         remedy = "correct eos_token_id in generation_config.json or config.json"
         raise ModelError(f"{why} tokens that it has embeddings for: {remedy}")
     return files

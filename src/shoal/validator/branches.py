@@ -89,7 +89,7 @@ class Branch:
         """The whole completion with these tokens; None if it does not end in time."""
         sampling = self.case.lease.sampling
         tokens = tokens[: self.limit]
-        is_end = int(tokens[-1]) == sampling.eos_token_id
+        is_end = int(tokens[-1]) in sampling.eos_token_ids
         if not is_end and self.token + len(tokens) < sampling.max_new_tokens:
             return None
         ids = np.concatenate([self.case.rollouts[self.rollout].token_ids[: self.token], tokens])

@@ -29,7 +29,7 @@ NODE = SigningKey.from_seed(b"n" * 32).node
 RUN = "demo-000000000000"
 EOS = 1
 POLICY = PolicyRef(incarnation=0, version=3, digest="d" * 64)
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=12, eos_token_id=EOS)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=12, eos_token_ids=(EOS,))
 
 
 def weights(value: float) -> list[TensorView]:
@@ -91,7 +91,7 @@ def lease(unit: int = 5, seeds: int = 12, **changes: Any) -> Lease:
 @cache
 def long_lease() -> Lease:
     """Four seeds that give rollouts of 64 tokens, in chunks of 8."""
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_ids=(0,))
     of = lease(5, seeds=24, sampling=sampling, proof=ProofParameters(topk=16, rows=8))
     full = [seed for seed, each in zip(of.seeds, completions(of), strict=True) if len(each.token_ids) == 64]
     return of.model_copy(update={"seeds": tuple(full[:4])})

@@ -7,7 +7,7 @@
     prefill    the whole sequence as a prompt ─► its states, piece by piece ─► statistics, points
     policy     first: built with arbitrary weights ─► written ─► probed         later: written where they lie
 
-vLLM ends no completion of ours, and is told of no seed, temperature or end-of-sequence token: `Line` ends a row, and
+vLLM ends no completion of ours, and is told of no seed, temperature or end-of-sequence tokens: `Line` ends a row, and
 the row is aborted. A prompt is computed once for its group (prefix caching); what is cached never outlives a call, so
 that no policy is computed with another one's keys.
 

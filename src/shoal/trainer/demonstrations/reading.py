@@ -208,4 +208,4 @@ class Encoder:
 
     def _spoken(self, text: str) -> tuple[int, ...]:
         """The ids of an answer with the end of its turn. Control tokens in the text are encoded as plain text."""
-        return (*self.tokenizer.encode_plain(text), self.tokenizer.eos_token_id)
+        return (*self.tokenizer.encode_plain(text), self._prompts.end_of_turn)
