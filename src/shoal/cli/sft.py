@@ -23,6 +23,7 @@ from typer import echo
 
 from shoal.cli.printing import counted
 from shoal.environments import Environment, build, prompt_settings_of
+from shoal.environments.protocol import refuse_tokens
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.evaluation.records import difference
@@ -106,6 +107,7 @@ class WarmStartRequest:
         with ExitStack() as around:
             pool, judge = None, None
             if choice.verify and environment and self.source:
+                refuse_tokens(environment, "shoal sft --verify")
                 pool = self.source.scoring(environment, self.stop)
                 around.callback(pool.close)
             if choice.rank is not None:

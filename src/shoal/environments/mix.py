@@ -117,9 +117,13 @@ class MixedEnvironment:
         part, inner = self.part(task_id)
         return part.labelled(part.environment.task(inner))
 
-    def score(self, task: Task, completion: str) -> Score:
+    @property
+    def reads_tokens(self) -> bool:
+        return any(protocol.reads_tokens(part.environment) for part in self.parts)
+
+    def score(self, task: Task, completion: str, token_ids: Sequence[int] | None = None) -> Score:
         part, inner = self.part(task.id)
-        score = part.environment.score(replace(task, id=inner), completion)
+        score = protocol.score_of(part.environment, replace(task, id=inner), completion, token_ids)
         return replace(score, parts={**score.parts, part.label: score.value})
 
     def prepare(self) -> None:

@@ -31,7 +31,7 @@ from shoal.engines.asking import Asking, CannotBeAsked
 from shoal.engines.dialogue import Talks, greedy_lines
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, identity_of
 from shoal.environments.mix import part_of
-from shoal.environments.protocol import prompt_digest
+from shoal.environments.protocol import prompt_digest, reads_tokens
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.evaluation import records as kept
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
@@ -150,12 +150,13 @@ class Sampler:
         ended = len(ids) > 0 and ids[-1] in self._tokenizer.eos_token_ids
         drawn = len(ids) - sum(length for _, length in given) - ended
         last = sum(given[-1]) if given else 0
-        return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]))
+        said = tuple(ids[last : len(ids) - ended]) if reads_tokens(self._environment) else None
+        return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]), token_ids=said)
 
 
 def scored(chosen: ChosenTasks, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
     budget, failures = budget_of(chosen.environment), list[str]()
-    jobs = [Job(record.task, sample.text) for record in drawn for sample in record.samples]
+    jobs = [Job(record.task, sample.text, sample.token_ids) for record in drawn for sample in record.samples]
     scores = iter(score_all(scorer.scores, jobs))
 
     def sample_of(record: TaskRecord, sample: SampleRecord, score: Score | ScoringFailure) -> SampleRecord:
@@ -299,6 +300,9 @@ def rescore(
 
 def _refuse_other_prompts(chosen: ChosenTasks, drawn: Sequence[TaskRecord]) -> None:
     for record in drawn:
+        if reads_tokens(chosen.environment) and any(sample.token_ids is None for sample in record.samples):
+            why = "a reward function asks for completion_ids now, and these completions were stored without"
+            raise ConfigError(f"{why}: evaluate again")
         try:
             task = chosen.environment.task(record.task) if record.samples else None
         except EnvironmentSetupError as error:

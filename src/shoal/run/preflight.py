@@ -79,7 +79,11 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
         patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
         scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
         with closing(scorer):
-            jobs = [Job(task.id, completion) for task in tasks for completion in TRIAL_COMPLETIONS]
+            jobs = [
+                Job(task.id, completion, tuple(completion.encode()))
+                for task in tasks
+                for completion in TRIAL_COMPLETIONS
+            ]
             for result in scorer.scores(jobs):
                 if isinstance(result, ScoringFailure):
                     raise EnvironmentSetupError(f"the reward function does not work: {result}")

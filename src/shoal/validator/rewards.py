@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.environments import Environment, Score, Task, budget_of, prompt_settings_of
+from shoal.environments.protocol import reads_tokens
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.protocol import Lease, Rollout, RolloutReward
 from shoal.protocol.submission import unpack_spans
@@ -102,10 +103,12 @@ class Scoring:
     def _read(self, group: Group, decode: Decode) -> _Text:
         lease, eos, budget = group.lease, group.lease.sampling.eos_token_ids, budget_of(self.environment)
         task = self.environment.task(lease.task)
-        texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
+        said = [completion_ids(rollout, eos) for rollout in group.rollouts]
+        tokens = [tuple(ids) if reads_tokens(self.environment) else None for ids in said]
+        jobs = tuple(Job(lease.task, *each) for each in zip(decode(said), tokens, strict=True))
         left_out = () if budget is not None and budget.count_eos else eos
         lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
-        return _Text(task, lease.length_target, tuple(Job(lease.task, text) for text in texts), lengths)
+        return _Text(task, lease.length_target, jobs, lengths)
 
     def _scores(self, texts: Mapping[int, _Text]) -> dict[int, list[Score] | ScoringFailure]:
         """The scores of each group. If there is no time for any, the first group gets all its time, or a group that is

@@ -21,6 +21,7 @@ from shoal.engines.dialogue import Talks, greedy_answers, texts_of
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Environment
+from shoal.environments.protocol import reads_tokens
 from shoal.errors import (
     BroadcastError,
     CanaryMissed,
@@ -120,7 +121,8 @@ class SliceEvaluator:
             log.exception("the engine failed on a slice of an evaluation")
             return self._report(part, problem=f"the validator's engine failed: {error}")
         texts = texts_of(loaded.files).decode_many(answers)
-        jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
+        tokens = [tuple(ids) if reads_tokens(environment) else None for ids in answers]
+        jobs = [Job(task.task, text, ids) for task, text, ids in zip(part.tasks, texts, tokens, strict=True)]
         results = score_all((self.scorer or DirectScorer(self.environment)).scores, jobs)
         failures = [result for result in results if isinstance(result, ScoringFailure)]
         if failures:
@@ -274,7 +276,7 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
                 found = last if replay.is_finite else found
         texts_of(loaded.files)
         if judge.scorer is not None:
-            judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "")])
+            judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "", ())])
     except ENGINE_ERRORS as error:
         log.warning("the rehearsal of an audit failed; audits will show whether that matters: %s", error)
     if found.severity is Severity.CERTAIN and format_of(engine.kind) == "float32":

@@ -220,6 +220,7 @@ class Context:
                 point("hub.start.before_commit")
                 return
         remedies = {
+            "eos_token_id": "an earlier shoal began it: finish it with that one",
             "environment_digest": "the environment (tasks, options or reward file) has changed: put it back",
             "secret_hash": f"copy {folder / 'secret'} from the hub that began the run, or restore it from a backup",
         }
