@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from kit.engines import ENGINE_NAMES, assert_same, begins, exactly, holds
 from shoal.engines import ENGINES, build, kind_of
 from shoal.engines.cpu.decoder import CpuDecoder
-from shoal.engines.dialogue import Characters, Dialogue
+from shoal.engines.dialogue import Dialogue
 from shoal.engines.guesses import Guessed
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
+from shoal.models.ending import Characters, Ending
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters
@@ -414,7 +415,7 @@ def echo(turns):
 
 def dialogue(max_turns=3, limit=40, tool=echo) -> Dialogue:
     terms = DialogueTerms(tool="echo", max_turns=max_turns, before=(70, EOS, 71), after=(72,))
-    return Dialogue(terms, (EOS,), limit, tool, Characters())
+    return Dialogue(terms, Ending((EOS,)), limit, tool, Characters())
 
 
 def talking(tiny, talk: Dialogue | None, prompt="31=", seeds=SEEDS) -> GenerationRequest:

@@ -232,16 +232,15 @@ class RowBatch:
         tokens, logprobs = pool.tokens_SW.cpu().numpy(), pool.logprobs_SW.cpu().numpy()
         seen, gone, cuts = list(self._held.values()), list[int](), list[tuple[HeldRow, int, int, int]]()
         for slot, held in list(self._held.items()):
-            row, before, now = held.row, len(held.row.tokens), drawn[slot]
-            row.line.tokens += tokens[slot, : now - before].tolist()
+            row, before = held.row, len(held.row.tokens)
+            row.ended = row.line.extend(tokens[slot, : drawn[slot] - before].tolist(), not alive[slot])
+            now = len(row.tokens)
             row.logprobs += logprobs[slot, : now - before].tolist()
             if proof is not None:
                 cuts += [(held, slot, n % 2, proof.rows) for n in range(before // proof.rows, now // proof.rows)]
-                if not alive[slot] and now % proof.rows:
+                if row.ended and now % proof.rows:
                     cuts.append((held, slot, now // proof.rows % 2, now % proof.rows))
-            if not alive[slot]:
-                row.ended = True
-                row.line.finish = "eos" if row.tokens[-1] in row.request.sampling.eos_token_ids else "length"
+            if row.ended:
                 gone.append(slot)
                 del self._held[slot]
                 # free the pages of a row that has ended, but for what is needed by rows that wait or continue

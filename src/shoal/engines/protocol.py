@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
+from shoal.models.ending import Decode
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
 from shoal.protocol.submission import Spans
 from shoal.shardcast import ChangedValues
@@ -48,9 +49,9 @@ class GenerationRequest:
     raises, the call ends, nothing of any group is kept, and the engine is as before. `check` may raise in the same way:
     it is called after every token on a processor, after every window of steps on a GPU. `on_chunks` is told in the same
     way of finished chunks, if proofs are asked for; what it does not ask for within the call is not computed. `respond`
-    is asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the
+    is asked at every end (`models.ending`) whether the completion is finished; what it gives instead is fed to the
     model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms
-    begin at that position."""
+    begin at that position. Stop strings need `decode`."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -60,6 +61,7 @@ class GenerationRequest:
     respond: Respond | None = field(default=None, compare=False, repr=False)
     begun: int = 0
     check: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    decode: Decode | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -73,7 +75,7 @@ def checks_of(requests: Sequence[GenerationRequest]) -> list[Callable[[], None]]
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one seed gave. `token_ids` (int32) ends with an end-of-sequence token if `finish` is "eos". `logprobs`
+    """What one seed gave. `token_ids` (int32) ends with its end (`models.ending`) if `finish` is "eos". `logprobs`
     (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back: one for
     every `rows` tokens, the last may be of fewer. `given` are the spans (start, length) that were not drawn: their
     log-probabilities are 0, and the uniforms of their positions are left out. Without any, one that is cut off

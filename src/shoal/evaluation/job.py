@@ -99,7 +99,7 @@ class Sampler:
         self._tokenizer = self._asking.encoder.tokenizer
         self._sampling = SamplingParameters(
             temperature=plan.temperature or 1.0,  # greedy decoding ignores it
-            max_new_tokens=plan.max_new_tokens, eos_token_ids=self._tokenizer.eos_token_ids,
+            max_new_tokens=plan.max_new_tokens, eos_token_ids=self._tokenizer.eos_token_ids, stop=plan.stop,
         )  # fmt: skip
         self._talks = Talks(environment, subject.files, self._sampling)
 
@@ -125,7 +125,8 @@ class Sampler:
                 drawn = self._sample(list(asked.values()))
             else:  # as validators and the trainer answer held-out tasks
                 talks = [self._talks.of(task) for task, _ in asked.values()]
-                lines = greedy_lines(self._engine, [ids for _, ids in asked.values()], talks, self._sampling)
+                prompts, sampling, decode = [ids for _, ids in asked.values()], self._sampling, self._talks.decode
+                lines = greedy_lines(self._engine, prompts, talks, sampling, decode)
                 drawn = [[self._record(line.tokens, line.finish, line.given)] for line in lines]
         for place, samples in zip(asked, drawn, strict=True):
             records[place] = replace(records[place], samples=tuple(samples))
@@ -138,7 +139,9 @@ class Sampler:
             seeds = tuple(sample_seed(plan.seed, task.id, sample) for sample in range(plan.samples))
             for start in range(0, len(seeds), plan.rows):  # an engine decodes all rows of a request at once
                 some, respond = seeds[start : start + plan.rows], None if talk is None else talk.respond
-                requests.append(GenerationRequest(ids, some, self._sampling, respond=respond))
+                requests.append(
+                    GenerationRequest(ids, some, self._sampling, respond=respond, decode=self._talks.decode)
+                )
                 owners.append(owner)
         found: list[list[SampleRecord]] = [[] for _ in asked]
         for owner, group in zip(owners, self._engine.generate(requests), strict=True):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from shoal.client import Activity, HubClient
 from shoal.engines import GenerationRequest, build
-from shoal.engines.dialogue import Talks, greedy_answers, texts_of
+from shoal.engines.dialogue import Talks, greedy_answers
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Environment
@@ -31,6 +31,7 @@ from shoal.errors import (
     ResourceError,
     ScoringFailure,
 )
+from shoal.models.ending import texts_of
 from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, SignedDocument, pack, sign_document
 from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
@@ -116,7 +117,7 @@ class SliceEvaluator:
         try:
             talks = Talks(environment, loaded.files, part.sampling)
             lines = [talks.of(task.task) for task in part.tasks]
-            answers = greedy_answers(loaded.engine, prompts, lines, part.sampling)
+            answers = greedy_answers(loaded.engine, prompts, lines, part.sampling, talks.decode)
         except Exception as error:
             log.exception("the engine failed on a slice of an evaluation")
             return self._report(part, problem=f"the validator's engine failed: {error}")
@@ -260,7 +261,7 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
     """Draw a group like those of the run, and compute what an audit computes (not needed after measuring limits). A
     validator that rejects a group of its own for certain, in float32, must not judge."""
     engine, tokens = loaded.engine, min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
-    sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
+    sampling = run.sampling.model_copy(update={"max_new_tokens": tokens, "stop": ()})
     prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
     lease = LeaseTemplate("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
     found = passed("rehearsal")

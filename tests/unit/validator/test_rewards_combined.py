@@ -10,10 +10,10 @@ import pytest
 from honest import RUN, LengthEnvironment, audit_job, lease, loaded, submission
 
 from kit import Logs
-from shoal.engines.dialogue import texts_of
 from shoal.environments import Environment, EnvironmentSettings, Score, budget_of, build, identity_of
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
+from shoal.models.ending import texts_of
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
 from shoal.rewards import DirectScorer, Job, NotStarted
 from shoal.rewards.panel import JudgedText, JudgeSeat, Panel
