@@ -21,8 +21,7 @@ from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters
-from shoal.protocol.submission import drawn_mask, pack_spans
+from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters, drawn_mask, pack_spans
 from shoal.sampling import check_seeded, uniforms
 from shoal.toploc import check_proofs, chunk_rows, compare, split_proofs
 

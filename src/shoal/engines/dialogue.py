@@ -24,11 +24,8 @@ from shoal.engines.protocol import Engine, Finish, GenerationRequest, Respond
 from shoal.environments import Environment, Task, dialogue_of, has_dialogues, prompt_settings_of
 from shoal.environments.tools import TOOLS, Tool
 from shoal.errors import ConfigError
-from shoal.models.prompts import PromptEncoder
-from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import DialogueTerms, Lease, SamplingParameters
-from shoal.protocol.node import UPGRADE
-from shoal.protocol.submission import Spans
+from shoal.models import PromptEncoder, TextTokenizer
+from shoal.protocol import UPGRADE, DialogueTerms, Lease, SamplingParameters, Spans
 
 
 class Characters:

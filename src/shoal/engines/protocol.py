@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
-from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
-from shoal.protocol.submission import Spans
+from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, Spans, TensorView
 from shoal.shardcast import ChangedValues
 
 if TYPE_CHECKING:

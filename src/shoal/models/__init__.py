@@ -14,7 +14,7 @@
 The package itself imports without torch; `state`, `locked`, `load`, `logprobs`, `packed` and `head_kernels` need it.
 """
 
-from shoal.models.folder import BUILTIN, as_numpy, eos_token_ids, from_numpy, model_folder, read_files
+from shoal.models.folder import BUILTIN, as_numpy, eos_token_ids, from_numpy, model_folder, read_config, read_files
 from shoal.models.prompts import PromptEncoder
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import TensorView

@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.engines import Completion, GenerationRequest, PrefillRequest
+from shoal.engines import Completion, GenerationRequest, LoadedPolicy, PrefillRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.protocol import PolicyRef, SigningKey, Submission, TensorView, pack, sign_document, submission_digest
