@@ -18,10 +18,8 @@ from kit.trial import PROFILES, Harness, Judged, Trial, audit_job, farthest
 from shoal import protocol
 from shoal.adversary import Cheat, CheatContext
 from shoal.adversary.base import EngineWrapper, rewriting, with_honest_proofs
-from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.engines import Completion, Engine, GenerationRequest, Groups, LoadedPolicy, PrefillRequest
 from shoal.engines.cache import GrowingLayer
-from shoal.engines.protocol import Groups
-from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.models.load import load_model
 from shoal.sampling import uniforms

@@ -13,17 +13,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from kit.engines import ENGINE_NAMES, assert_same, begins, exactly, holds
 from shoal.engines import ENGINES, build, kind_of
 from shoal.engines.cpu.decoder import CpuDecoder
-from shoal.engines.dialogue import Dialogue
+from shoal.engines.dialogue import Dialogue, greedy_lines
 from shoal.engines.guesses import Guessed
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
-from shoal.models.ending import Characters, Ending
+from shoal.models.ending import Characters, Ending, decoding
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters
-from shoal.protocol.submission import drawn_mask, pack_spans
+from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters, drawn_mask, pack_spans
 from shoal.sampling import check_seeded, uniforms
 from shoal.toploc import check_proofs, chunk_rows, compare, split_proofs
 
@@ -201,6 +200,48 @@ def test_completion_ends_at_the_first_of_several_end_tokens(engine, tiny):
     prompts = [request.prompt_ids for request in asked]
     for cut, whole in zip(engine.greedy(prompts, 9, tuple(ends)), engine.greedy(prompts, 9, ()), strict=True):
         assert cut.tolist() == whole[: next((n + 1 for n, token in enumerate(whole) if token in ends), 9)].tolist()
+
+
+def test_completion_ends_where_its_text_has_a_stop_string(engine, tiny):
+    """Strings of several tokens, in rows of a group at different times: as it would be cut there, with its proofs. The
+    end is found here by all tokens so far, read as one text."""
+    hot, proof, read = {"temperature": 3.0, "max_new_tokens": 40}, ProofParameters(topk=16, rows=4), tiny.tokenizer
+    free = engine.generate([group(tiny, prompt, **hot) for prompt in PROMPTS])
+    longest = sorted(chain(*free), key=lambda each: -len(each.token_ids))[:3]
+    places = [(each, len(each.token_ids) // 2) for each in longest]
+    stop = tuple(read.decode_many([each.token_ids[at : at + 2].tolist()])[0] for each, at in places)
+    asked = [group(tiny, prompt, stop=stop, **hot) for prompt in PROMPTS]
+    asked = [replace(request, decode=decoding(request.sampling, tiny.files)) for request in asked]
+    drawn, ends = engine.generate(asked, proof), list[int]()
+    for request, cut, whole in ((asked[n], *pair) for n in range(4) for pair in zip(drawn[n], free[n], strict=True)):
+        ids = whole.token_ids.tolist()
+        texts = read.decode_many([ids[: n + 1] for n in range(len(ids))])
+        end = next((n + 1 for n, text in enumerate(texts) if any(each in text for each in stop)), None)
+        assert cut.token_ids.tolist() == ids[:end]
+        assert cut.finish == (whole.finish if end is None else "eos")
+        np.testing.assert_allclose(cut.logprobs, whole.logprobs[:end], atol=1e-4)
+        [prefill] = engine.prefill([prefill_request(request, cut)], proof)
+        assert holds(cut, prefill, engine.hidden_size, proof)
+        ends += [] if end is None else [end]
+    assert len(set(ends)) > 1
+    begun, place = asked[0], 2
+    rest = replace(begun, prompt_ids=(*begun.prompt_ids, *free[0][0].token_ids[:place].tolist()), begun=place)
+    [[continued]] = engine.generate([replace(rest, seeds=begun.seeds[:1])])
+    if len(drawn[0][0].token_ids) > place:
+        assert continued.token_ids.tolist() == drawn[0][0].token_ids[place:].tolist()
+    with pytest.raises(ValueError, match="no tokenizer to find them"):
+        engine.generate([replace(begun, decode=None)])
+
+
+def test_greedy_completions_end_at_stop_strings(engine, tiny):
+    sampling, prompts = SAMPLING.model_copy(update={"max_new_tokens": 80}), [tiny.tokenizer.encode(p) for p in PROMPTS]
+    free = greedy_lines(engine, prompts, [None] * 4, sampling)
+    stop = tuple(tiny.tokenizer.decode_many([line.tokens[-3:-1] for line in free if len(line.tokens) > 3]))
+    stopped = sampling.model_copy(update={"stop": stop[:2]})
+    cut = greedy_lines(engine, prompts, [None] * 4, stopped, decode := decoding(stopped, tiny.files))
+    ending = Ending.of(stopped, decode)
+    assert [line.tokens for line in cut] == [line.tokens[: ending.first(line.tokens)] for line in free]
+    assert [line.tokens for line in cut] != [line.tokens for line in free]
 
 
 def test_each_token_is_drawn_by_its_uniform(engine, tiny):

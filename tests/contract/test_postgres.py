@@ -13,8 +13,7 @@ from kit import Logs, Patch, Request, at_once
 from kit.postgres import Cluster
 from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.errors import ConfigError, ResourceError
-from shoal.hub.state.commands import Refusal, Save
-from shoal.hub.state.rows import SubmissionState, UnitRow
+from shoal.hub.state import Refusal, Save, SubmissionState, UnitRow
 from shoal.hub.storage import StaleRow, Storage
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage.postgres import PostgresStorage

@@ -11,19 +11,9 @@ from kit import at_once
 from kit.storage import POLICY, Stored, apply, lease, leased, node, post, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
-from shoal.hub.state.commands import AddBatch, AddPolicy, AddVerdict, Command, RaiseAlarm, Record, Save
-from shoal.hub.state.rows import (
-    EvaluationRow,
-    EvaluationState,
-    LeaseState,
-    Pool,
-    RunProgress,
-    ShownRow,
-    SubmissionState,
-    TaskRow,
-    UnitRow,
-    UnitState,
-)
+from shoal.hub.state import AddBatch, AddPolicy, AddVerdict, Command, RunProgress, Save, ShownRow, TaskRow
+from shoal.hub.state.commands import RaiseAlarm, Record
+from shoal.hub.state.rows import EvaluationRow, EvaluationState, LeaseState, Pool, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.protocol import Batch, NodeState, PolicyRef, StepReport, Sums, Tally
 
@@ -152,7 +142,7 @@ def test_units_unsure_twice_are_for_validators_only(storage: Storage) -> None:
     apply(storage, *(Save(UnitRow(unit, "t", failures=count), None) for unit, count in failures.items()))
     with storage.write() as transaction:
         assert [row.unit for row in transaction.open_units(9)] == [0, 2]
-        assert [row.unit for row in transaction.open_units(2, entrusted=True)] == [1, 3]
+        assert [row.unit for row in transaction.open_units(2, for_validators=True)] == [1, 3]
 
 
 def test_work_of_validators_is_not_of_newcomers(storage: Storage, stored: Stored) -> None:
@@ -175,7 +165,7 @@ def test_kin_are_present_nodes_of_one_kind(storage: Storage, stored: Stored) -> 
         row = replace(node(number), **{"passed": 0, "kind": "torch/cuda/bfloat16", "doubt": 0.5, **fields})
         apply(storage, Save(row, None))
         stored.put_presence(Presence(row.node, last_seen_ms=99 if number == 8 else 100))
-    found = stored.kin("torch/cuda/bfloat16", "proofs.drift", since_ms=100)
+    found = stored.same_kind("torch/cuda/bfloat16", "proofs.drift", 100)
     assert [row.node for row in found] == [node(3).node, node(4).node]
     assert found[0].doubt == 0.5
 

@@ -32,13 +32,9 @@ from kit.fork import FORKS, started
 from shoal import ledger
 from shoal.hub.http.server import run_hub
 from shoal.hub.service import Context
-from shoal.protocol.batch import Batch, BatchReply
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.lease import Lease, LeaseReply
-from shoal.protocol.node import Registration, Role
+from shoal.protocol import Batch, BatchReply, Lease, LeaseReply, LedgerEntry, LedgerPage, Registration, Role, SigningKey
 from shoal.protocol.policy import LedgerHead, PolicyAnnouncement
 from shoal.protocol.signing import Message, SignedDocument, open_document, sign_document, sign_request
-from shoal.protocol.status import LedgerEntry, LedgerPage
 from shoal.protocol.submission import Receipt, submission_digest
 from shoal.protocol.verdict import Audit, AuditReply, Outcome, Severity, Verdict, VerdictReport
 from shoal.runtime import crash

@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.ledger import Accounts, Chain, Keys, Proofs, append, head_of
-from shoal.protocol.identity import SigningKey, fingerprint
-from shoal.protocol.node import AdminAction, AdminRequest, Role, RoleCertificate, Vouch
+from shoal.protocol import AdminAction, AdminRequest, Receipt, Role, RoleCertificate, SigningKey, Vouch, fingerprint
 from shoal.protocol.signing import SignedDocument, document_hash, sign_document
 from shoal.protocol.status import Evidence, LedgerEntry
-from shoal.protocol.submission import Receipt
 from shoal.protocol.verdict import Outcome, RolloutReward, Severity, Verdict
 
 ROOT, HUB, TRAINER, JUDGE, LATER_JUDGE, ALICE, BOB, OWNER, STRANGER = (

@@ -14,9 +14,8 @@ from blake3 import blake3
 
 from kit.cast import CHUNK, KEY, RUN, Handler, Lab, lab_in, reply
 from shoal.errors import BroadcastError
-from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef, SigningKey, TensorView, content_digest
+from shoal.protocol import Chunk, Document, Entry, PolicyManifest, PolicyRef, SigningKey, TensorView, content_digest
 from shoal.protocol.policy import BroadcastHead
-from shoal.protocol.signing import Document
 from shoal.shardcast.manifest import encode, manifest_hash
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
 

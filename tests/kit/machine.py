@@ -9,8 +9,7 @@ from kit import hub as kit
 from kit.storage import Stored, apply, changed
 from shoal import protocol
 from shoal.hub.service import Hub, retry
-from shoal.hub.state.commands import Command, Refusal
-from shoal.hub.state.rows import Holding, NodeRow
+from shoal.hub.state import Command, Holding, NodeRow, Refusal
 from shoal.hub.storage import SqliteStorage
 from shoal.runtime.clock import ManualClock
 from shoal.simulator.world import MemoryBlobs

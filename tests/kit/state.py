@@ -4,8 +4,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from shoal.hub.state import leases, rows
-from shoal.hub.state.commands import Command, Save
+from shoal.hub.state import Command, Save, leases, rows
 from shoal.protocol import Outcome, PolicyRef, RolloutReward, Verdict
 
 T = TypeVar("T")

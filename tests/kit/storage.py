@@ -7,8 +7,7 @@ from sqlalchemy import text
 
 from kit import Request
 from shoal import ledger
-from shoal.hub.state.commands import Command, Save
-from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow, UnitState
+from shoal.hub.state import Command, LeaseRow, NodeRow, Save, SubmissionRow, UnitRow, UnitState
 from shoal.hub.storage import Reader, Storage, tables
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.hub.storage.tables import Outgoing

@@ -89,15 +89,9 @@ FLOODS: dict[str, Flood] = {
 
 
 def newcomer_after(
-    flood: Flood | None,
-    networks: tuple[str, ...] = (FLOOD,),
-    established: int = 4,
-    group_s: float = 10,
-    lease_s: float = 60,
-    seconds: float = SECONDS,
-    tokens: int = 16,
-    kind: type[SimulatedWorker] = SimulatedWorker,
-) -> NodeRow:
+    flood: Flood | None, networks: tuple[str, ...] = (FLOOD,), established: int = 4, group_s: float = 10,
+    lease_s: float = 60, seconds: float = SECONDS, tokens: int = 16, kind: type[SimulatedWorker] = SimulatedWorker,
+) -> NodeRow:  # fmt: skip
     """The honest newcomer when the time is over. It comes two seconds after the flood."""
     spec = WorkerKind(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
     workers = (WorkerKind(established, group_s=10, proven=True),)

@@ -9,18 +9,15 @@ from pathlib import Path
 import pytest
 
 from shoal.hub import HubSettings, RunSettings
-from shoal.hub.state.commands import Save
-from shoal.hub.state.rows import SubmissionState
+from shoal.hub.state import Save, SubmissionState
 from shoal.protocol import NodeState
 from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 RUN = RunSettings(steps=6, groups_per_step=8, group_size=2, max_staleness=1)
 MIXED = (
-    WorkerKind(8, group_s=20, lives_s=200, away_s=30),
-    WorkerKind(2, group_s=90),
-    WorkerKind(2, group_s=10, lies=0.4, fresh_keys=True),
-    WorkerKind(2, delivers=False),
-)
+    WorkerKind(8, group_s=20, lives_s=200, away_s=30), WorkerKind(2, group_s=90),
+    WorkerKind(2, group_s=10, lies=0.4, fresh_keys=True), WorkerKind(2, delivers=False),
+)  # fmt: skip
 
 
 def scenario(seed: int, **changes: object) -> Scenario:
@@ -83,12 +80,8 @@ def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> Non
 
 
 def test_only_honest_workers_earn(tmp_path: Path) -> None:
-    honest, liars, sitters = (
-        WorkerKind(6, group_s=15),
-        WorkerKind(2, group_s=15, lies=1.0),
-        WorkerKind(2, delivers=False),
-    )
-    simulation = Simulation(tmp_path, scenario(1, workers=(honest, liars, sitters), restarts_s=400))
+    workers = (WorkerKind(6, group_s=15), WorkerKind(2, group_s=15, lies=1.0), WorkerKind(2, delivers=False))
+    simulation = Simulation(tmp_path, scenario(1, workers=workers, restarts_s=400))
     simulation.run()
     with simulation.world.storage.read() as reader:
         rows = [reader.node(worker.node) for worker in simulation.workers]
@@ -139,15 +132,11 @@ def test_pending_credit_without_node_is_found(simulation: Simulation) -> None:
 @pytest.mark.slow
 def test_hundreds_of_workers_for_six_minutes(tmp_path: Path) -> None:
     workers = (
-        WorkerKind(320, group_s=60, lives_s=1200),
-        WorkerKind(20, group_s=30, lies=0.3, fresh_keys=True),
-        WorkerKind(20, delivers=False),
-        WorkerKind(40, group_s=300),
-    )
+        WorkerKind(320, group_s=60, lives_s=1200), WorkerKind(20, group_s=30, lies=0.3, fresh_keys=True),
+        WorkerKind(20, delivers=False), WorkerKind(40, group_s=300),
+    )  # fmt: skip
     run = RunSettings(steps=1000, groups_per_step=200, group_size=2, max_staleness=2)
-    simulation = Simulation(
-        tmp_path,
-        scenario(11, workers=workers, run=run, seconds=360, validators=4, audit_s=0.02, claims=32, restarts_s=200),
-    )
+    many = {"workers": workers, "run": run, "validators": 4, "audit_s": 0.02, "claims": 32}
+    simulation = Simulation(tmp_path, scenario(11, seconds=360, restarts_s=200, **many))
     simulation.run()
     assert problems(simulation.world) == []

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 from msgspec.structs import replace as replace_fields
 
-from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines import Completion, Engine, Fetch, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Finish, Groups, TokenIds
-from shoal.engines.shelf import Fetch
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
 from shoal.models.ending import Ending

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.adversary.base import Cheat, EngineWrapper, RewardOracle, cheating, with_honest_proofs
-from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.protocol import Finish, Groups, TokenIds
+from shoal.engines import Completion, Engine, Finish, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
 from shoal.models.ending import Ending
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms, uniforms_at

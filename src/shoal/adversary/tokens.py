@@ -24,8 +24,7 @@ from shoal.adversary.base import (
     each_completion,
     each_rollout,
 )
-from shoal.engines import Completion, Engine, GenerationRequest
-from shoal.engines.protocol import Groups, TokenIds
+from shoal.engines import Completion, Engine, GenerationRequest, Groups, TokenIds
 from shoal.models.ending import Ending
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
 from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans

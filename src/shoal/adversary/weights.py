@@ -18,9 +18,7 @@ from shoal.adversary.base import (
     cheating,
     with_honest_proofs,
 )
-from shoal.engines import Engine, GenerationRequest
-from shoal.engines.protocol import Groups
-from shoal.engines.shelf import Fetch
+from shoal.engines import Engine, Fetch, GenerationRequest, Groups
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
 from shoal.shardcast import Payload

@@ -52,7 +52,7 @@ def verify(
     """Check every hash, account, order, receipt, verdict and head of a ledger. The exit code is 5 if anything is
     wrong."""
     from shoal.run.ledger.check import check_ledger, export_ledger
-    from shoal.run.ledger.sources import evidence_file, head_file
+    from shoal.run.ledger.sources import beside
 
     if sample is not None and not Path(where).is_dir():
         raise UserError(f"--recheck needs the run's folder, with its hub's submissions and its origin, not {where}")
@@ -60,8 +60,8 @@ def verify(
         require("trainer", "--recheck")
     if out is not None:
         rows = export_ledger(where, out, wait_s)
-        beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]
-        echo(f"wrote {rows:,} entries to {out}" + (f", and beside it {' and '.join(beside)}" if beside else ""))
+        files = [path.name for path in (beside(out, "evidence"), beside(out, "head")) if path.exists()]
+        echo(f"wrote {rows:,} entries to {out}" + (f", and beside it {' and '.join(files)}" if files else ""))
     checked = check_ledger(where, head, wait_s, not without_evidence, witnesses or ())
     echo("\n".join(map(visible, checked_lines(checked))))
     if sample is not None:

@@ -13,10 +13,14 @@
 An engine is made from the files that describe a model (`config.json`, …) and gets its weights by `load_policy`.
 """
 
-from shoal.engines.protocol import PLAIN, Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.registry import ENGINES, build, check_engine, check_policy, choose, kind_of, warm_up
-
-__all__ = [
-    "ENGINES", "PLAIN", "Chunks", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest",
-    "build", "check_engine", "check_policy", "choose", "kind_of", "warm_up",
-]  # fmt: skip
+# fmt: off
+# isort: off
+from shoal.engines.memory import free_bytes, is_out_of_memory, keep_to_share, release_memory
+from shoal.engines.protocol import (
+    PLAIN, BoundedEngine, Chunks, Completion, Engine, Finish, GenerationRequest, Groups, OnChunks, Prefill,
+    PrefillRequest, TokenIds,
+)
+from shoal.engines.registry import (
+    DTYPES, ENGINES, build, check_engine, check_policy, choose, kind_of, resolved, warm_up,
+)
+from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy

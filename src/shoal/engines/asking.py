@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from shoal.environments import Environment, Task, budget_of, prompt_settings_of
 from shoal.errors import UnusableTask
-from shoal.models import PromptEncoder
-from shoal.models.folder import read_config
+from shoal.models import PromptEncoder, read_config
 
 
 class CannotBeAsked(UnusableTask):

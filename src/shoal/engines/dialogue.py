@@ -23,11 +23,9 @@ from shoal.engines.protocol import Engine, Finish, GenerationRequest, Respond
 from shoal.environments import Environment, Task, dialogue_of, has_dialogues, prompt_settings_of
 from shoal.environments.tools import TOOLS, Tool
 from shoal.errors import ConfigError
+from shoal.models import PromptEncoder
 from shoal.models.ending import Decode, Ending, EndReader, Texts, decoding, texts_of
-from shoal.models.prompts import PromptEncoder
-from shoal.protocol import DialogueTerms, Lease, SamplingParameters
-from shoal.protocol.node import UPGRADE
-from shoal.protocol.submission import Spans
+from shoal.protocol import UPGRADE, DialogueTerms, Lease, SamplingParameters, Spans
 
 STOP_TOKENS = 64  # of a greedy completion, between two looks for stop strings
 

@@ -10,8 +10,7 @@ from shoal.engines.protocol import Completion, GenerationRequest, OnChunks
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ProtocolError, ResourceError
 from shoal.models.ending import decoding
-from shoal.protocol import SUBMISSION_FORMAT, Lease, Rollout, Submission, pack_logprobs, pack_tokens
-from shoal.protocol.submission import pack_spans
+from shoal.protocol import SUBMISSION_FORMAT, Lease, Rollout, Submission, pack_logprobs, pack_spans, pack_tokens
 
 
 def is_finite(group: Sequence[Completion]) -> bool:

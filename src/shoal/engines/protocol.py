@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from shoal.models.ending import Decode
-from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
-from shoal.protocol.submission import Spans
+from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, Spans, TensorView
 from shoal.shardcast import ChangedValues
 
 if TYPE_CHECKING:

@@ -41,8 +41,7 @@ from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
 from shoal.rewards import Job, Scorer
 from shoal.rewards.pool import score_all
-from shoal.runtime.files import sync_folder, write_atomically
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 ENVIRONMENT, TASKS, SUMMARY = "environment.json", "tasks.parquet", "summary.json"

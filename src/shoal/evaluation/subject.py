@@ -6,9 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.engines import Engine, build, check_engine
-from shoal.engines.memory import is_out_of_memory
-from shoal.engines.registry import resolved
+from shoal.engines import Engine, build, check_engine, is_out_of_memory, resolved
 from shoal.errors import ModelError, ResourceError
 from shoal.models.folder import DESCRIPTION_FILES, check_weights, model_folder, read_files
 from shoal.protocol import TensorView

@@ -21,17 +21,14 @@ class Changes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(Topic, 0)
+        self.counts = dict.fromkeys(Topic, 0)
         self.listener: Callable[[Topic | None], None] = lambda _topic: None
         self.is_closed = False
-
-    def count(self, topic: Topic) -> int:
-        return self._counts[topic]
 
     def notify(self, *topics: Topic) -> None:
         for topic in topics:
             with self._lock:
-                self._counts[topic] += 1
+                self.counts[topic] += 1
             self.listener(topic)
 
     def close(self) -> None:

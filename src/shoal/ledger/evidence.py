@@ -113,8 +113,8 @@ class Proofs:
         self._nodes[body["node"]] = body["role"]
         if body["role"] != "worker":
             certificate = self.keys.certify(body["certificate"])
-            is_its_own = (certificate.role, certificate.public_key) == (body["role"], body["public_key"])
-            _require(is_its_own, f"its certificate is that of another key, or of a {certificate.role}")
+            if (certificate.role, certificate.public_key) != (body["role"], body["public_key"]):
+                raise ValueError(f"its certificate is that of another key, or of a {certificate.role}")
 
     def _on_vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
         self._require_worker(entry.body)
@@ -177,10 +177,10 @@ class Proofs:
         """The verdict behind a row, by a validator that the root key trusted at that row, about what the row says."""
         signed, body = _present(entry, evidence, "verdict"), entry.body
         verdict = open_document(signed, Verdict, self.keys.with_role("validator") - self.keys.revoked)
-        is_the_same = node_id(signed.signed_by) == body["validator"]
-        _require(is_the_same, "the verdict is signed by another validator than the row names")
+        is_named = node_id(signed.signed_by) == body["validator"]
+        _require(is_named, "the verdict is signed by another validator than the row names")
         about = {"run": self.keys.run, "environment_digest": self._environment}
-        _require_same(verdict, {**about, **{name: body[name] for name in _ABOUT}})
+        _require_same(verdict, about | {name: body[name] for name in _ABOUT})
         return verdict
 
     def _on_void(self, entry: LedgerEntry, _: Evidence | None) -> None:
@@ -189,8 +189,9 @@ class Proofs:
         row, pending = self._pending.pop(body["submission"], (0, None))
         is_the_same = pending is not None and all(body[name] == pending[name] for name in ("node", "unit", "tokens"))
         _require(is_the_same, "it is not what was pending for this submission")
-        has_failed = self._failed_at.get(body["node"], -1) >= row
-        _require(has_failed, "no audit of this node failed since the credit is pending")
+        _require(
+            self._failed_at.get(body["node"], -1) >= row, "no audit of this node failed since the credit is pending"
+        )
         self._void[body["unit"]] = body["node"]
 
     def _on_rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
@@ -209,11 +210,11 @@ class Proofs:
     def _on_pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Units whose accepted group is withdrawn, and whose credit is void, may earn again."""
         body = entry.body
-        has_failed = self._failed.get(body["submission"]) == body["node"]
-        _require(has_failed, "the audit that it names did not fail, or was of another node")
+        if self._failed.get(body["submission"]) != body["node"]:
+            raise ValueError("the audit that it names did not fail, or was of another node")
         for unit in body["units"]:
-            is_void = self._void.pop(unit, None) == body["node"]
-            _require(is_void, f"unit {unit} has no void credit of this node: final credit stays")
+            if self._void.pop(unit, None) != body["node"]:
+                raise ValueError(f"unit {unit} has no void credit of this node: final credit stays")
             self._earned.remove(unit)
 
     def _on_sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
@@ -259,7 +260,7 @@ def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
 
 
 class LedgerReader(Protocol):
-    """A ledger somewhere: its rows in order, and the signed documents behind some of them, by row."""
+    """Reads a ledger from a hub, folder or file: its rows in order, and the signed documents behind them, by row."""
 
     label: str
     root_key: str | None
@@ -306,8 +307,7 @@ def read_first_row(rows: LedgerReader, needs_documents: bool) -> Checked:
 
 
 def check_rows(rows: LedgerReader, checked: Checked, proofs: Proofs) -> None:
-    """Check every entry with its documents. A head may be ahead of a database whose last rows are not appended yet, but
-    not of a complete ledger."""
+    """Check every entry with its documents. A signed head beyond the last row is an error."""
     for page in pages(rows.entries()):
         evidence = rows.evidence(page) if checked.is_proven else {}
         for entry in page:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ModelError
-from shoal.protocol import Entry, ModelSize, TensorView
-from shoal.protocol.codec import ITEM_BYTES
+from shoal.protocol import ITEM_BYTES, Entry, ModelSize, TensorView
 from shoal.protocol.lease import MAX_END_TOKENS
 
 if TYPE_CHECKING:

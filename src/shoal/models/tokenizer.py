@@ -1,8 +1,6 @@
 """Text to token ids and back, from tokenizer.json alone, without torch. `check_tokenizer` refuses a policy's file that
 could multiply a text or search it for too long."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json
@@ -17,7 +15,7 @@ from shoal.errors import ModelError
 from shoal.models.folder import eos_token_ids
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 
 class TextTokenizer:

@@ -15,17 +15,18 @@ Times are whole milliseconds since 1970 (`*_ms`).
 from shoal.protocol.batch import (
     Batch, BatchGroup, BatchReply, BatchRequest, StepReport, TrainingBatch, TrainingGroup, TrainingRollout,
 )
-from shoal.protocol.codec import BodyLimits, TensorView, pack, unpack
+from shoal.protocol.codec import ITEM_BYTES, BodyLimits, TensorView, pack, unpack
 from shoal.protocol.identity import (
     SigningKey, check_public_key, fingerprint, load_key, load_or_create_key, node_id, store_key, verify,
 )
 from shoal.protocol.lease import (
-    DEFAULT_PROFILE, MAX_GROUP, MAX_KINDS, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, Calibration, DialogueTerms, Lease,
-    LeaseRelease, LeaseReply, LeaseRequest, MeasuredKind, ProofParameters, SamplingParameters, format_of,
+    DEFAULT_PROFILE, MAX_GROUP, MAX_HELD, MAX_KINDS, MAX_LEASES_PER_REQUEST, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, PROFILE,
+    Calibration, DialogueTerms, Lease, LeaseRelease, LeaseReply, LeaseRequest, MeasuredKind, ProofParameters,
+    SamplingParameters, format_of,
 )
 from shoal.protocol.node import (
-    MAX_RELAYS, PROTOCOL_VERSION, AdminAction, AdminReply, AdminRequest, AdminVerb, Heartbeat, HeartbeatReply, HubClock,
-    Liveness, ModelSize, NodeState, NodeView, Registration, Role, RoleCertificate, RunInfo, Vouch, open_admin,
+    MAX_RELAYS, PROTOCOL_VERSION, UPGRADE, AdminAction, AdminReply, AdminRequest, AdminVerb, Heartbeat, HeartbeatReply,
+    HubClock, Liveness, ModelSize, NodeState, NodeView, Registration, Role, RoleCertificate, RunInfo, Vouch, open_admin,
 )
 from shoal.protocol.policy import (
     BroadcastHead, Chunk, Delta, Entry, LedgerHead, PolicyAnnouncement, PolicyManifest, PolicyRef, content_digest,
@@ -40,10 +41,12 @@ from shoal.protocol.status import (
 )
 from shoal.protocol.submission import (
     SHOWN_BYTES, SUBMISSION_FORMAT, ProgressReply, Receipt, Rollout, ShownChunks, ShownPrefix, ShownProgress,
-    Submission, pack_logprobs, pack_tokens, shown_digest, submission_digest, unpack_tokens,
+    Spans, Submission, drawn_mask, pack_logprobs, pack_spans, pack_tokens, shown_digest, submission_digest,
+    unpack_spans, unpack_tokens,
 )
 from shoal.protocol.verdict import (
-    ENOUGH, FORGOTTEN, MAX_BODIES_PER_REQUEST, Audit, AuditReply, AuditRequest, Branches, CheckResult, Depth,
-    Evaluation, EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask, GainEvidence, Outcome,
-    RefusedVerdict, RolloutReward, Severity, SubmissionBodies, Sums, Tally, Verdict, VerdictReply, VerdictReport,
+    ENOUGH, FORGOTTEN, MAX_BODIES_PER_REQUEST, MAX_REWARD, MAX_VERDICTS_PER_REPORT, Audit, AuditReply, AuditRequest,
+    Branches, CheckResult, Depth, Evaluation, EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask,
+    GainEvidence, Outcome, Readiness, RefusedVerdict, RolloutReward, Severity, SubmissionBodies, Sums, Tally, Verdict,
+    VerdictReply, VerdictReport,
 )

@@ -114,10 +114,10 @@ def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec
 
 def ledger_line(path: Path) -> str:
     """Leaves the ledger as a file; that it could not be written makes no failure of a run that went well."""
-    from shoal.run.ledger.check import leave_ledger
+    from shoal.run.ledger.check import export_ledger
 
     try:
-        rows = leave_ledger(path)
+        rows = export_ledger(str(path), path / "ledger.jsonl")
     except ShoalError as error:
         return f"the ledger could not be written out: {error}"
     check = f"{shoal_command()} ledger verify {path}"

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shoal import ledger
-from shoal.hub.state import pacing
-from shoal.hub.state.rows import SubmissionState, UnitState
+from shoal.hub.state import SubmissionState, UnitState, pacing
 from shoal.hub.state.units import VOID_STALE
 from shoal.hub.storage import Reader
 from shoal.ledger import credit_for

@@ -14,9 +14,8 @@ from typing import Any
 from shoal import protocol
 from shoal.hub.changes import Topic
 from shoal.hub.service import retry
+from shoal.hub.state import NodeRow, Refusal
 from shoal.hub.state.batches import batch_digest
-from shoal.hub.state.commands import Refusal
-from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, AuditRequest, Heartbeat, LeaseRequest, Outcome, SignedDocument, pack, sign_document
 from shoal.protocol.submission import Receipt, Rollout, ShownChunks, ShownProgress, pack_tokens, submission_digest
 from shoal.simulator.world import RETRY_S, RUN, HubDown, Scenario, SimulationResult, WorkerKind, World

@@ -3,7 +3,7 @@
 at(delay, action) ─► heap ─► the clock jumps to the next event ─► action ─► hub
                                                                    │
 waiting (like long polls) ◄── nothing to do ◄──────────────────────┤
-    └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
+    └─ the hub notes a change ─► those who waited longest ask again, until several get nothing
 """
 
 import hashlib
@@ -91,9 +91,9 @@ TICK_S = 1.0
 RETRY_S = 2.0
 POLL_S = 20.0  # a long poll that got nothing is made again after this time
 GATHER_S = 0.05
-IN_VAIN = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
-"""So many in a row that get nothing stand for all others of their kind: their asks would only cost time. Of a kind of
-workers some may be kept from work by their own windows; the hub treats all validators alike."""
+EMPTY_ASKS = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
+"""After so many actors of a kind in a row got nothing, the others of that kind are not tried. Some workers get
+nothing because of their own windows, so one is not enough for them; the hub treats all validators alike."""
 RUN = "simulated"
 TOPICS = tuple(Topic)  # an enumeration is slow to go through, after every event
 
@@ -103,7 +103,7 @@ class HubDown(Exception):
 
 
 class WaitingActor(Protocol):
-    """Waits again if asking is in vain again. `kind`: whom the hub treats differently."""
+    """Waits again if it gets nothing. The hub treats actors of one `kind` alike."""
 
     @property
     def kind(self) -> str: ...
@@ -229,29 +229,29 @@ class World:
     def _notice(self) -> None:
         if self._hub is None:
             return
-        count_of = self._hub.context.changes.count
+        counts = self._hub.context.changes.counts
         for topic in TOPICS:
-            if self._seen.get(topic) != (count := count_of(topic)):
+            if self._seen.get(topic) != (count := counts[topic]):
                 self._seen[topic] = count
                 if self._waiting[topic] and topic not in self._due:
                     self._due.add(topic)
                     self.at(GATHER_S, lambda topic=topic: self._serve(topic))  # type: ignore[misc]
 
     def _serve(self, topic: Topic) -> None:
-        """Those who wait ask again, longest first; once some of a kind have asked in vain the others are not tried."""
+        """Who waits asks again, longest wait first; see `EMPTY_ASKS`."""
         self._due.discard(topic)
         if self._hub is None:
             return  # they are served as soon as it is back
         waiting, self._waiting[topic] = self._waiting[topic], deque()
-        in_vain: Counter[str] = Counter()
+        empty: Counter[str] = Counter()
         skipped: list[WaitingActor] = []
         for waiter in waiting:
-            if in_vain[waiter.kind] >= IN_VAIN[topic]:
+            if empty[waiter.kind] >= EMPTY_ASKS[topic]:
                 skipped.append(waiter)
                 continue
             before = len(self._waiting[topic])
             waiter.ask()
-            in_vain[waiter.kind] = in_vain[waiter.kind] + 1 if len(self._waiting[topic]) > before else 0
+            empty[waiter.kind] = empty[waiter.kind] + 1 if len(self._waiting[topic]) > before else 0
         self._waiting[topic].extendleft(reversed(skipped))
 
     def _poll(self) -> None:

@@ -43,8 +43,7 @@ from shoal.errors import CheckpointError
 from shoal.models.folder import model_folder
 from shoal.models.load import DTYPES
 from shoal.protocol import canonical_json
-from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+from shoal.runtime import ensure_folder, point, resource_error, sync_folder, write_atomically
 from shoal.shardcast.content import in_order
 from shoal.trainer.folder import Place, Retention, TrainerProgress
 from shoal.trainer.learner import Learner

@@ -31,13 +31,10 @@ from pathlib import Path
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
-from shoal.models.folder import model_folder, read_files
-from shoal.models.tokenizer import TextTokenizer
+from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, RunInfo, SigningKey, TrainingBatch
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import FolderLock, ensure_folder
+from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, ensure_folder
 from shoal.runtime.sizing import RunSize, settle
-from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.checkpoint import CheckpointStore, StateCopy, check_start_weights, weights_digest

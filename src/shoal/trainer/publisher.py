@@ -23,10 +23,8 @@ from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch
 from shoal.models.load import DTYPES
 from shoal.models.state import lent_view
 from shoal.protocol import PolicyAnnouncement, PolicyManifest, SigningKey, TensorView, sign_document
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
-from shoal.shardcast import Content
-from shoal.shardcast.origin import Origin
+from shoal.runtime import Clock, SystemClock, point
+from shoal.shardcast import Content, Origin
 from shoal.trainer.checkpoint import CheckpointStore, StateCopy
 from shoal.trainer.folder import TrainerProgress
 from shoal.trainer.record import Row, RunRecord

@@ -25,11 +25,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.errors import ConfigError
 from shoal.protocol import StepReport
-from shoal.runtime.clock import Clock
+from shoal.runtime import Clock, ensure_folder, install_command, write_atomically
 from shoal.runtime.extensions import resolve, unpinned
-from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
-from shoal.runtime.text import install_command
 from shoal.trainer.folder import scores_of
 from shoal.trainer.guards import ALARM, CALM, RULES, GuardReport
 

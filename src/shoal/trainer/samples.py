@@ -27,8 +27,7 @@ from shoal.algorithms.packing import flatten, pad
 from shoal.errors import ProtocolError
 from shoal.models.logprobs import Head, TokenLogprobs, hidden_states, token_logprobs
 from shoal.models.packed import Packed, packed_states
-from shoal.protocol import TrainingGroup, TrainingRollout
-from shoal.protocol.submission import drawn_mask
+from shoal.protocol import TrainingGroup, TrainingRollout, drawn_mask
 
 
 @dataclass(frozen=True)

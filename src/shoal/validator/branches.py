@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from shoal.engines import Engine, GenerationRequest
-from shoal.engines.protocol import Finish
+from shoal.engines import Engine, Finish, GenerationRequest
 from shoal.errors import ScoringFailure
-from shoal.protocol import Rollout, RolloutReward, pack_logprobs, pack_tokens
-from shoal.protocol.verdict import Branches
+from shoal.protocol import Branches, Rollout, RolloutReward, pack_logprobs, pack_tokens
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator.case import ENGINE_ERRORS, Case
 from shoal.validator.rewards import Group, Scored

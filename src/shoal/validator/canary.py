@@ -17,9 +17,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from shoal.engines import Engine, GenerationRequest, build
-from shoal.engines.protocol import BoundedEngine
-from shoal.engines.shelf import LoadedPolicy
+from shoal.engines import BoundedEngine, Engine, GenerationRequest, LoadedPolicy, build
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import CanaryMissed

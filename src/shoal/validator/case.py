@@ -36,9 +36,8 @@ from shoal.errors import CodecError, ShoalError
 from shoal.models.ending import Decode, Ending
 from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
-from shoal.sampling import SeedCheck, check_seeded
+from shoal.sampling import SeedCheck, check_seeded, uniforms_at
 from shoal.sampling.check import distances
-from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
 from shoal.toploc.points import proof_size
 from shoal.validator.evidence import MOST_POINTS, Kept, Measures, Outliers, accident_sums, log_evidence

@@ -56,9 +56,7 @@ import numpy as np
 
 from shoal.engines.dialogue import Reading
 from shoal.errors import ProofError, ProtocolError
-from shoal.protocol import SUBMISSION_FORMAT, Audit, Severity, pack_tokens
-from shoal.protocol.submission import shown_digest, unpack_spans
-from shoal.protocol.verdict import Branches
+from shoal.protocol import SUBMISSION_FORMAT, Audit, Branches, Severity, pack_tokens, shown_digest, unpack_spans
 from shoal.toploc import check_proofs
 from shoal.toploc.points import decode
 from shoal.validator.branches import by_tolerance

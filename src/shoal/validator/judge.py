@@ -36,16 +36,12 @@ from typing import Literal
 
 import msgspec
 
-from shoal.engines import PLAIN, Engine, build
+from shoal.engines import PLAIN, Engine, EngineShelf, Fetch, LoadedPolicy, build, release_memory
 from shoal.engines.dialogue import dialogue_for
-from shoal.engines.memory import release_memory
-from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError, ScoringFailure
 from shoal.models.ending import decoding, texts_of
-from shoal.protocol import Lease, PolicyRef, SignedDocument, pack_logprobs, submission_digest
-from shoal.protocol.lease import format_of
-from shoal.protocol.submission import pack_spans
+from shoal.protocol import Lease, PolicyRef, SignedDocument, format_of, pack_logprobs, pack_spans, submission_digest
 from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, Severity, Tally, Verdict
 from shoal.rewards import DirectScorer, NotStarted, Scorer
 from shoal.rewards.panel import Panel

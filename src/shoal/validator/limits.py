@@ -20,12 +20,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shoal.client import HubClient
-from shoal.engines import ENGINES, PLAIN
-from shoal.engines.memory import release_memory
-from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.engines import ENGINES, PLAIN, EngineShelf, LoadedPolicy, release_memory
 from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, UserError
-from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, sign_document
-from shoal.protocol.lease import format_of
+from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, format_of, sign_document
 from shoal.runtime.clock import Clock
 from shoal.validator.calibrate import Measurement, Plan, has_moved, measure, prompts_of
 from shoal.validator.case import ENGINE_ERRORS

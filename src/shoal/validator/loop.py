@@ -21,21 +21,15 @@ from functools import partial
 from shoal import errors
 from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
 from shoal.client.weights import RefreshingDownloader, downloader_of
-from shoal.engines import build, check_policy, kind_of, warm_up
-from shoal.engines.memory import free_bytes, keep_to_share
-from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.engines import EngineShelf, LoadedPolicy, build, check_policy, free_bytes, keep_to_share, kind_of, warm_up
 from shoal.environments import identity_of, judges_of, require_scoring
 from shoal.errors import BroadcastError, CanaryMissed, ConfigError, DeadlineExceeded, HubRefused, ProtocolError
 from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, PolicyRef, Verdict, sign_document
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
 from shoal.rewards import DirectScorer, Scorer, ScoringPool
 from shoal.rewards.panel import panel_of
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
-from shoal.runtime.files import FolderLock
-from shoal.runtime.limits import UNLIMITED_BYTES
+from shoal.runtime import UNLIMITED_BYTES, Clock, FolderLock, StopToken, SystemClock, point
 from shoal.runtime.sizing import Derived, RunSize, policies_loaded, settle
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.toploc.points import compile_kernels
 from shoal.validator.branches import BranchChecker

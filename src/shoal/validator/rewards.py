@@ -18,9 +18,7 @@ import numpy as np
 from shoal.environments import Environment, Score, Task, budget_of, prompt_settings_of
 from shoal.environments.protocol import reads_tokens
 from shoal.errors import EnvironmentSetupError, ScoringFailure
-from shoal.protocol import Lease, Rollout, RolloutReward
-from shoal.protocol.submission import unpack_spans
-from shoal.protocol.verdict import MAX_REWARD
+from shoal.protocol import MAX_REWARD, Lease, Rollout, RolloutReward, unpack_spans
 from shoal.rewards import Job, NotStarted, Scorer
 from shoal.rewards.panel import JudgedText, Panel, ScoredText
 from shoal.rewards.pool import score_all

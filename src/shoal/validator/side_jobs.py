@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal.client import Activity, HubClient
-from shoal.engines import GenerationRequest, build
+from shoal.engines import EngineShelf, GenerationRequest, LoadedPolicy, build
 from shoal.engines.dialogue import Talks, greedy_answers
 from shoal.engines.groups import generate, is_finite, submission_of
-from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Environment
 from shoal.environments.protocol import reads_tokens
 from shoal.errors import (
@@ -37,8 +36,7 @@ from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
 from shoal.rewards import DirectScorer, Job, Scorer
 from shoal.rewards.pool import score_all
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock
 from shoal.validator.case import ENGINE_ERRORS, Case, Replay, passed, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge

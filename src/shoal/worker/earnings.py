@@ -14,8 +14,7 @@ from pathlib import Path
 from shoal.client import HubClient
 from shoal.errors import DeadlineExceeded, HubError, ProtocolError, ResourceError, ShutOut
 from shoal.protocol import HeartbeatReply, NodeState, NodeView
-from shoal.runtime.files import write_atomically
-from shoal.runtime.text import count_of
+from shoal.runtime import count_of, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ what is being generated, that ends with the next token (on a GPU, the next windo
 and the hub is asked at once.
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,19 +27,13 @@ from pathlib import Path
 from shoal.adversary import Cheat, CheatContext, find_cheat
 from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
 from shoal.client.weights import RefreshingDownloader, downloader_of
-from shoal.engines import Engine, build, check_policy, kind_of, warm_up
+from shoal.engines import BoundedEngine, Engine, build, check_policy, keep_to_share, kind_of, warm_up
 from shoal.engines.groups import generate, is_finite, submission_of
-from shoal.engines.memory import keep_to_share
-from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
 from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import count_of
+from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, count_of, point
 from shoal.shardcast import Prefetch
 from shoal.worker import settings as worker_settings
 from shoal.worker.earnings import Earnings, shut_out

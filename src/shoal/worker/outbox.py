@@ -22,10 +22,8 @@ from pathlib import Path
 from shoal.client import HubClient
 from shoal.errors import CodecError, DeadlineExceeded, HubRefused, ShoalError, ShutOut
 from shoal.protocol import BodyLimits, SignedDocument, Submission, pack, submission_digest, unpack
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
+from shoal.runtime import Clock, StopToken, SystemClock, point
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
-from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,9 @@ import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.client import Intervals
-from shoal.engines import ENGINES, Engine, check_engine, choose
-from shoal.engines.memory import free_bytes
-from shoal.engines.protocol import BoundedEngine
+from shoal.engines import ENGINES, BoundedEngine, Engine, check_engine, choose, free_bytes
 from shoal.errors import ResourceError
-from shoal.protocol import Lease, RunInfo, SignedDocument, SigningKey, load_or_create_key
-from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
+from shoal.protocol import MAX_LEASES_PER_REQUEST, Lease, RunInfo, SignedDocument, SigningKey, load_or_create_key
 from shoal.runtime.limits import MachineLimits, show_bytes
 
 log = logging.getLogger(__name__)

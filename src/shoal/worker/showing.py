@@ -21,8 +21,7 @@ from functools import partial
 
 from shoal.adversary import Cheat
 from shoal.client import HubClient
-from shoal.engines import Chunks, Completion
-from shoal.engines.protocol import OnChunks
+from shoal.engines import Chunks, Completion, OnChunks
 from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol import HeartbeatReply, Lease, ShownChunks, ShownProgress, pack_tokens
 from shoal.runtime.clock import Clock, SystemClock

@@ -11,9 +11,8 @@ import pytest
 from shoal.adversary import CHEATS, Cheat, CheatContext, find_cheat
 from shoal.adversary.tokens import Sleeper, Steal, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of
-from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines import Completion, Engine, GenerationRequest, Groups
 from shoal.engines.groups import submission_of
-from shoal.engines.protocol import Groups
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import ConfigError
 from shoal.hub.service import work as hub_work

@@ -20,7 +20,7 @@ from shoal.ledger import Account, Accounts, append, head_of
 from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
 from shoal.run.folder import RunFolder, find_run
 from shoal.run.launch import ledger_line
-from shoal.run.ledger.check import Book, check_ledger, export_ledger, leave_ledger
+from shoal.run.ledger.check import Book, check_ledger, export_ledger
 from shoal.run.ledger.sources import CertifiedHead, KeptHead, kept_path
 from shoal.runtime.clock import ManualClock
 
@@ -113,30 +113,53 @@ def test_an_honest_ledger_holds(run: Path) -> None:
     assert again.pins[-1].head.index == rows(run)[-1].index
 
 
-@pytest.mark.parametrize(("tamper", "words"), [
-    (lambda run: execute(run, 'UPDATE ledger SET body = ? WHERE "index" = 3', "{}"), "row 3 was changed"),
-    (lambda run: execute(run, 'DELETE FROM ledger WHERE "index" = 3'), "row 3 is missing"),
-    (cut_off, r"ends at row 3, but row 6 was signed for \(the manifest of policy 0.1\): it was rolled back"),
-    (forged_row(6, digest="another"), r"row 6 is not the one that was signed for \(the manifest of policy 0.1\)"),
-    (forged_row(3, at_ms=7), r"row 3 is not the one that the hub named in the receipt behind row 5"),
-    (forged_row(3, tokens=32, credit=32), r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row "),
-    (lose_a_verdict, r"row 3 \(credit\) is not proven: its signed verdict is missing"),
-    (order_unsigned, r"row \d+ \(admin\) is not proven: an order of the run"),
-    (lambda run: execute(run, "UPDATE nodes SET credit = 31 WHERE name = 'alice'"), "has 31 credit and 0 pending"),
+def edit(what: str, change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
+    """Lines of an exported ledger, or of the file beside it, are changed."""
+
+    def tamper(ledger: Path) -> None:
+        file = Path(f"{ledger}{what}")
+        file.write_text("".join(f"{line}\n" for line in change(file.read_text().splitlines())))
+
+    return tamper
+
+
+NO_EVIDENCE, MORE_TOKENS = r"is missing|which has none", ('"generated_tokens":30', '"generated_tokens":31')
+
+
+@pytest.mark.parametrize(("place", "tamper", "words"), [
+    ("folder", lambda run: execute(run, 'UPDATE ledger SET body = ? WHERE "index" = 3', "{}"), "row 3 was changed"),
+    ("folder", lambda run: execute(run, 'DELETE FROM ledger WHERE "index" = 3'), "row 3 is missing"),
+    ("folder", cut_off, r"ends at row 3, but row 6 was signed for \(the manifest of policy 0.1\): it was rolled back"),
+    ("folder", forged_row(6, digest="another"), r"row 6 is not the one that was signed for \(the manifest of policy "),
+    ("folder", forged_row(3, at_ms=7), r"row 3 is not the one that the hub named in the receipt behind row 5"),
+    ("folder", forged_row(3, tokens=32, credit=32), r"row 3 \(credit\) is not proven: .* with 30 tokens; the row "),
+    ("folder", lose_a_verdict, r"row 3 \(credit\) is not proven: its signed verdict is missing"),
+    ("folder", order_unsigned, r"row \d+ \(admin\) is not proven: an order of the run"),
+    ("folder", lambda run: execute(run, "UPDATE nodes SET credit = 31 WHERE name = 'alice'"), "has 31 credit and 0 pe"),
+    ("folder seen before", cut_off, "the head kept here since"),
+    ("folder seen before", FORGED_END, "the head kept here since"),
+    ("file", edit("", lambda lines: [*lines[:2], "{}", *lines[3:]]), "line 3: not a ledger entry"),
+    ("file", edit("", lambda lines: lines[:-1]), "it was rolled back"),
+    ("file", edit(".evidence", lambda lines: lines[1:]), NO_EVIDENCE),
+    ("file", edit(".evidence", lambda lines: lines[:-1]), NO_EVIDENCE),
+    ("file", edit(".evidence", lambda lines: [lines[0], *lines[2:]]), NO_EVIDENCE),
+    ("file", edit(".evidence", lambda lines: [lines[0].replace('"row":3', '"row":4'), *lines]), NO_EVIDENCE),
+    ("file", edit(".evidence", lambda lines: [line.replace(*MORE_TOKENS) for line in lines]),
+        r"row 3 .* is not the one that the row points to"),
 ])  # fmt: skip
-def test_tampering_is_found(run: Path, tamper: Callable[[Path], None], words: str) -> None:
-    tamper(run)
+def test_tampering_is_found(run, tmp_path, own_home, place, tamper, words):
+    """The manifests find it; without them the head from last time, or the one that a file was exported with."""
+    if place == "folder seen before":
+        shutil.rmtree(run / "origin")
+        assert "no head to compare with" in check_ledger(str(run)).notes[-1]
+    where = tmp_path / "ledger.jsonl" if place == "file" else run
+    if place == "file":
+        assert export_ledger(str(run), where) == len(rows(run))
+        assert check_ledger(str(where)).pins[0].source == "ledger.jsonl.head"
+        shutil.rmtree(own_home)
+    tamper(where)
     with pytest.raises(LedgerError, match=words):
-        check_ledger(str(run))
-
-
-@pytest.mark.parametrize("tamper", [cut_off, FORGED_END])
-def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: Callable[[Path], None]) -> None:
-    shutil.rmtree(run / "origin")
-    assert "no head to compare with" in check_ledger(str(run)).notes[-1]
-    tamper(run)
-    with pytest.raises(LedgerError, match="the head kept here since"):
-        check_ledger(str(run))
+        check_ledger(str(where))
 
 
 def test_a_head_that_somebody_else_kept_finds_it_too(run: Path, tmp_path: Path, own_home: Path) -> None:
@@ -157,25 +180,11 @@ def test_a_file_without_its_evidence_proves_no_credit(run: Path, tmp_path: Path,
     assert "NOT PROVEN: 3 rows of credit" in told(capsys, 0, "ledger", "verify", out, "--without-evidence").out
 
 
-def test_tampered_evidence_of_an_export_is_found(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "ledger.jsonl"
-    export_ledger(str(run), out)
-    beside = Path(f"{out}.evidence")
-    lines = beside.read_text().splitlines()
-    for made in (lines[1:], lines[:-1], [lines[0], *lines[2:]], [lines[0].replace('"row":3', '"row":4'), *lines]):
-        beside.write_text("\n".join(made) + "\n")
-        with pytest.raises(LedgerError, match=r"is missing|which has none"):
-            check_ledger(str(out))
-    beside.write_text("\n".join(lines).replace('"generated_tokens":30', '"generated_tokens":31'))
-    with pytest.raises(LedgerError, match=r"row 3 .* is not the one that the row points to"):
-        check_ledger(str(out))
-
-
 def test_a_kept_head_never_goes_back(run: Path) -> None:
     check_ledger(str(run))
     name = RunFolder.open(run).run_id
     before = KeptHead.model_validate_json(kept_path(name).read_bytes())
-    leave_ledger(run)
+    export_ledger(str(run), run / "ledger.jsonl")
     lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (run / "old.jsonl").write_bytes(b"".join(lines[:4]))
     shutil.copy(run / "ledger.jsonl.evidence", run / "old.jsonl.evidence")
@@ -200,20 +209,6 @@ def test_forged_file_with_an_unsigned_head_is_found_and_poisons_nothing(run, tmp
     assert any("anybody may have written it" in note for note in checked.notes)
     assert not kept_path(checked.run).exists(), "what nobody signed is not remembered"
     check_ledger(str(run))
-
-
-def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_path: Path, own_home: Path) -> None:
-    out = tmp_path / "ledger.jsonl"
-    assert export_ledger(str(run), out) == len(rows(run))
-    assert check_ledger(str(out)).pins[0].source == "ledger.jsonl.head"
-    shutil.rmtree(own_home)
-    lines = out.read_text().splitlines()
-    out.write_text("\n".join([*lines[:2], "{}", *lines[3:]]))
-    with pytest.raises(LedgerError, match="line 3: not a ledger entry"):
-        check_ledger(str(out))
-    out.write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(LedgerError, match="it was rolled back"):
-        check_ledger(str(out))
 
 
 def test_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -289,8 +288,7 @@ def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(fo
     first, second = sorted((origin / "manifests").rglob("*.json"))
     first.unlink()  # as on a relay: the head that it mirrors names both
     with served(origin) as source, serving(folder) as url, closing(HubLedger(url, 3.0)) as place:
-        info = place._run.info.model_copy(update={"sources": (source,), "last_resort": ()})
-        place._run = replace(place._run, info=info)
+        place._sources = (source,)
         pins = place.pins(folder.run_id, folder.root_key)
     assert [pin.source for pin in pins] == ["the hub's signed head", "the manifest of policy 0.2"]
     assert (place.notes, second.exists()) == ([], True)

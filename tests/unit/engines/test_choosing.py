@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from kit import Patch
-from shoal.engines import GenerationRequest, choose, kind_of
+from shoal.engines import EngineShelf, GenerationRequest, choose, kind_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.shelf import EngineShelf
 from shoal.errors import ConfigError, PolicyMismatch, ResourceError, VersionNotFound
 from shoal.models import from_numpy
 from shoal.protocol import PolicyManifest, PolicyRef, SamplingParameters, TensorView

@@ -16,8 +16,7 @@ from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.ending import Characters, Ending
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol import DialogueTerms, Lease, PolicyRef, SamplingParameters
-from shoal.protocol.submission import drawn_mask, pack_spans, unpack_spans
+from shoal.protocol import DialogueTerms, Lease, PolicyRef, SamplingParameters, drawn_mask, pack_spans, unpack_spans
 
 EOS = 1
 TINY = read_files(model_folder("tiny"))

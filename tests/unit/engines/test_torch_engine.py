@@ -22,8 +22,7 @@ from shoal.errors import ModelError
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
-from shoal.sampling import inverse
-from shoal.sampling.stream import uniforms
+from shoal.sampling import inverse, uniforms
 from shoal.toploc import check_proofs, commit, compare
 
 SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=12, eos_token_ids=(1,))

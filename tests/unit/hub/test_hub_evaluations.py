@@ -10,9 +10,7 @@ from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate,
 from kit.state import NOW_MS, moment, policy
 from shoal import protocol
 from shoal.environments import Split, Task
-from shoal.hub.state import evaluations
-from shoal.hub.state.commands import Command, Save
-from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, Moment
+from shoal.hub.state import Command, EvaluationPlan, EvaluationRow, EvaluationState, Moment, Save, evaluations
 
 PLAN = EvaluationPlan(every=2, tasks=40)
 

@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 
 from kit.hub import RUN_ID, TRAINER, Bench, Owner, certificate, code_of, ok, policy, submission_body, worker_key
-from shoal.protocol import (
-    Outcome,
-    PolicyAnnouncement,
-    ProofParameters,
-    Registration,
-    Severity,
-    SigningKey,
-    submission_digest,
-)
+from shoal.protocol import Outcome, PolicyAnnouncement, ProofParameters, Registration, Severity, SigningKey
 from shoal.protocol.signing import canonical_json, sign_document, sign_request
+from shoal.protocol.submission import submission_digest
 
 
 @pytest.fixture
@@ -42,16 +35,13 @@ def started(bench: Bench) -> Bench:
 
 
 class TestIdentity:
-    @pytest.mark.parametrize("part", ["path", "query", "body", "method"])
-    def test_nothing_signed_can_be_changed(self, calm: Bench, part: str) -> None:
+    @pytest.mark.parametrize(("call", "body"), [
+        ("POST /leases", b"{}"), ("POST /heartbeat?x=1", b"{}"), ("POST /heartbeat", b'{"doing":"x"}'),
+        ("PUT /submissions/u0a0", b"{}"),
+    ], ids=["path", "query", "body", "method"])  # fmt: skip
+    def test_nothing_signed_can_be_changed(self, calm: Bench, call: str, body: bytes) -> None:
         headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", calm.clock.now_ms())
-        path = {"path": "/leases", "query": "/heartbeat?x=1"}.get(part, "/heartbeat")
-        method = "PUT" if part == "method" else "POST"
-        if part == "method":
-            path = "/submissions/u0a0"
-        body = b'{"doing":"x"}' if part == "body" else b"{}"
-        response = calm.http.request(method, path, content=body, headers=headers)
-        assert code_of(response) == (401, "auth.signature")
+        assert code_of(calm.http.request(*call.split(), content=body, headers=headers)) == (401, "auth.signature")
 
     def test_a_replay_is_refused_for_as_long_as_its_clock_would_pass(self, calm: Bench) -> None:
         sent_ms = calm.clock.now_ms() + 119_000
@@ -282,10 +272,27 @@ class TestTrainer:
         assert first == again
         assert not any("a batch" in wait.what for wait in started.status().waits)
 
+    def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(self, started: Bench) -> None:
+        """One group of ones is dropped, two groups of halves are kept; a hub restarted in between counts the same."""
+        started.alice.deliver(2)
+        dropped, kept = started.audits()
+        ok(started.judge(dropped, (1.0, 1.0)))
+        ok(started.judge(kept, (0.0, 1.0)))
+        started.restart()
+        started.accept_groups(1)  # the refill
+        batch = started.batch(0)
+        assert (len(batch.groups), batch.dropped_groups, batch.sampled_reward) == (2, 1, (1 + 1 + 0 + 1 + 0 + 1) / 6)
+        ok(started.announce(1))
+        started.accept_groups(2)
+        following = started.batch(1)
+        assert following.sampled_reward == 0.5, "what step 0 dropped is no part of step 1"
+        started.restart()
+        assert started.batch(0) == batch, "once written down it never changes"
+
     def test_nobody_waits_for_anything_while_the_last_step_is_trained_but_its_trainer(self, started: Bench) -> None:
         for step in range(3):
-            started.accept_groups(2)
-            assert started.batch(step) is not None
+            assert [lease.policy.version for lease in started.accept_groups(2)] == [step, step]
+            assert [group.unit for group in started.batch(step).groups] == [2 * step, 2 * step + 1]
             if step < 2:
                 ok(started.announce(step + 1))
         assert started.alice.lease() == []
@@ -294,6 +301,11 @@ class TestTrainer:
         assert started.status().waits == ()
         started.trainer.beat(waiting_for="a publication")
         assert [wait.what for wait in started.status().waits] == ["a publication"]
+        ok(started.announce(3))
+        assert (started.status().finished, started.status().units["trained"]) == (True, 6)
+        assert started.alice.ask(wait_s=20).finished, "a finished run answers a long poll at once"
+        assert ok(started.validator.call("POST", "/audits", {"wait_s": 20})).json()["finished"]
+        assert started.alice.beat().finished
 
     def test_steps_come_in_order_and_end_and_reports_are_shown_in_order_and_replaced(self, started: Bench) -> None:
         assert code_of(started.trainer.call("POST", "/batches/1", {})) == (409, "batch.order")

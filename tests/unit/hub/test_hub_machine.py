@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kit.hub import earned
 from kit.machine import Play
 from shoal import ledger
-from shoal.hub.state import newcomers, nodes
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state import Refusal, newcomers, nodes
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, LeaseState, Moment, SubmissionState, UnitState
 from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS
 from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity

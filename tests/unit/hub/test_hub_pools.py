@@ -17,9 +17,8 @@ from kit.machine import Play
 from shoal.environments import Split, Task
 from shoal.errors import ConfigError, UnusableTask
 from shoal.hub.service import Hub
-from shoal.hub.state import draws
+from shoal.hub.state import Pool, PoolRules, TaskRow, draws
 from shoal.hub.state.draws import Drawn, Pick, Result, task_index
-from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.hub.storage import SqliteStorage
 from shoal.protocol import Batch, Outcome
 from shoal.runtime.clock import ManualClock

@@ -16,9 +16,8 @@ from shoal.errors import UnusableTask
 from shoal.hub import EvaluationPlan
 from shoal.hub.service import context
 from shoal.hub.service.drawing import MAKING_S
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state import Pool, PoolRules, Refusal, TaskRow
 from shoal.hub.state.draws import task_index
-from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.protocol import AuditReply, AuditRequest, EvaluationSlice, Lease, Outcome
 
 RUN = {"steps": 6, "groups_per_step": 6, "group_size": 4}

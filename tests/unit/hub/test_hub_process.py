@@ -28,8 +28,7 @@ from shoal.hub.http.app import App
 from shoal.hub.http.server import run_hub
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol import MAX_PROMPT_TOKENS, PolicyAnnouncement, ProofParameters
-from shoal.protocol.signing import sign_document, sign_request
+from shoal.protocol import MAX_PROMPT_TOKENS, PolicyAnnouncement, ProofParameters, sign_document, sign_request
 from shoal.protocol.submission import Rollout, Submission, submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken

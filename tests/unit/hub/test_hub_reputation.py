@@ -9,10 +9,9 @@ import pytest
 from kit.hub import Actor, Bench, make_config, ok, policy
 from kit.state import node, rules, submission, verdict
 from shoal import ledger, protocol
-from shoal.hub.state import draws, reputation
+from shoal.hub.state import Moment, NodeRow, RunProgress, SubmissionState, draws, reputation
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
-from shoal.hub.state.rows import Moment, NodeRow, RunProgress, SubmissionState
 
 SETTINGS, TIMES = {"audit": "reputation"}, {"credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}

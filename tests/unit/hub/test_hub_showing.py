@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from kit.hub import ROOT, RUN_ID, Actor, Bench, code_of, ok, submission_body
 from kit.state import rules
 from shoal.hub.service.showing import Showing
-from shoal.hub.state import submissions
-from shoal.hub.state.commands import Refusal
-from shoal.hub.state.rows import Moment, ShownRow
+from shoal.hub.state import Moment, Refusal, ShownRow, submissions
 from shoal.ledger import Chain, Keys, Proofs
 from shoal.protocol import Lease, ProgressReply, ProofParameters, Rollout, ShownChunks, ShownProgress, Submission
 from shoal.protocol.codec import BodyLimits, pack, unpack

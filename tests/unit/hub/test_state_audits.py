@@ -7,9 +7,8 @@ import pytest
 
 from kit import state
 from kit.state import NOW_MS, moment, node, nodes_in, of_type, submission, submissions_in, unit, units_in, verdict
-from shoal.hub.state import audits, nodes
+from shoal.hub.state import AddVerdict, Command, RaiseAlarm, Record, Refusal, audits, nodes
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.rows import LeaseState, NodeRow, RunProgress, SubmissionState, UnitState
 from shoal.protocol import Branches, NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
 
@@ -175,7 +174,7 @@ def test_accepted_against_rejected_is_an_alarm(stands: SubmissionState, says: Ou
 STRIKE: dict[str, Any] = {"outcome": Outcome.REJECTED, "severity": Severity.STATISTICAL, "reason": "proofs.drift"}
 
 
-def kin(count: int, **changes: Any) -> tuple[NodeRow, ...]:
+def same_kind(count: int, **changes: Any) -> tuple[NodeRow, ...]:
     return tuple(node(number, kind="torch/cuda/bfloat16", **changes) for number in range(10, 10 + count))
 
 
@@ -184,7 +183,7 @@ FAILED: dict[str, Any] = {"failed_check": "proofs.drift", "failed_at_ms": NOW_MS
 
 class TestKinds:
     def outcome(self, *others: NodeRow, **changes: Any) -> SubmissionState:
-        subject = case(node=node(1, network="10.1.1", kind="torch/cuda/bfloat16"), kin=others)
+        subject = case(node=node(1, network="10.1.1", kind="torch/cuda/bfloat16"), same_kind=others)
         commands = judge(subject, **{**STRIKE, **changes})
         (row,) = submissions_in(commands)
         struck = nodes_in(commands)[0]
@@ -196,29 +195,30 @@ class TestKinds:
         return row.state
 
     def test_the_third_of_three_machines_of_a_kind_that_fail_is_unsure(self) -> None:
-        assert self.outcome(*kin(1, accepted=8, **FAILED)) == SubmissionState.REJECTED
-        assert self.outcome(*kin(2, accepted=8, **FAILED)) == SubmissionState.UNSURE
+        assert self.outcome(*same_kind(1, accepted=8, **FAILED)) == SubmissionState.REJECTED
+        assert self.outcome(*same_kind(2, accepted=8, **FAILED)) == SubmissionState.UNSURE
 
     def test_as_many_machines_that_pass_outweigh_those_that_fail(self) -> None:
-        failing = kin(2, accepted=8, **FAILED)
+        failing = same_kind(2, accepted=8, **FAILED)
         passing = [node(number, accepted=8, passed=8) for number in range(50, 53)]
         assert self.outcome(*failing, *passing[:2]) == SubmissionState.UNSURE
         assert self.outcome(*failing, *passing) == SubmissionState.REJECTED
 
     def test_another_check_or_one_long_ago_does_not_count(self) -> None:
-        other = kin(5, accepted=8, passed=0, failed_check="sampling.seed", failed_at_ms=NOW_MS)
-        old = kin(5, accepted=8, passed=0, failed_check="proofs.drift", failed_at_ms=NOW_MS - 3_600_001)
+        other = same_kind(5, accepted=8, passed=0, failed_check="sampling.seed", failed_at_ms=NOW_MS)
+        old = same_kind(5, accepted=8, passed=0, failed_check="proofs.drift", failed_at_ms=NOW_MS - 3_600_001)
         assert (self.outcome(*other), self.outcome(*old)) == (SubmissionState.REJECTED, SubmissionState.REJECTED)
 
     def test_a_certain_failure_bans_whatever_others_fail(self) -> None:
-        subject = case(kin=kin(9, accepted=8, **FAILED))
+        subject = case(same_kind=same_kind(9, accepted=8, **FAILED))
         (row,) = nodes_in(judge(subject, outcome=Outcome.REJECTED, severity=Severity.CERTAIN, reason="proofs.drift"))
         assert row.state == NodeState.BANNED
 
     def test_tokens_chosen_for_their_reward_are_a_strike_however_many_of_the_kind_choose(self) -> None:
         """No driver knows the reward. Before, three such keys of a rare kind had their evidence begin anew for ever."""
         failed = {"failed_check": "sampling.steered", "failed_at_ms": NOW_MS - 1}
-        (row, *_) = nodes_in(judge(case(kin=kin(9, accepted=8, **failed)), **{**STRIKE, "reason": "sampling.steered"}))
+        subject = case(same_kind=same_kind(9, accepted=8, **failed))
+        (row, *_) = nodes_in(judge(subject, **{**STRIKE, "reason": "sampling.steered"}))
         assert (row.strikes, row.state) == (1, NodeState.SUSPENDED)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kit.state import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
-from shoal.hub.state import batches
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Record, Refusal
+from shoal.hub.state import AddBatch, AddPolicy, Command, Record, Refusal, batches
 from shoal.hub.state.rows import LeaseState, RunProgress, SubmissionState, UnitRow, UnitState
 from shoal.protocol import Batch
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kit.state import NOW_MS, Granted, grant, held, leases_in, moment, node, nodes_in, policy, rows_in, unit, units_in
-from shoal.hub.state import leases, nodes, submissions
-from shoal.hub.state.commands import Command, Refusal
+from shoal.hub.state import Command, Refusal, leases, nodes, submissions
 from shoal.hub.state.leases import Demand
 from shoal.hub.state.pacing import Tempo
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, RunProgress, SubmissionRow, UnitState

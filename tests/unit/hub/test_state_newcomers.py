@@ -32,7 +32,7 @@ def granted(crowd: Crowd, max_units: int = 8, passed: int = 1, **changes: Any) -
 
 def declined(found: Granted) -> tuple[bool, str, bool]:
     assert found.leases == ()
-    return found.plan.held_back, found.plan.short, found.plan.yields
+    return found.plan.held_back, found.plan.short, found.plan.deferred
 
 
 @pytest.mark.parametrize(("units", "unproven", "fresh", "share", "tight"), [
@@ -146,7 +146,7 @@ class TestFirstUnits:
         assert declined(found) == (True, "everywhere", True)
         assert found.plan.waiting == "newcomers of other networks are first: they had fewer units"
         assert len(with_alive(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
-        assert not with_alive(alive=16, ahead=2).plan.yields, "there is nothing to leave to others"
+        assert not with_alive(alive=16, ahead=2).plan.deferred, "there is nothing to leave to others"
 
     @pytest.mark.parametrize(("tokens", "passed", "pace_ms", "expected_ms"), [
         (127, 0, 0, 240_000), (128, 0, 0, 60_000), (16, 1, 20_000, 60_000), (16, 1, 180_000, 360_000),
@@ -172,97 +172,90 @@ def at(network: str, address: str = "", node: str = "") -> Place:
 FLOOD, HONEST = at("flood"), at("honest")
 
 
+class Scene(Turns):
+    """Turns of which tests look at one moment after the other: who asks for units, and how many wait before whom."""
+
+    def __init__(self, *asked: tuple[Place, int]) -> None:
+        super().__init__()
+        for now_ms, (place, units) in enumerate(asked):
+            self.asked(place, units, now_ms)
+
+    def before(self, place: Place, now_ms: int = 9) -> tuple[int, int]:
+        return self.ahead(place, now_ms, 60_000)
+
+
 class TestTurns:
-    def test_a_network_that_had_more_units_yields_to_one_that_waits(self) -> None:
-        turns = Turns()
-        turns.asked(FLOOD, 2, now_ms=0)
-        assert turns.ahead(FLOOD, 1, 60_000) == (0, 0), "nobody waits"
+    def test_a_network_that_had_more_units_lets_one_that_waits_go_first(self) -> None:
+        turns = Scene((FLOOD, 2))
+        assert turns.before(FLOOD) == (0, 0), "nobody waits"
         turns.asked(HONEST, 0, now_ms=1)
-        assert turns.ahead(FLOOD, 2, 60_000) == (1, 0)
-        assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
-        assert turns.ahead(at("stranger"), 2, 60_000) == (0, 0), "who had nothing yields to nobody"
+        assert [turns.before(each) for each in (FLOOD, HONEST, at("stranger"))] == [(1, 0), (0, 0), (0, 0)]
 
     def test_an_accepted_group_makes_a_network_first_again_and_keeps_a_place_for_it(self) -> None:
-        turns = Turns()
-        turns.asked(FLOOD, 1, now_ms=0)
-        turns.asked(HONEST, 5, now_ms=0)
-        turns.asked(FLOOD, 0, now_ms=1)
-        assert turns.ahead(HONEST, 2, 60_000) == (1, 0)
+        turns = Scene((FLOOD, 1), (HONEST, 5), (FLOOD, 0))
+        assert turns.before(HONEST) == (1, 0)
         turns.earned("honest", "", now_ms=2)
-        assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
-        assert turns.ahead(FLOOD, 2, 60_000) == (1, 0), "before the other has asked again"
-        assert turns.ahead(at("stranger"), 2, 60_000) == (1, 0), "who has had nothing yet may never deliver"
-        assert turns.ahead(FLOOD, 10_003, 60_000) == (0, 0), "it did not ask again"
+        assert turns.before(HONEST) == (0, 0)
+        assert turns.before(FLOOD) == (1, 0), "before the other has asked again"
+        assert turns.before(at("stranger")) == (1, 0), "who has had nothing yet may never deliver"
+        assert turns.before(FLOOD, 10_003) == (0, 0), "it did not ask again"
 
-    def test_it_yields_for_lease_s_at_the_most_to_one_that_takes_nothing(self) -> None:
-        turns = Turns()
-        turns.asked(HONEST, 1, now_ms=0)
+    def test_it_lets_one_that_takes_nothing_go_first_for_lease_s_at_most(self) -> None:
+        turns = Scene((HONEST, 1))
         for now_ms in range(1_000, 61_000, 5_000):
             turns.asked(at("idle"), 0, now_ms)
-            assert turns.ahead(HONEST, now_ms, 60_000) == (1, 0)
-            turns.asked(HONEST, 0, now_ms, yielded=True)
+            assert turns.before(HONEST, now_ms) == (1, 0)
+            turns.asked(HONEST, 0, now_ms, deferred=True)
         turns.asked(at("idle"), 0, now_ms=61_000)
-        assert turns.ahead(HONEST, 61_000, 60_000) == (0, 0)
+        assert turns.before(HONEST, 61_000) == (0, 0)
         turns.asked(HONEST, 1, now_ms=61_000)
-        assert turns.ahead(HONEST, 61_001, 60_000) == (1, 0), "its next turn"
+        assert turns.before(HONEST, 61_001) == (1, 0), "its next turn"
 
-    def test_what_it_yielded_and_another_took_does_not_count_for_the_next_time(self) -> None:
-        turns = Turns()
-        turns.asked(FLOOD, 3, now_ms=0)
-        turns.asked(HONEST, 0, now_ms=1)
-        turns.asked(FLOOD, 0, now_ms=2, yielded=True)
+    def test_what_it_left_and_another_took_does_not_count_for_the_next_time(self) -> None:
+        turns = Scene((FLOOD, 3), (HONEST, 0))
+        turns.asked(FLOOD, 0, now_ms=2, deferred=True)
         turns.asked(HONEST, 1, now_ms=3)
         turns.asked(HONEST, 0, now_ms=70_000)
-        assert turns.ahead(FLOOD, 70_001, 60_000) == (1, 0)
+        assert turns.before(FLOOD, 70_001) == (1, 0)
 
-    def test_inside_a_network_an_address_that_had_more_units_yields_however_many_keys_it_has(self) -> None:
-        turns = Turns()
-        for key in "abc":
-            turns.asked(at("net", "flooding", key), 1, now_ms=0)
-        turns.asked(at("net", "honest", "d"), 0, now_ms=1, only_inside=True)
-        assert turns.ahead(at("net", "flooding", "a"), 2, 60_000) == (0, 1)
-        assert turns.ahead(at("net", "flooding", "a fresh key"), 2, 60_000) == (0, 1)
-        assert turns.ahead(at("net", "honest", "d"), 2, 60_000) == (0, 0)
-        assert turns.ahead(at("other", "flooding", "a"), 2, 60_000) == (0, 0), "of another network"
+    def test_inside_a_network_an_address_that_had_more_units_waits_however_many_keys_it_has(self) -> None:
+        turns = Scene(*((at("net", "flooding", key), 1) for key in "abc"))
+        turns.asked(at("net", "honest", "d"), 0, now_ms=3, only_inside=True)
+        for key in ("a", "a fresh key"):
+            assert turns.before(at("net", "flooding", key)) == (0, 1)
+        assert turns.before(at("net", "honest", "d")) == (0, 0)
+        assert turns.before(at("other", "flooding", "a")) == (0, 0), "of another network"
 
-    def test_at_an_address_a_key_that_had_more_units_yields(self) -> None:
-        turns = Turns()
-        turns.asked(at("net", "router", "sits"), 2, now_ms=0)
-        turns.asked(at("net", "router", "new"), 0, now_ms=1)
-        assert turns.ahead(at("net", "router", "sits"), 2, 60_000) == (0, 1)
-        assert turns.ahead(at("net", "router", "new"), 2, 60_000) == (0, 0)
+    def test_at_an_address_a_key_that_had_more_units_waits(self) -> None:
+        turns = Scene((at("net", "router", "sits"), 2), (at("net", "router", "new"), 0))
+        assert [turns.before(at("net", "router", key)) for key in ("sits", "new")] == [(0, 1), (0, 0)]
 
     def test_an_accepted_group_clears_its_own_key_and_address_only(self) -> None:
-        turns = Turns()
-        for address, key in (("one", "sits"), ("one", "works"), ("two", "sits too")):
-            turns.asked(at("net", address, key), 1, now_ms=0)
+        sits, works, other = (at("net", *place) for place in (("one", "sits"), ("one", "works"), ("two", "sits too")))
+        turns = Scene((sits, 1), (works, 1), (other, 1))
         assert [turns.taken(at("net", address)) for address in ("one", "two", "three")] == [2, 1, 0]
-        turns.earned("net", "works", now_ms=1)
+        turns.earned("net", "works", now_ms=3)
         assert [turns.taken(at("net", address)) for address in ("one", "two", "three")] == [0, 1, 0]
-        assert turns.ahead(at("net", "one", "works"), 2, 60_000) == (0, 0)
-        assert turns.ahead(at("net", "one", "sits"), 2, 60_000) == (0, 1)
-        assert turns.ahead(at("net", "two", "sits too"), 2, 60_000) == (0, 1)
+        assert [turns.before(each) for each in (works, sits, other)] == [(0, 0), (0, 1), (0, 1)]
 
     def test_a_network_does_not_wait_for_what_its_own_keys_hold(self) -> None:
-        turns = Turns()
-        turns.asked(HONEST, 1, now_ms=0)
+        turns = Scene((HONEST, 1))
         turns.asked(at("flood", "one", "a"), 0, now_ms=1, only_inside=True)
-        assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
+        assert turns.before(HONEST) == (0, 0)
 
     def test_networks_addresses_and_keys_are_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shoal.hub.service.turns.REMEMBERED", (64, 16, 8))
         turns = Turns()
         for number in range(100):
-            turns.asked(at(f"network-{number}"), 1, now_ms=0)
-            turns.asked(at("one", f"address-{number}"), 1, now_ms=0)
-            turns.asked(at("one", "one", f"key-{number}"), 1, now_ms=0)
+            for place in (at(f"net-{number}"), at("one", f"address-{number}"), at("one", "one", f"key-{number}")):
+                turns.asked(place, 1, now_ms=0)
         networks = turns._networks.within
         levels = (turns._networks, networks["one"], networks["one"].within["one"])
         assert [len(each.within) for each in levels] == [64, 16, 8]
-        turns.asked(at("network-37"), 0, now_ms=1)  # the oldest of those that are left
+        turns.asked(at("net-37"), 0, now_ms=1)  # the oldest of those that are left
         turns.asked(at("another"), 0, now_ms=1)
-        assert "network-37" in networks, "who asked last is forgotten last"
-        assert "network-38" not in networks
+        assert "net-37" in networks, "who asked last is forgotten last"
+        assert "net-38" not in networks
         turns.asked(HONEST, 0, now_ms=600_002)
         assert list(networks) == ["honest"]
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kit import at_once
 from shoal.errors import KeyFileError, SignatureError
-from shoal.protocol import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
-from shoal.protocol.identity import store_key
+from shoal.protocol import SigningKey, fingerprint, load_key, load_or_create_key, node_id, store_key, verify
 
 SEED = bytes(range(32))
 

@@ -18,8 +18,7 @@ from shoal.algorithms.registry import ADVANTAGES
 from shoal.errors import ProtocolError
 from shoal.hub.state.audits import has_equal_rewards
 from shoal.models.packed import supports_packing
-from shoal.protocol import RolloutReward, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
-from shoal.protocol.submission import pack_spans
+from shoal.protocol import RolloutReward, TrainingGroup, TrainingRollout, pack_logprobs, pack_spans, pack_tokens
 from shoal.trainer.learner import Learner, cost_of, new_learner
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.samples import Prepared, check_groups, prepare, score, to_tensors

@@ -16,8 +16,7 @@ from trainer_stubs import SETTINGS, learner, logprobs_of, make_group, same, tiny
 from shoal.algorithms.losses import LossOutput, LossTokens
 from shoal.algorithms.registry import LOSSES
 from shoal.errors import ConfigError, ProtocolError, TrainingDiverged
-from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
-from shoal.protocol.submission import drawn_mask, pack_spans
+from shoal.protocol import TrainingGroup, TrainingRollout, drawn_mask, pack_logprobs, pack_spans, pack_tokens
 from shoal.trainer.learner import choose_device, learning_rate
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import ObjectiveSettings, TrainerSettings

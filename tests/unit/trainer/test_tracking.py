@@ -19,8 +19,7 @@ from trainer_stubs import RUN, FakeHub, rows_of, tiny_files, tiny_model, trainin
 from kit import Logs, Patch
 from shoal.errors import ConfigError, ResourceError, TrainingDiverged
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout
-from shoal.protocol.submission import pack_logprobs, pack_spans, pack_tokens
+from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout, pack_logprobs, pack_spans, pack_tokens
 from shoal.run.preflight import check_machine
 from shoal.run.recipe import Recipe
 from shoal.trainer import record

@@ -16,11 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError
 from shoal.protocol import BatchReply, TrainingBatch
-from shoal.runtime import crash
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
-from shoal.shardcast import origin
-from shoal.shardcast.origin import Origin
+from shoal.runtime import ManualClock, StopToken, crash
+from shoal.shardcast import Origin, origin
 from shoal.trainer import checkpoint, loop, publisher
 from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.folder import TrainerProgress

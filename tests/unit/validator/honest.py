@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.engines import Completion, GenerationRequest, PrefillRequest
+from shoal.engines import Completion, GenerationRequest, LoadedPolicy, PrefillRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.models.ending import decoding
 from shoal.protocol import PolicyRef, SigningKey, Submission, TensorView, pack, sign_document, submission_digest
 from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
 from shoal.protocol.verdict import Audit, Verdict
@@ -99,7 +99,8 @@ def long_lease() -> Lease:
 
 def completions(of: Lease, by: ScriptedEngine | None = None, seeds: Sequence[int] | None = None) -> list[Completion]:
     wanted = tuple(seeds) if seeds is not None else of.seed_numbers
-    return (by or engine()).generate([GenerationRequest(of.prompt_ids, wanted, of.sampling)], of.proof)[0]
+    asked = GenerationRequest(of.prompt_ids, wanted, of.sampling, decode=decoding(of.sampling, {}))
+    return (by or engine()).generate([asked], of.proof)[0]
 
 
 @cache

@@ -13,8 +13,7 @@ from kit import Patch
 from shoal.engines import GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import ResourceError, ScoringFailure
-from shoal.protocol import Lease, Outcome, RolloutReward, Severity
-from shoal.protocol.verdict import Branches, GainEvidence
+from shoal.protocol import Branches, GainEvidence, Lease, Outcome, RolloutReward, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.validator import branches
 from shoal.validator.branches import (

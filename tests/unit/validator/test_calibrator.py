@@ -11,8 +11,7 @@ import pytest
 from honest import POLICY, LengthEnvironment, audit_job, completions, lease, loaded, submission
 
 from kit.tiny import build_tiny
-from shoal.engines import Engine
-from shoal.engines.shelf import LoadedPolicy
+from shoal.engines import Engine, LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment

@@ -161,6 +161,25 @@ def test_a_rollout_ends_at_the_first_of_several_end_tokens() -> None:
     assert padded_on.severity is Severity.CERTAIN
 
 
+def test_a_rollout_ends_where_its_text_has_a_stop_string() -> None:
+    """The scripted policy's tokens are characters; two of a long rollout are the stop string."""
+    index = long_rollout(lease())
+    stop = "".join(map(chr, submission(lease()).rollouts[index].token_ids[3:5]))
+    of = lease(sampling=SAMPLING.model_copy(update={"stop": (stop, "never so long")}))
+    honest = submission(of)
+    ended, whole = honest.rollouts[index], submission(lease())
+    assert (len(ended.token_ids), ended.finish) == (5, "eos")
+    short = msgspec.structs.replace(ended, tokens=ended.tokens[:-4], logprobs=ended.logprobs[:-4])
+    cheats = {
+        "": honest, "termination.past_eos": whole,
+        "termination.early": proved(of, with_rollout(of, index, tokens=short.tokens, logprobs=short.logprobs)),
+        "termination.finish": with_rollout(of, index, finish="length"),
+    }  # fmt: skip
+    verdicts = judge().verdicts([audit_job(of, each) for each in cheats.values()], loaded())
+    for reason, verdict in zip(cheats, verdicts, strict=True):
+        assert (verdict.reason, verdict.severity) == (reason, Severity.CERTAIN if reason else verdict.severity)
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_every_cheat_fails_for_the_right_reason(name: str) -> None:
     cheat, reason = CHEATS[name]

@@ -9,9 +9,8 @@ import pytest
 from honest import POLICY, LengthEnvironment, audit_job, engine, lease, loaded, weights
 
 from kit import Patch
-from shoal.engines import Engine, Prefill, PrefillRequest
+from shoal.engines import Engine, LoadedPolicy, Prefill, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ResourceError
 from shoal.protocol import Outcome, PolicyRef, ProofParameters, Severity, Verdict
 from shoal.validator import judge

@@ -9,8 +9,7 @@ from honest import LengthEnvironment, audit_job, completions, engine, lease, loa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engines import Completion
-from shoal.engines.shelf import LoadedPolicy
+from shoal.engines import Completion, LoadedPolicy
 from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Severity, Verdict
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, pack_tokens, shown_digest
 from shoal.runtime.clock import ManualClock

@@ -9,8 +9,7 @@ from shoal import protocol
 from shoal.client import Activity
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import HubRefused, VersionNotFound
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import ManualClock, StopToken
 from shoal.validator.side_jobs import SHARE, SliceEvaluator
 
 KEY = protocol.SigningKey.from_seed(b"v" * 32)

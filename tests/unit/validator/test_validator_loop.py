@@ -10,17 +10,15 @@ import pytest
 from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, audit_job, engine, lease, weights
 
 from shoal.client import Intervals
-from shoal.engines import Prefill
+from shoal.engines import EngineShelf, LoadedPolicy, Prefill
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Score
 from shoal.errors import CanaryMissed, DeadlineExceeded, HubRefused, HubUnreachable, ScoringFailure, VersionNotFound
 from shoal.protocol import Lease, PolicyRef, ProofParameters, SignedDocument, SigningKey, open_document, sign_document
 from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeState, NodeView, RoleCertificate
 from shoal.protocol.verdict import Audit, AuditReply, AuditRequest, Outcome, RefusedVerdict, Verdict, VerdictReply
 from shoal.rewards import DirectScorer, Job
-from shoal.runtime.clock import ManualClock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import ManualClock, StopToken, SystemClock
 from shoal.validator import side_jobs
 from shoal.validator.checks import run_all
 from shoal.validator.judge import Judge

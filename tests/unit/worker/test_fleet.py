@@ -21,9 +21,7 @@ from shoal.protocol import load_key
 from shoal.run import fleet, join
 from shoal.run.fleet import FleetStatus, WorkerPlace, ending_of, plan_workers
 from shoal.run.join import JoinRequest
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.stop import StopToken
+from shoal.runtime import MachineLimits, ManualClock, StopToken
 from shoal.runtime.supervise import Ending, ProcessState, ProcessView
 from shoal.worker.earnings import Standing
 

@@ -13,16 +13,13 @@ import pytest
 from kit import Logs, Patch, eventually
 from shoal import errors, protocol
 from shoal.client import Intervals
-from shoal.engines import GenerationRequest
+from shoal.engines import EngineShelf, GenerationRequest, LoadedPolicy
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments.tools import TOOLS
-from shoal.protocol import NodeState
-from shoal.protocol.submission import unpack_spans
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
+from shoal.protocol import NodeState, unpack_spans
+from shoal.runtime import ManualClock, StopToken
 from shoal.toploc import split_proofs
 from shoal.worker import loop
 from shoal.worker.earnings import Earnings

@@ -16,9 +16,8 @@ from shoal.errors import SignatureError
 from shoal.hub.http.limits import Edge, too_much
 from shoal.hub.service import Context
 from shoal.hub.service.calls import SMALL_BODY_BYTES, Call
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state import NodeRow, Refusal
 from shoal.hub.state.nodes import require_welcome
-from shoal.hub.state.rows import NodeRow
 from shoal.protocol import MAX_SKEW_MS, HubClock, Registration, RequestSignature, first_problem, node_id
 from shoal.protocol.signing import check_date, sign_document, verify_body, verify_request
 from shoal.runtime.http import HttpRequest

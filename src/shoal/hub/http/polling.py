@@ -64,7 +64,7 @@ class Polls:
         waiter, end_s, has_waited = self._begin(topic, who), self._loop.time() + min(wait_s, MAX_WAIT_S), False
         try:
             while True:
-                seen = self._changes.count(topic)  # before looking: a change after that ends the wait at once
+                seen = self._changes.counts[topic]  # before looking: a change after that ends the wait at once
                 answer, is_ready = await attempt()
                 left_s = end_s - self._loop.time()
                 if is_ready or left_s <= 0 or self._changes.is_closed:
@@ -98,7 +98,7 @@ class Polls:
             return
         waiter.woken.clear()
         self._waiting[topic][waiter] = None
-        if self._changes.count(topic) != seen:  # what came since is for who has waited longest: this one, if alone
+        if self._changes.counts[topic] != seen:  # what came since is for who has waited longest: this one, if alone
             self._wake(topic, 1)
         try:
             with contextlib.suppress(TimeoutError):

@@ -9,9 +9,8 @@ from shoal.hub.service.context import Context, node_label, require_trusted
 from shoal.hub.service.measuring import Evaluating, in_force_of, require_environment, wanted_of
 from shoal.hub.service.showing import Showing, unknown_submission
 from shoal.hub.service.work import Work
-from shoal.hub.state import audits, newcomers, pacing, reputation
+from shoal.hub.state import Refusal, alarm, audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.commands import Refusal, alarm
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import verdict as messages
@@ -27,7 +26,7 @@ MAX_BODIES_BYTES = 64 * 1024 * 1024
 class Checking:
     def __init__(self, context: Context, work: Work, evaluating: Evaluating, showing: Showing) -> None:
         self._context, self._work, self._evaluating, self._showing = context, work, evaluating, showing
-        self._owed = 0.0  # tokens of audits saved up for newcomers
+        self._saved = 0.0  # tokens of audits that newcomers have a claim to
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
         """Submissions to check; units to generate that nobody could judge; and a slice of an evaluation, if wanted now
@@ -40,7 +39,7 @@ class Checking:
         if idle and self._evaluating.prepare(node):
             reply = self._claim(node, request, evaluates)
         generates = request.generates and request.evaluate != "only" and not reply.finished
-        leases = self._work.entrust(node, request) if generates else ()
+        leases = self._work.lease_to_validator(node, request) if generates else ()
         if leases:
             self._context.waits.done(node_label(node))
         return reply.model_copy(update={"generate": leases}) if leases else reply
@@ -90,7 +89,7 @@ class Checking:
             return transaction.submissions_in([SubmissionState.RECEIVED], count)
         established = transaction.waiting_audits(on_probation=False, limit=count)
         waiting = transaction.waiting_audits(on_probation=True, limit=count)
-        chosen, self._owed = newcomers.choose(established, waiting, self._owed, count, share)
+        chosen, self._saved = newcomers.choose(established, waiting, self._saved, count, share)
         return chosen
 
     def verdicts(self, node: NodeRow, report: messages.VerdictReport) -> messages.VerdictReply:
@@ -176,8 +175,8 @@ class Checking:
         if verdict.severity is Severity.STATISTICAL:
             profile = SignedDocument.model_validate_json(held.lease.document).document["profile"]
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
-            kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - reputation.WITHIN_MS)
-            case = replace(case, node=node, kin=kin)
+            same_kind = transaction.same_kind(node.kind, verdict.reason, moment.now_ms - reputation.WITHIN_MS)
+            case = replace(case, node=node, same_kind=same_kind)
         return replace(
             case, holdings=transaction.holdings(node.node), untrained=transaction.untrained(node.node),
             light=transaction.light_audits(node.node), pending=transaction.pending_credit(node.node),
@@ -190,7 +189,7 @@ class Checking:
         groups = reputation.evidence_groups(node)
         pooled = [_suspicion(reader, key).evidence.value for key in groups]
         evidence = max(node.gains.value, node.gains.recent, *pooled)
-        # of newer nodes' evidence only nodes on probation are held liable: others have been looked at
+        # the pooled evidence of newer nodes is held only against nodes on probation
         distrusted: Literal["", "its owner", "newcomers"] = ""
         if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
             distrusted = "its owner"

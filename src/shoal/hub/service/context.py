@@ -27,10 +27,8 @@ from shoal.errors import ConfigError, EnvironmentSetupError, ProtocolError, Shoa
 from shoal.hub.changes import Changes, Topic, Waits
 from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
-from shoal.hub.state import leases, nodes
-from shoal.hub.state.commands import Record, Refusal
+from shoal.hub.state import Holding, Moment, NodeRow, Record, Refusal, Rules, leases, nodes
 from shoal.hub.state.orders import Orders
-from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.protocol import Document, NodeView, SignedDocument, open_document, sign_document, sign_values
@@ -141,8 +139,8 @@ class Context:
         """The hub could not be reached between these times: what ran out then lasts a little longer."""
         self.absence = leases.Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
-    def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
-        return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
+    def inexcusable(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
+        return [held for held in overdue if not self.absence.still_excuses(held.lease, now_ms)]
 
     @contextmanager
     def decision(
@@ -156,7 +154,7 @@ class Context:
         with self.storage.write(exclusive=exclusive) as transaction:
             moment = self.moment(transaction, counted)
             if sweep and (exclusive or not self.storage.is_shared):
-                overdue = self.unspared(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
+                overdue = self.inexcusable(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
                 if overdue:
                     transaction.apply(leases.end(moment, overdue, holders(transaction, overdue), self.absence))
                     moment, swept = self.moment(transaction), True

@@ -17,9 +17,7 @@ from itertools import islice
 from shoal.environments import Task, budget_of, dialogue_of, has_dialogues
 from shoal.errors import EnvironmentSetupError, ModelError, UnusableTask
 from shoal.hub.service.context import Context
-from shoal.hub.state import draws
-from shoal.hub.state.commands import Command
-from shoal.hub.state.rows import Moment, UnitRow
+from shoal.hub.state import Command, Moment, UnitRow, draws
 from shoal.hub.storage import Reader, StaleRow
 from shoal.protocol import MAX_PROMPT_TOKENS, DialogueTerms
 

@@ -15,12 +15,9 @@ from shoal.errors import EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, orders_of, require_trusted
 from shoal.hub.service.drawing import HELD_OUT, Drawing
-from shoal.hub.state import calibrations, evaluations
-from shoal.hub.state.commands import RaiseAlarm, Refusal
-from shoal.hub.state.rows import EvaluationRow, Moment, NodeRow
+from shoal.hub.state import EvaluationRow, Moment, NodeRow, RaiseAlarm, Refusal, calibrations, evaluations
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import Calibration, document_hash, format_of
-from shoal.protocol.signing import SignedDocument, sign_document
+from shoal.protocol import Calibration, SignedDocument, document_hash, format_of, sign_document
 from shoal.protocol.verdict import EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask
 
 CALIBRATION, WANTED, MOST_VERSIONS = "calibration", "calibrations.wanted", 1024

@@ -9,9 +9,7 @@ from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import ORDERS, Context, node_view, orders_of, require_trusted
 from shoal.hub.service.reporting import validator_alarms
-from shoal.hub.state import leases, nodes, orders
-from shoal.hub.state.commands import Command, Record, Refusal
-from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.state import Command, Moment, NodeRow, Record, Refusal, leases, nodes, orders
 from shoal.hub.storage import Presence, Writer
 from shoal.protocol import AdminAction, AdminReply, AdminRequest, AdminVerb, NodeState, PolicyRef, node_id, open_admin
 from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration, RoleCertificate, Vouch, check_spoken

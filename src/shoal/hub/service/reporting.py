@@ -20,11 +20,9 @@ from shoal import ledger
 from shoal.hub.service.context import Context, node_label, node_view, orders_of, shared
 from shoal.hub.service.measuring import in_force_of
 from shoal.hub.service.upkeep import Posting
-from shoal.hub.state import calibrations, evaluations, pacing
-from shoal.hub.state.commands import RaiseAlarm
+from shoal.hub.state import UNDECIDED_SUBMISSIONS, NodeRow, RaiseAlarm, UnitState, calibrations, evaluations, pacing
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.orders import Orders
-from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, NodeRow, UnitState
 from shoal.hub.storage import Presence, Reader
 from shoal.hub.storage.reader import Rank
 from shoal.protocol import LedgerHead, NodeState, RunInfo, SignedDocument, sign_document
@@ -299,7 +297,7 @@ def _problems(node: NodeRow, presence: Presence) -> dict[str, str]:
 
 
 def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
-    """An alarm whenever a validator let more known-bad submissions pass, and once when another problem begins."""
+    """An alarm each time a validator accepted further known-bad submissions, and one when another problem begins."""
     earlier = before or Presence(node.node)
     known = _problems(node, earlier)
     if now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0):

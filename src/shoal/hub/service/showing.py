@@ -17,8 +17,7 @@ from shoal import protocol
 from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
-from shoal.hub.state import draws, leases, submissions
-from shoal.hub.state.commands import Refusal, Save
+from shoal.hub.state import Refusal, Save, draws, leases, submissions
 from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import SHOWN_BYTES, BodyLimits, ProgressReply, ShownPrefix, ShownProgress, pack, unpack
@@ -38,7 +37,7 @@ class Showing:
         self._due: dict[str, tuple[int, int]] = {}  # lease: its deadline and shown tokens when they were last seen
         self._searched_ms = -SEARCH_EVERY_MS
         self._given: dict[str, tuple[str, bytes]] = {}  # lease and bytes by digest, the newest last
-        self._owed_bytes = 0.0
+        self._saved_bytes = 0.0
 
     def show(self, node: NodeRow, lease: str, body: bytes) -> ProgressReply:
         try:
@@ -54,7 +53,7 @@ class Showing:
                 raise Refusal(410, submissions.LATE, f"lease {lease} has ended: it is {held.lease.state.value}")
             last = transaction.last_shown(lease)
             tokens, part, new = submissions.take_shown(context.rules, context.config.proof, lease, last, said.chunks)
-            if part is None or not fresh.on_probation:  # others are believed: nothing has to be kept of them
+            if part is None or not fresh.on_probation:  # what established nodes show is not checked, so it is not kept
                 return ProgressReply(tokens=tokens, deadline_ms=held.lease.deadline_ms)
             moment = context.moment(transaction, counted=False)
             renewed = leases.renew(moment, [held.lease], {lease: sum(tokens)})
@@ -75,16 +74,16 @@ class Showing:
     def audit(self, reader: Reader, moment: Moment, claimed: Iterable[int], idle: bool) -> Audit | None:
         """One rollout of the due lease that ends first, for a validator that `claimed` submissions of so many bytes."""
         with self._lock:
-            self._owed_bytes += AUDIT_SHARE * sum(claimed)
+            self._saved_bytes += AUDIT_SHARE * sum(claimed)
             row = self._next(reader, moment.now_ms)
             if row is None:
-                self._owed_bytes = 0.0
+                self._saved_bytes = 0.0
                 return None
             signed = self._context.signed_before(row.document)
             body = self._sampled(reader, row, signed)
-            if len(body) > self._owed_bytes and not idle:
+            if len(body) > self._saved_bytes and not idle:
                 return None
-            self._owed_bytes = max(0.0, self._owed_bytes - len(body))
+            self._saved_bytes = max(0.0, self._saved_bytes - len(body))
             self._looked_at[row.lease] = row.progress
             name = protocol.submission_digest(body)
             self._given[name] = (row.lease, body)
@@ -144,8 +143,8 @@ class Showing:
                 self._context.blobs.put(body)
 
     def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> SubmissionRow:
-        """Make what failed the submission of its lease, which may have ended: giving it back does not undo what was
-        shown. The unit is left alone; the ban frees it if the node still holds it."""
+        """Store the shown progress that failed as the submission of its lease. The lease may have ended: giving it back
+        does not undo what was shown. The unit stays as it is; the ban reopens it if the node still holds it."""
         if verdict.submission not in self._given:
             raise unknown_submission(verdict.submission)
         lease, body = self._given[verdict.submission]

@@ -13,9 +13,7 @@ from dataclasses import replace
 
 from shoal.hub.service.context import Context, orders_of
 from shoal.hub.service.drawing import Drawing, NotReady
-from shoal.hub.state import pacing
-from shoal.hub.state.commands import Save
-from shoal.hub.state.rows import RunProgress
+from shoal.hub.state import RunProgress, Save, pacing
 
 STOCK, FEW = 32, 12
 FAR = 8 * STOCK

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.hub.service.context import Context, node_view, shared
 from shoal.hub.service.upkeep import Posting
-from shoal.hub.state import draws, orders, units
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state import Refusal, draws, orders, units
 from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Reader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
@@ -130,7 +129,7 @@ VOID_SENTENCES = {
 
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     waits = f"waits for a worker again, after {count_of(len(leases), 'lease')}" if leases else "waits for a worker"
-    if units.is_entrusted(unit):
+    if units.is_for_validators(unit):
         attempts = count_of(unit.failures, "attempt")
         waits = f"waits for a validator to generate it, after {attempts} that nobody could judge"
     return {

@@ -5,9 +5,7 @@ from dataclasses import replace
 from shoal.environments import columns_of
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label, orders_of, require_trusted
-from shoal.hub.state import batches, evaluations
-from shoal.hub.state.commands import RaiseAlarm, Refusal
-from shoal.hub.state.rows import Moment, NodeRow, UnitRow
+from shoal.hub.state import Moment, NodeRow, RaiseAlarm, Refusal, UnitRow, batches, evaluations
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import PolicyAnnouncement, SignedDocument, Submission, pack, unpack
 from shoal.protocol.batch import BatchReply, StepReport, TrainingBatch, TrainingGroup, TrainingRollout

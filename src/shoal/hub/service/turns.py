@@ -1,9 +1,9 @@
-"""Whose turn it is among newcomers: networks take turns, in a network its addresses, at an address its keys.
+"""Which newcomer gets the next unit: networks take turns, then the addresses of a network, then the keys of an address.
 
-If there is not enough for all, a free unit goes to the waiting network that had fewer; inside it in the same way to an
-address, and there to a key. A party with a newly accepted group is first, and its place is kept until it asks again.
-A party yields for about `lease_s` at most: the others may wait for what they do not take. All this is of one
-process and in memory only: addresses are written nowhere.
+If there are too few units, a free one goes to the waiting network that got the fewest; by the same rule to one of its
+addresses, and to a key there. A newly accepted group puts its network, address and key first until they ask again.
+Letting others go first ends after about `lease_s`: they may be unable to take what is free. All of it is kept
+in the memory of one process: addresses are written nowhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-WAITS_MS = 10_000  # of whom nothing has been heard for so long does not wait any more: workers ask every 5 s
+WAITS_MS = 10_000  # who has not asked for so long does not wait any more: workers ask every 5 s
 FORGOTTEN_MS = 600_000
 REMEMBERED = (4096, 256, 256)  # networks; addresses of one; keys of an address
 
@@ -35,42 +35,39 @@ def network_of(client: str) -> str:
 
 
 @dataclass
-class _Party:
-    """A network, an address, or a key; `within` are those inside it, in the order in which they asked."""
+class _Asker:
+    """A network, an address, or a key; `within` are its addresses or keys, the one that asked last at the end."""
 
     taken: int = 0
     asked_ms: int = 0
-    waits_ms: int | None = None  # when it last asked in vain, if it has got nothing since
-    yields_ms: int | None = None  # since when it has yielded, and nobody has taken what it left
-    within: OrderedDict[str, _Party] = field(default_factory=OrderedDict)
+    waiting_ms: int | None = None  # when it last asked and got nothing, if it has got nothing since
+    deferring_ms: int | None = None  # since when it lets others go first who took nothing
+    within: OrderedDict[str, _Asker] = field(default_factory=OrderedDict)
 
-    def before(self, own: _Party, now_ms: int) -> int:
+    def before(self, own: _Asker, now_ms: int) -> int:
         return sum(
-            each.waits_ms is not None and each.taken < own.taken and now_ms - each.waits_ms <= WAITS_MS
+            each.waiting_ms is not None and each.taken < own.taken and now_ms - each.waiting_ms <= WAITS_MS
             for each in self.within.values()
         )
 
-    def took(self, own: _Party, units: int) -> None:
+    def took(self, own: _Asker, units: int) -> None:
         for each in self.within.values():
             if each.taken > own.taken:
-                each.yields_ms = None  # it yielded to this one, and not in vain
+                each.deferring_ms = None  # it let this one go first, which took units
         own.taken += units
-        own.waits_ms = own.yields_ms = None
+        own.waiting_ms = own.deferring_ms = None
 
     def earned(self, now_ms: int) -> None:
-        self.taken, self.waits_ms = -1, now_ms  # before those who have had no turn yet: they may never deliver
+        self.taken, self.waiting_ms = -1, now_ms  # before those who have had no turn yet: they may never deliver
 
     def forget(self, now_ms: int, most: int) -> None:
-        while True:
-            name, each = next(iter(self.within.items()))
-            if len(self.within) <= most and now_ms - each.asked_ms <= FORGOTTEN_MS:
-                return
-            del self.within[name]
+        while len(self.within) > most or now_ms - next(iter(self.within.values())).asked_ms > FORGOTTEN_MS:
+            self.within.popitem(last=False)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a newcomer asks from. This machine's own processes are of no network and in no order."""
+    """Where a newcomer asks from. This machine's own processes have no network and wait for nobody's turn."""
 
     network: str
     address: str
@@ -82,16 +79,16 @@ class Place:
 
 class Turns:
     def __init__(self) -> None:
-        self._networks = _Party()
+        self._networks = _Asker()
         self._lock = threading.Lock()
 
     def ahead(self, place: Place, now_ms: int, longest_ms: int) -> tuple[int, int]:
-        """How many other networks, and how many parties inside this one, wait and have had fewer units. After
-        `longest_ms` of yielding in vain, none."""
+        """How many other networks, and how many addresses and keys of this one, wait and got fewer units. None if this
+        one has let them go first for `longest_ms` and they took nothing."""
         found = [0, 0]
         with self._lock:
             for depth, (around, own) in enumerate(self._path(place)):
-                if own.yields_ms is None or now_ms - own.yields_ms < longest_ms:
+                if own.deferring_ms is None or now_ms - own.deferring_ms < longest_ms:
                     found[min(depth, 1)] += around.before(own, now_ms)
         return found[0], found[1]
 
@@ -101,34 +98,34 @@ class Turns:
             path = [own.taken for _, own in self._path(place)]
         return max(0, path[1]) if len(path) > 1 else 0
 
-    def _path(self, place: Place) -> Iterator[tuple[_Party, _Party]]:
+    def _path(self, place: Place) -> Iterator[tuple[_Asker, _Asker]]:
         around = self._networks
         for name in place.names():
-            own = around.within.get(name, _Party())
+            own = around.within.get(name, _Asker())
             yield around, own
             around = own
 
-    def asked(self, place: Place, units: int, now_ms: int, yielded: bool = False, only_inside: bool = False) -> None:
-        """A newcomer asked and got so many units; with none it waits. If others of its own network have them
-        (`only_inside`), the network does not wait."""
+    def asked(self, place: Place, units: int, now_ms: int, deferred: bool = False, only_inside: bool = False) -> None:
+        """A newcomer asked and got so many units; with none it waits. If only its own network is to blame
+        (`only_inside`), the network does not wait. `deferred`: it got none because others go first."""
         with self._lock:
             around = self._networks
             for depth, name in enumerate(place.names()):
-                own = around.within.setdefault(name, _Party())
+                own = around.within.setdefault(name, _Asker())
                 around.within.move_to_end(name)
                 own.asked_ms = now_ms
                 if units:
                     around.took(own, units)
                 elif depth or not only_inside:
-                    own.waits_ms = now_ms
-                if yielded and own.yields_ms is None and around.before(own, now_ms):
-                    own.yields_ms = now_ms
+                    own.waiting_ms = now_ms
+                if deferred and own.deferring_ms is None and around.before(own, now_ms):
+                    own.deferring_ms = now_ms
                 around.forget(now_ms, REMEMBERED[depth])
                 around = own
 
     def earned(self, network: str, node: str, now_ms: int) -> None:
         with self._lock:
-            found = self._networks.within.get(network, _Party())
+            found = self._networks.within.get(network, _Asker())
             found.earned(now_ms)
             for address in found.within.values():
                 if node in address.within:

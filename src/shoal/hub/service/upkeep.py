@@ -15,8 +15,7 @@ from shoal.hub.buckets import Buckets
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.measuring import Evaluating
-from shoal.hub.state import audits, credits, leases, nodes
-from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment
+from shoal.hub.state import UNDECIDED_SUBMISSIONS, Moment, audits, credits, leases, nodes
 from shoal.hub.storage import Reader
 from shoal.protocol import MAX_SKEW_MS, LedgerEntry
 from shoal.runtime.clock import Clock, SystemClock
@@ -134,7 +133,7 @@ class Upkeep:
     def _end_overdue(self, now_ms: int) -> None:
         context = self._context
         with context.storage.read() as reader:
-            late_leases = context.unspared(reader.overdue_holdings(now_ms), now_ms)
+            late_leases = context.inexcusable(reader.overdue_holdings(now_ms), now_ms)
             late_audits = reader.overdue_audits(now_ms)
         if late_leases or late_audits:
             with context.decision(sweep=True, exclusive=True) as (transaction, moment):

@@ -27,8 +27,8 @@ from shoal.protocol.submission import SUBMISSION_FORMAT, Receipt, Submission, su
 from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point
 
-ENTRUSTED = 4  # units that a validator gets at once to generate: enough for an engine, and audits do not wait long
-AHEAD = 24  # requests' worth of tasks that an overtaken request makes: as many may be decided at once
+FOR_VALIDATORS = 4  # units that one validator gets to generate: enough for an engine, and audits do not wait long
+AHEAD = 24  # a request whose units others took makes the tasks of so many requests: as many may be decided at once
 
 
 class Work:
@@ -99,10 +99,10 @@ class Work:
         if self._stock:
             self._stock.took(lease.unit for lease in granted)
         self._next_unit = max([self._next_unit, moment.progress.next_unit, *(lease.unit + 1 for lease in granted)])
-        # a node that gets nothing for another reason than a lack of units does not wait for its turn
+        # a node that gets nothing for another reason than a lack of units waits for nobody's turn
         if fresh.on_probation and not known and (planned.short or granted):
             inside = not granted and planned.short == "inside"
-            context.turns.asked(place, len(granted), moment.now_ms, planned.yields, inside)
+            context.turns.asked(place, len(granted), moment.now_ms, planned.deferred, inside)
         if lost:
             context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
         finished = pacing.is_finished(moment.rules, moment.progress)
@@ -210,11 +210,11 @@ class Work:
         transaction.apply(leases.issued(signed, fresh))
         return [lease for lease, _ in signed]
 
-    def entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
+    def lease_to_validator(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
         """A validator's leases: those that it holds, or else some of the units that nobody could judge."""
         context, left = self._context, frozenset(request.left)
         with context.storage.read() as reader:
-            units = reader.open_units(ENTRUSTED, entrusted=True)
+            units = reader.open_units(FOR_VALIDATORS, for_validators=True)
             if not units and not reader.holdings(node.node):
                 return ()
         self.drawing.prepare_again(units)
@@ -223,9 +223,9 @@ class Work:
             transaction.apply(leases.give_up(moment, holdings, left))
             held = [each.lease for each in holdings if each.lease.lease not in left]
             if not held and not orders_of(transaction).halted(moment.now_ms):
-                units = transaction.open_units(ENTRUSTED, entrusted=True)
+                units = transaction.open_units(FOR_VALIDATORS, for_validators=True)
                 made = [unit for unit in units if self.drawing.is_made(unit)]  # others come with the next request
-                planned = leases.entrust(moment, made)
+                planned = leases.plan_for_validator(moment, made)
                 name = f"entrusted-u{units[0].unit}a{units[0].attempt}" if units else ""
                 ask = leases.Demand(transaction.node(node.node) or node, name, len(units), held=0)
                 held = self._issue(transaction, leases.issue(moment, ask, planned), request.generates)

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.hub.state import credits, nodes, pacing, reputation, rows
-from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, Save, alarm
+from shoal.hub.state import AddVerdict, Command, Record, Refusal, Save, alarm, credits, nodes, pacing, reputation, rows
 from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
 from shoal.protocol import Branches, Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
@@ -43,16 +42,16 @@ def claim(moment: Moment, waiting: Iterable[SubmissionRow], validator: str) -> l
 
 @dataclass(frozen=True)
 class VerdictCase:
-    """All that a verdict may touch. If an audit fails the node has more at stake: accepted groups in no batch
-    (`untrained`), what waits for a `light` audit, `pending` credit. `leased_at_ms` is 0 where nothing has failed; `kin`
-    are nodes of the same kind."""
+    """All rows that a verdict may change. A failed audit also concerns the node's accepted groups in no batch
+    (`untrained`), what waits for a `light` audit, and `pending` credit; `same_kind` are nodes of the same kind.
+    `leased_at_ms` is 0 unless the audit failed, or the node failed one before."""
 
     submission: SubmissionRow
     unit: UnitRow
     node: NodeRow
     holdings: Sequence[Holding] = ()
     leased_at_ms: int = 0
-    kin: Sequence[NodeRow] = ()
+    same_kind: Sequence[NodeRow] = ()
     untrained: Sequence[Filled] = ()
     light: Sequence[SubmissionRow] = ()
     pending: Sequence[SubmissionRow] = ()
@@ -83,7 +82,7 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         verdict = verdict.model_copy(update={"tally": Tally(), "branches": Branches()})
         ruling = replace(ruling, verdict=verdict)
     case = replace(case, node=reputation.counted(case.node, verdict))
-    spread = reputation.failing_kind(moment, case.node, case.kin, verdict)
+    spread = reputation.failing_kind(moment, case.node, case.same_kind, verdict)
     outcome = Outcome.UNSURE if spread else verdict.outcome
     accepted, paid = outcome == Outcome.ACCEPTED, not case.node.trusted
     decided = submission.to(
@@ -121,7 +120,7 @@ def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command
 
 
 def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
-    """What was pulled had been accepted, what its kind made unsure had been rejected."""
+    """A pulled submission had been accepted; one that is unsure because of its kind had been rejected."""
     stands = "accepted" if submission.state == SubmissionState.PULLED else submission.state.value
     of_its_kind = verdict.severity is Severity.STATISTICAL and submission.reason == verdict.reason
     if stands == verdict.outcome.value or (stands == Outcome.UNSURE.value and of_its_kind):
@@ -140,7 +139,7 @@ def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> l
 
 
 def _require_fitting(moment: Moment, case: VerdictCase, verdict: Verdict) -> None:
-    """Impossible sums would spoil their node's record, for or against it."""
+    """Refuse impossible sums: they would falsify their node's record."""
     rules, tally, branches = moment.rules, verdict.tally, verdict.branches
     most = rules.group_size * rules.max_new_tokens
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import draws, pacing, rows, units
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
+from shoal.hub.state import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save, draws, pacing, rows, units
 from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, Rules, RunProgress, SubmissionRow, UnitRow, UnitState
 from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.hub.state import pacing
-from shoal.hub.state.commands import Command, Record, Save
-from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
+from shoal.hub.state import Command, Moment, NodeRow, Record, Save, SubmissionRow, pacing
 from shoal.ledger import credit_for
 from shoal.protocol import document_hash
 

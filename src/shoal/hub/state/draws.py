@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import EnvironmentSetupError
-from shoal.hub.state.commands import Command, alarm
-from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
+from shoal.hub.state import Command, Moment, Pool, PoolRules, TaskRow, alarm
 from shoal.protocol.lease import permute
 
 ROUNDS = 6

@@ -12,8 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shoal.hub.state.commands import Command, Refusal, Save
-from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, Moment
+from shoal.hub.state import Command, EvaluationPlan, EvaluationRow, EvaluationState, Moment, Refusal, Save
 from shoal.protocol import Evaluation, EvaluationReport, PolicyRef
 
 SLICE = 32  # tasks that a validator answers between two claims of audits

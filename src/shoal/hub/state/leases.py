@@ -12,31 +12,30 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from shoal.hub.state import newcomers, nodes, pacing
-from shoal.hub.state.commands import Command, Save
+from shoal.hub.state import Command, Save, newcomers, nodes, pacing
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, NodeRow, Rules, UnitRow, UnitState
 from shoal.hub.state.units import fail
 from shoal.protocol import NodeState, PolicyRef
 
-FIRST_LEASE = 4  # times `lease_s` is an unproven worker's longest lease: a slow machine can show what it can do
+FIRST_LEASE = 4  # an unproven worker's longest lease, in `lease_s`: enough for a slow machine's first group
 PACE_MARGIN = 2
-LONG_TRIES = 2  # first leases in a row that last long at once: a machine may be restarted in its first
+LONG_TRIES = 2  # an unproven node that let fewer leases lapse in a row may get a long one: it may have been restarted
 
 
 @dataclass(frozen=True)
 class Absence:
-    """The hub could not be reached between these times. Leases from before whose deadline falls into them, or into the
-    grace after them, end with the grace, and are nobody's fault."""
+    """The hub could not be reached between these times. A lease from before whose deadline is in this time, or in the
+    grace after it, lasts until the grace ends, and its lapse does not count against its node."""
 
     from_ms: int
     until_ms: int
     grace_ms: int
 
-    def struck(self, lease: LeaseRow) -> bool:
+    def explains(self, lease: LeaseRow) -> bool:
         return lease.issued_at_ms < self.until_ms and self.from_ms < lease.deadline_ms < self.until_ms + self.grace_ms
 
-    def spares(self, lease: LeaseRow, now_ms: int) -> bool:
-        return now_ms < self.until_ms + self.grace_ms and self.struck(lease)
+    def still_excuses(self, lease: LeaseRow, now_ms: int) -> bool:
+        return now_ms < self.until_ms + self.grace_ms and self.explains(lease)
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,14 @@ class Demand:
 
 @dataclass(frozen=True)
 class LeasePlan:
-    """What a request may have: these open units `again` and so many `fresh` ones, under a policy. Or why not:
-    `held_back` if for a reason in the node; `short` if the node could start at once and only lacks a unit
-    ("inside": others of its own network have them, or are first), or it `yields` to others."""
+    """What a request gets: these open units `again` and so many `fresh` ones, under a policy. If nothing, why:
+    `held_back` if the reason is about this node; `short` if it only lacks a free unit ("inside": because of others of
+    its own network); `deferred` if others go first."""
 
     waiting: str = ""
     held_back: bool = False
     short: Literal["", "everywhere", "inside"] = ""
-    yields: bool = False
+    deferred: bool = False
     again: tuple[UnitRow, ...] = ()
     fresh: int = 0
     policy: PolicyRef | None = None
@@ -99,7 +98,7 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePla
     allowed = newcomers.room_for(moment, node, crowd)
     if allowed is not None and allowed < 1:
         return _crowded(moment, ask)
-    # what somebody else had before is not for newcomers while others ask
+    # newcomers get no unit that somebody had before while established nodes ask
     again = open_units
     if newcomers.is_bounded(moment, node, crowd) and crowd.asking:
         again = [unit for unit in open_units if unit.attempt == 0]
@@ -107,10 +106,10 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePla
     free = len(again) + room
     left = newcomers.left_by_turns(moment, node, crowd, free)
     if left < 1 <= free:
-        return _wait("newcomers of other networks are first: they had fewer units", short="everywhere", yields=True)
+        return _wait("newcomers of other networks are first: they had fewer units", short="everywhere", deferred=True)
     left = min(left, newcomers.left_inside(moment, node, crowd, left))
     if left < 1 <= free:
-        return _wait("other newcomers of this network are first: they had fewer units", short="inside", yields=True)
+        return _wait("other newcomers of this network are first: they had fewer units", short="inside", deferred=True)
     if node.lapses and newcomers.is_brief(moment, node, crowd):
         waiting = "this node's last lease came to nothing: it gets another when other new keys have finished theirs"
         return _wait(waiting, short="everywhere")
@@ -145,7 +144,7 @@ def why_no_unit(moment: Moment) -> str:
     return f"all {progress.alive} units of step {progress.next_step} (policy {label}) are given out or being checked"
 
 
-def entrust(moment: Moment, units: Sequence[UnitRow]) -> LeasePlan:
+def plan_for_validator(moment: Moment, units: Sequence[UnitRow]) -> LeasePlan:
     if moment.progress.policy is None or pacing.is_finished(moment.rules, moment.progress):
         return LeasePlan()
     return LeasePlan(again=tuple(units), policy=moment.progress.policy)
@@ -190,9 +189,9 @@ def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
 
 
 def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) -> int:
-    """How long a lease lasts before any progress, for a node with so many units: `PACE_MARGIN` times what it has needed
-    so far. New nodes show progress in chunks of `proof_rows` tokens: where these are too few to renew a first lease in
-    time, it lasts as long as it can at once."""
+    """How long a lease lasts without progress, for a node with so many units: `PACE_MARGIN` times what it has needed so
+    far. An unproven node shows progress in chunks of `proof_rows` tokens. Where a completion has too few chunks to
+    renew the lease in time, the first lease has its longest duration from the start."""
     most_ms = longest_ms(rules, node, brief)
     if node.unproven and node.lapses < LONG_TRIES and rules.max_new_tokens < FIRST_LEASE * rules.proof_rows:
         return most_ms
@@ -216,8 +215,8 @@ def renew(moment: Moment, held: Sequence[LeaseRow], progress: Mapping[str, int])
 def abandon(
     moment: Moment, node: NodeRow, holdings: Sequence[Holding], request: str, held: Container[str]
 ) -> list[Command]:
-    """End the leases that their node no longer knows, but those of this `request`, as if they had run out: should the
-    work turn up, it is taken while its unit is free."""
+    """Expire the leases that their node no longer knows, except those of this `request`. A late submission for one is
+    still taken while its unit is free."""
     lost = [each for each in holdings if each.lease.request != request and each.lease.lease not in held]
     return end(moment, lost, {node.node: node})
 
@@ -225,12 +224,12 @@ def abandon(
 def end(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
-    """Their units are open again: that is no failure of theirs, as hoarding leases must not void work. Each of the
-    `holders` pays once for all that lapses now, unless the hub's `absence` is to blame. Validators' leases count as
-    attempts on the unit instead: no step waits for ever for what none of them can do."""
+    """Expire leases and reopen their units. It is no failed attempt of a worker's unit: hoarding leases must not void
+    work. Each of the `holders` is penalised once for all leases that lapse now, unless the hub's `absence` explains it.
+    A validator's lease counts as a failed attempt on its unit, so that no step waits for ever for such a unit."""
     ours = [held for held in holdings if holders[held.lease.node].trusted]
     theirs = [held for held in holdings if not holders[held.lease.node].trusted]
-    lapsed = [held.lease.node for held in theirs if absence is None or not absence.struck(held.lease)]
+    lapsed = [held.lease.node for held in theirs if absence is None or not absence.explains(held.lease)]
     commands = fail(moment, _still_leased(ours), trusted=True)
     for name, count in sorted(Counter(lapsed).items()):
         commands += nodes.lapse(moment.rules, holders[name], count, moment.now_ms)

@@ -14,17 +14,17 @@ from shoal.hub.state.rows import InHand, Moment, NodeRow, SubmissionRow
 HERE_MS = 30_000
 """An established node that was heard of within this time is here; one that asked for work within it is asking."""
 SLACK = 2 * 6 * 16
-"""Units that two hubs of one database may give out at the same moment, by six decisions each: a bound that is further
-away than that is looked at without a lock."""
+"""The most units that two hubs of one database give out at the same moment (six decisions each, 16 units): while more
+units than that are left to a bound, it is checked without a lock."""
 FIRST_UNITS = 1
-"""Of a key that has passed no audit, counted until the group is judged: rubbish is submitted at once."""
+"""Units in hand of a key that has passed no audit. They count until they are judged: rubbish is submitted at once."""
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """What all nodes on probation have in hand; whether established nodes are here, and asking; how many waiting
-    networks are before this node's, and how many parties inside it; how many units its address has `taken` since a
-    group from there was accepted."""
+    """What all nodes on probation have in hand; whether established nodes are here, and asking; how many networks go
+    before this node's (`ahead`), and how many addresses and keys of its own (`ahead_inside`); how many units its
+    address has `taken` since a group from there was accepted."""
 
     in_hand: InHand = field(default_factory=InHand)
     established: bool = False
@@ -50,8 +50,9 @@ def room_for(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
 
 
 def counted(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
-    """How many units newcomers have in hand, for this node: another network counts for half of the share at the most,
-    and so do the long leases of all others together; not so for addresses that waste units."""
+    """How many units newcomers have in hand, as counted for this node: each other network counts at most half of the
+    share, and so do the long leases of all other networks together. An address that wastes units gets no such
+    reduction: for it all units count."""
     most, networks = half(most_in_hand(moment)), crowd.in_hand.networks
     if _rounds(crowd, most):
         return sum(networks.values())
@@ -86,7 +87,7 @@ def _long_elsewhere(node: NodeRow, crowd: Crowd, most: int) -> int:
 
 
 def _excess(node: NodeRow, crowd: Crowd, most: int) -> int:
-    """How many more long leases new keys of the node's network have than they may now that it may have `most` units."""
+    """By how many the long leases of new keys of the node's network exceed half of its `most` units."""
     return max(0, crowd.in_hand.long.get(node.network, 0) - half(most)) if node.network else 0
 
 
@@ -104,7 +105,7 @@ def is_brief(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
 
 
 def left_by_turns(moment: Moment, node: NodeRow, crowd: Crowd, free: int) -> int:
-    """How many of `free` units are left for this node when each network that is before its own has one of them."""
+    """How many of `free` units are left for this node's network once each network that goes first has one."""
     if not node.on_probation or moment.rules.newcomer_share >= 1:
         return free
     if is_bounded(moment, node, crowd):
@@ -113,7 +114,7 @@ def left_by_turns(moment: Moment, node: NodeRow, crowd: Crowd, free: int) -> int
 
 
 def left_inside(moment: Moment, node: NodeRow, crowd: Crowd, left: int) -> int:
-    """How many of the units `left` for its network are left for this node: one each for those before it."""
+    """How many units of those `left` for its network remain once each address and key that goes first has one."""
     if not node.on_probation or not node.network or moment.rules.newcomer_share >= 1:
         return left
     if node.unproven:
@@ -134,21 +135,23 @@ def is_tight(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
 
 
 def choose(
-    established: Sequence[SubmissionRow], newcomers: Sequence[SubmissionRow], owed: float, count: int, share: float
+    established: Sequence[SubmissionRow], newcomers: Sequence[SubmissionRow], saved: float, count: int, share: float
 ) -> tuple[list[SubmissionRow], float]:
-    """The `count` submissions that are audited next, and how many tokens are `owed` to newcomers then. An audit of an
-    established node's group saves up tokens for them, so that they get `share` of all tokens; a group of theirs is next
-    when there is enough for it. What one side leaves the other takes."""
+    """The `count` submissions that are audited next, and the tokens `saved` for newcomers after that. Each audit of an
+    established node's group saves tokens for newcomers, so that these get `share` of all audited tokens; a newcomer's
+    group is next once its tokens are saved. If one side has nothing to audit, the other gets the rest."""
     if not newcomers:
         return list(established[:count]), 0.0
     first, second = deque(established[:count]), deque(newcomers)
     most = max(max(1, row.tokens) for row in (*first, *second))
     chosen: list[SubmissionRow] = []
     while len(chosen) < count and (first or second):
-        if second and (not first or owed >= max(1, second[0].tokens)):
+        if second and (not first or saved >= max(1, second[0].tokens)):
             chosen.append(second.popleft())
-            owed = max(0.0, owed - max(1, chosen[-1].tokens))
+            saved = max(0.0, saved - max(1, chosen[-1].tokens))
         else:
             chosen.append(first.popleft())
-            owed += max(1, chosen[-1].tokens) * share / (1 - share)
-    return chosen, min(owed, most / (1 - share))  # what nobody claimed is not saved up for ever
+            saved += max(1, chosen[-1].tokens) * share / (1 - share)
+    return chosen, min(
+        saved, most / (1 - share)
+    )  # at most the largest group's, or a long pause of newcomers would be paid back at once

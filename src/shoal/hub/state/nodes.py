@@ -6,9 +6,9 @@
                    ▲                                                                         │
                    └────────────────── pardon by the owner ◄── banned ◄── one certain, or two statistical failures
 
-What lapses at one time halves the window once. Giving back halves too, as it may be meant to keep units from others; it
-counts as lapsed only for a node whose window is one. A suspended node may submit what it holds; a banned one's leases
-are void, and what it had submitted before is still judged.
+Leases that lapse at the same time halve the window once. Giving leases back halves it too, or a node could keep units
+from others at no cost; it counts as a lapse only if the window is one already. A suspended node may submit what it
+holds; a banned node's leases are void, and what it submitted before is still judged.
 """
 
 import json
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.hub.state import reputation
-from shoal.hub.state.commands import Command, Record, Refusal, Save
+from shoal.hub.state import Command, Record, Refusal, Save, reputation
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, NodeRow, Rules, UnitState
 from shoal.protocol import Liveness, NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
 
@@ -106,7 +105,7 @@ def give_back(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Comm
 
 
 def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:
-    """Leases of one request are generated together: each took its part of the time."""
+    """Leases of one request are generated together: the pace per group is the time divided by their number."""
     took_ms = max(1, (now_ms - lease.issued_at_ms) // max(1, lease.granted))
     pace_ms = took_ms if node.pace_ms == 0 else (node.pace_ms * (PACE_WEIGHT - 1) + took_ms) // PACE_WEIGHT
     return replace(node, lapses=0, pace_ms=max(1, pace_ms))

@@ -82,8 +82,8 @@ def require_fresh(action: AdminAction, now_ms: int) -> None:
 
 
 def require_allowed(orders: Orders, verb: AdminVerb, role: str, public_key: str) -> None:
-    """Revocations are for good: some only the root may order, so nobody else may undo one. For a banned trusted node
-    the run would wait, or end, with nothing said: its key is revoked instead."""
+    """A revocation is final, because some may be ordered by the root key only. A trusted node cannot be banned or
+    suspended, since the run would wait for it without saying so: its key is revoked instead."""
     if verb is AdminVerb.PARDON and public_key in orders.revoked:
         raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, and that is for good: make a new one")
     if verb is not AdminVerb.PARDON and role == "trainer":

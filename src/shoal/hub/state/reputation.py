@@ -43,7 +43,7 @@ such a check once in 10,000 audits or so: without this every honest node would b
 DOUBTED, MOST_DOUBT, LEAST_FORGIVEN, MOST_FORGIVEN = 3.5, 4.5, 1 / 64, 1 / 2
 MANY, WITHIN_MS = 3, 3_600_000
 STEERED = "sampling.steered"
-POOLED_AUDITS = 128  # full audits until a node's evidence is its own alone: about as many as that takes to suffice
+POOLED_AUDITS = 128  # full audits after which evidence is not pooled: about as many as evidence needs to suffice
 NEWER = "gains/newer"
 
 
@@ -75,14 +75,14 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
 
 
 def unmeasured(node: NodeRow) -> NodeRow:
-    """A node of a kind that nobody measured is a newcomer: by limits of its number format alone nothing is a
-    statistical failure, so everything is audited fully."""
+    """A node of a kind that nobody measured counts as on probation, so that all its work is audited fully: limits of a
+    number format alone allow no statistical failure."""
     return node if node.on_probation else replace(node, passed=PROBATION_AUDITS - 1, streak=0)
 
 
 def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
     """`own_fault` if it was not our own machinery that failed."""
-    record = recent(node.record.plus(verdict.tally))  # so that accidents are not for the asking
+    record = recent(node.record.plus(verdict.tally))  # or a node could cause accidents at no risk
     after = replace(node, unsure=node.unsure + 1, record=record)
     if not own_fault:
         return after
@@ -105,22 +105,22 @@ def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: in
 
 
 def recent(record: Tally) -> Tally:
-    """Channels that are no higher than honest work's begin at zero: honest work cannot be saved up for later, and the
-    evidence is always of one stretch of work."""
+    """Channels at or below what is expected of honest work restart at zero: honest work cannot be saved up, and the
+    evidence always covers one uninterrupted stretch of work."""
     above = {name: sums for name, sums in record.channels.items() if sums.seen > sums.expected}
     return record.model_copy(update={"channels": above})
 
 
-def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict: Verdict) -> RaiseAlarm | None:
-    """The alarm if this statistical rejection is that of a whole kind. `kin` are the workers of the same kind that
-    failed this check, or passed audits, within `WITHIN_MS`."""
+def failing_kind(moment: Moment, node: NodeRow, same_kind: Sequence[NodeRow], verdict: Verdict) -> RaiseAlarm | None:
+    """The alarm if most machines of this kind fail this statistical check. `same_kind` are the workers of the kind that
+    failed it, or passed audits, within `WITHIN_MS`."""
     if verdict.outcome != Outcome.REJECTED or verdict.severity is not Severity.STATISTICAL:
         return None
     if node.trusted or verdict.reason == STEERED:
         return None
     since_ms = moment.now_ms - WITHIN_MS
     failing, passing = [node], list[NodeRow]()
-    for row in {row.node: row for row in kin if row.node != node.node}.values():
+    for row in {row.node: row for row in same_kind if row.node != node.node}.values():
         if row.failed_check == verdict.reason and row.failed_at_ms >= since_ms:
             failing.append(row)
         elif row.passed > 0:

@@ -14,8 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.hub.state import nodes, pacing, rows, units
-from shoal.hub.state.commands import Command, Refusal, Save
+from shoal.hub.state import Command, Refusal, Save, nodes, pacing, rows, units
 from shoal.hub.state.rows import Holding, LeaseState, Moment, NodeRow, Rules, ShownRow, SubmissionRow, UnitState
 from shoal.protocol import Depth, ProofParameters, ShownChunks, ShownPrefix, shown_digest
 
@@ -62,7 +61,7 @@ def receive(
         late = f"lease {lease.lease} ran out"
         if unit.state != UnitState.OPEN:
             raise Refusal(410, LATE, f"{late} and unit {unit.unit} is {unit.state.value} meanwhile")
-        if units.is_entrusted(unit) and not node.trusted:
+        if units.is_for_validators(unit) and not node.trusted:
             raise Refusal(410, LATE, f"{late}, and a validator generates unit {unit.unit} now")
         if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
             raise Refusal(410, LATE, f"{late}, and policy {lease.policy.label} is too old to train on now")
@@ -76,7 +75,7 @@ def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -
         Save(row, None),
         Save(lease.to(LeaseState.SUBMITTED, ended_at_ms=now_ms), lease.state),
     ]
-    if unit.state is not UnitState.VOID:  # void: too old to train on by now, but it was asked for, so it is judged
+    if unit.state is not UnitState.VOID:  # void: too old to train on, but it is judged and paid
         filled = {"incarnation": lease.incarnation, "version": lease.version, "submission": row.submission}
         commands.append(Save(unit.to(UnitState.SUBMITTED, **filled), unit.state))
     return commands

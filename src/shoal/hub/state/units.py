@@ -1,7 +1,7 @@
 """What becomes of a unit that could not be judged.
 
     unsure, by a worker ─► open again: same task, same seeds
-    unsure twice ────────► open for validators only: one of them generates the unit (`leases.entrust`)
+    unsure twice ────────► open for validators only: one of them generates the unit (`leases.plan_for_validator`)
     our own attempt came to nothing, `TRUSTED_TRIES` times ─► void, with an alarm
 
 So no worker can void a unit or keep a step from it, with any number of keys: rejections and late leases never count.
@@ -10,9 +10,8 @@ So no worker can void a unit or keep a step from it, with any number of keys: re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.hub.state.commands import Command, RaiseAlarm, Save, alarm
+from shoal.hub.state import Command, Moment, RaiseAlarm, Save, UnitRow, UnitState, alarm
 from shoal.hub.state.pacing import overdraw
-from shoal.hub.state.rows import Moment, UnitRow, UnitState
 
 VOID_ATTEMPTS, VOID_STALE, VOID_INCARNATION = "attempts", "stale", "incarnation"
 
@@ -33,7 +32,7 @@ TRUSTED_AFTER = 2  # unsure attempts of workers after which a validator generate
 TRUSTED_TRIES = 4  # attempts of validators (not scored, generated or submitted in time) after which it is given up
 
 
-def is_entrusted(unit: UnitRow) -> bool:
+def is_for_validators(unit: UnitRow) -> bool:
     return unit.failures >= TRUSTED_AFTER
 
 

@@ -32,7 +32,7 @@ class Arrived:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._taken: dict[int, set[Nonce]] = {}  # by the span in which they are forgotten
-        self._noted = Noted()
+        self.noted = Noted()
 
     def take_nonce(self, node: str, nonce: str, until_ms: int, lasting: bool) -> bool:
         """False if it was taken before. One that is not `lasting` is never written down."""
@@ -43,7 +43,7 @@ class Arrived:
                 return False
             taken.add(named)
             if lasting:
-                self._noted.nonces.append(named)
+                self.noted.nonces.append(named)
             return True
 
     def remember(self, nonces: Iterable[Nonce]) -> None:
@@ -58,38 +58,30 @@ class Arrived:
 
     def heard(self, node: str, now_ms: int) -> None:
         with self._lock:
-            self._noted.heard[node] = now_ms
+            self.noted.heard[node] = now_ms
 
     def said(self, presence: Presence) -> None:
         with self._lock:
-            self._noted.said[presence.node] = presence
+            self.noted.said[presence.node] = presence
 
     def waiting(self) -> set[str]:
         """Nodes whose signs of life are not written yet."""
         with self._lock:
-            return {*self._noted.heard, *self._noted.said}
-
-    def has_noted(self) -> bool:
-        return bool(self._noted)
+            return {*self.noted.heard, *self.noted.said}
 
     def take(self) -> Noted:
         """All that is to be written. A caller that could not write it gives it `back`."""
-        if not self._noted:
-            return NOTHING
         with self._lock:
-            noted, self._noted = self._noted, Noted()
+            noted, self.noted = self.noted, Noted()
             return noted
 
     def back(self, noted: Noted) -> None:
         with self._lock:
-            self._noted.nonces[:0] = noted.nonces
-            self._noted.heard = noted.heard | self._noted.heard
-            self._noted.said = noted.said | self._noted.said
+            self.noted.nonces[:0] = noted.nonces
+            self.noted.heard = noted.heard | self.noted.heard
+            self.noted.said = noted.said | self.noted.said
 
     def write_again(self) -> None:
         """What was written is lost: write all nonces that are remembered."""
         with self._lock:
-            self._noted.nonces = [each for taken in self._taken.values() for each in taken]
-
-
-NOTHING = Noted()
+            self.noted.nonces = [each for taken in self._taken.values() for each in taken]

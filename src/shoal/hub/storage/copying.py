@@ -36,8 +36,8 @@ del COPIED[tables.leaders]
 
 
 def copy_rows(source: Storage, target: Storage, mark: str = "") -> None:
-    """All or nothing. A target that holds a run is refused, unless it has this `mark`: then an earlier call ended with
-    a crash."""
+    """Copy all rows or none. A target that holds a run is refused, unless it has this `mark`: then an earlier copy of
+    the same backup crashed."""
     with source.read() as reader, target.write(exclusive=True) as writer:
         there, here = unhurried(connection_of(reader)), unhurried(connection_of(writer))
         known = writer.setting("run")
@@ -50,7 +50,9 @@ def copy_rows(source: Storage, target: Storage, mark: str = "") -> None:
             while page := list(islice(rows, ROWS_AT_A_TIME)):
                 here.execute(insert(table), page)
         last = here.execute(select(func.max(tables.ledger_outbox.c.id))).scalar()
-        if last and here.dialect.name == "postgresql":  # it counts by itself: no number may come again
+        if (
+            last and here.dialect.name == "postgresql"
+        ):  # PostgreSQL numbers these rows by itself: no number may be used again
             here.execute(text("SELECT setval(pg_get_serial_sequence('ledger_outbox', 'id'), :last)"), {"last": last})
         wanted, found = extents(reader), extents(writer)
         differing = [name for name in wanted if wanted[name] != found[name]]

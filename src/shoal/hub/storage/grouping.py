@@ -59,7 +59,7 @@ class GroupCommit:
                 self._group = _Group(self._connection(durable), durable)
             group = self._group
             group.size += 1
-            alone = group.size == 1  # the first in a group has nobody beside it to spare
+            alone = group.size == 1  # to undo the first writer of a group, the whole transaction is rolled back
             if not alone:
                 group.driver.execute("SAVEPOINT body")
             try:

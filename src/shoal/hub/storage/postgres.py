@@ -2,12 +2,12 @@
 
     read        REPEATABLE READ, READ ONLY: one snapshot, which waits for nobody
     write       READ COMMITTED, under the run's lock (an advisory lock of the database)
-                  shared     by most: rows are locked as they are read, and what is merely picked (an open unit, a
-                             submission to audit) skips what others have locked
-                  exclusive  by who changes what all rely on: policy, batch, sweep, posting, restore
+                  shared     most writers: each row is locked when it is read; a search (for an open unit, for a
+                             submission to audit) skips rows that others have locked
+                  exclusive  writers that change what all others rely on: policy, batch, sweep, posting, restore
     frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
-    epoch       a number in `meta` that every change of policy, batches or settings increases: what a hub read of them
-                under the same epoch is not read again (`Remembered`). It comes with the run's lock, in one trip
+    epoch       a number in `meta` that every change of policy, batches or settings increases: while it is the same, a
+                hub does not read them again (`Remembered`). It is read together with taking the run's lock
 
 Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the
 frontier. A deadlock that happens anyway is a `StaleRow`: tried again. Every wait ends: see `LIMITS`.
@@ -26,8 +26,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Refusal
-from shoal.hub.state.rows import NodeRow, RunProgress
+from shoal.hub.state import AddBatch, AddPolicy, Command, NodeRow, Refusal, RunProgress
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.reader import Reader, among, driver_of, with_percent
@@ -37,13 +36,13 @@ from shoal.runtime.text import install_command
 
 log = logging.getLogger("shoal.hub")
 
-CONNECTIONS = 24  # of one hub; a server lets a hundred in unless told otherwise: room for four hubs
+CONNECTIONS = 24  # of one hub; PostgreSQL allows a hundred by default: enough for four hubs
 DURABLE = {"synchronous_commit": "on"}  # whatever the server, the database or the role say: a receipt is a promise
 LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
 NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
 MANY = 3  # commands that are sent in one trip: it costs the processor as much as two by themselves
 NODES_KEPT = 20_000
-KNOWN_S = 20.0  # what other hubs did to a node is seen with its second request at the latest, and by each decision
+KNOWN_S = 20.0  # another hub's change of a node is seen at its second request at the latest, and by each decision
 RUN, FRONTIER = 1, 2
 _SPACE = 0x73686F61  # "shoa": advisory locks are numbers that a whole database shares
 _AGAIN = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock timeout
@@ -95,14 +94,14 @@ class PostgresStorage(Storage):
         return row
 
     def _keep(self, found: Iterable[NodeRow]) -> None:
-        """Of trusted nodes nothing: whether they were shut out is looked up each time."""
+        """Only workers: whether a trusted node was banned is looked up each time."""
         if len(self._known) >= NODES_KEPT:
             self._known.clear()
         self._known |= {row.node: (row, time.monotonic() + KNOWN_S) for row in found if row.role == "worker"}
 
     def flush(self) -> None:
-        """Under no lock: it concerns nobody else. And look at the nodes that were heard of, so that their next requests
-        need not wait for it."""
+        """Write without a lock, as no other row is concerned; and read the nodes that were heard of, so that their next
+        requests find them in memory."""
         heard, noted = list(self.arrivals.waiting()), self.arrivals.take()
         try:
             with self._connected() as connection:
@@ -141,7 +140,7 @@ class PostgresStorage(Storage):
                     driver.rollback()
 
     def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
-        """In one trip: the values are put into the text here."""
+        """One round trip: the client puts the values into the text."""
         with self._connected() as connection, self._driver.ClientCursor(driver_of(connection)) as cursor:
             cursor.execute(_NONCE, {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms})
             return any(cursor.statusmessage == "INSERT 0 1" for _ in cursor.results())
@@ -182,7 +181,7 @@ class PostgresStorage(Storage):
 
 @dataclass
 class Remembered:
-    """What was read under an epoch, by all writers of this hub."""
+    """What this hub's writers read under one epoch."""
 
     epoch: str = ""
     progress: RunProgress | None = None
@@ -211,7 +210,7 @@ class PostgresWriter(Writer):
 
     def frontier(self) -> RunProgress:
         self._execute(_AT_FRONTIER, {})
-        self._standing = Remembered()  # who comes here relies on what the one before wrote
+        self._standing = Remembered()  # the holder of the lock before may have changed it
         return self.progress()
 
     def standing(self) -> RunProgress:

@@ -14,10 +14,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
 
-from shoal.hub.state import rows, units
-from shoal.hub.state.rows import EvaluationState, LeaseState, SubmissionState, UnitState
+from shoal.hub.state import EvaluationState, LeaseState, SubmissionState, UnitState, rows, units
 from shoal.hub.storage import tables as table
-from shoal.hub.storage.tables import Outgoing, Presence
+from shoal.hub.storage.tables import Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
 
 R = TypeVar("R")
@@ -68,8 +67,84 @@ class NodeGroup:
     lapsed: int
 
 
+def _all(mapped: table.Mapped[R], where: str, lock: str = "", skip: bool = False) -> Callable[..., list[R]]:
+    """A method of `Reader` that finds rows of one table. Its arguments are the query's parameters, in their order; a
+    writer locks the rows, or skips those that others have locked."""
+    names = tuple(dict.fromkeys(re.findall(r":(\w+)", where)))
+
+    def find(reader: "Reader", *values: Any) -> list[R]:
+        locked = reader._lock(lock, skip=skip) if lock else ""
+        return reader._find(mapped, f"{where}{locked}", **dict(zip(names, values, strict=True)))
+
+    return find
+
+
+def _by_name(mapped: table.Mapped[R]) -> Callable[..., dict[Any, R]]:
+    """A method of `Reader` that finds rows by their key."""
+
+    def find(reader: "Reader", names: Iterable[Any]) -> dict[Any, R]:
+        return {vars(row)[mapped.keys[0]]: row for row in reader._named(mapped, names)}
+
+    return find
+
+
 class Reader:
-    """In this order: the run, nodes, units and tasks, leases, submissions, evaluations, the ledger."""
+    """Lists of rows of one table first; then in this order: the run, nodes, units, leases, submissions, the ledger."""
+
+    # fmt: off
+    nodes = _all(table.NODES, "ORDER BY registered_at_ms, node")
+    nodes_named = _by_name(table.NODES)
+    nodes_after = _all(table.NODES, "WHERE node > :node ORDER BY node LIMIT :limit")
+    # Workers of one kind heard of since then that have failed this check since then, or passed an audit.
+    same_kind = _all(table.NODES, f"""{_SEEN} WHERE kind = :kind AND role = 'worker'
+        AND (passed > 0 OR (failed_check = :check AND failed_at_ms >= :since_ms))
+        AND presence.last_seen_ms >= :since_ms ORDER BY nodes.node""")
+    presences_named = _by_name(table.PRESENCE)
+    # Nodes that wait for something, the longest wait first.
+    waiting_presences = _all(table.PRESENCE, """WHERE last_seen_ms >= :since_ms AND waiting_for <> ''
+        ORDER BY waiting_since_ms, node LIMIT :limit""")
+    units_named = _by_name(table.UNITS)
+    alive_units = _all(table.UNITS, f"WHERE {_ALIVE} ORDER BY unit")
+    batched_units = _all(table.UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
+    task_rows = _by_name(table.TASKS)  # without tasks of which no group was ever in a batch or dropped
+    leases_held = _all(table.LEASES, f"WHERE {_ACTIVE} AND node = :node", lock="leases")
+    leases_of_unit = _all(table.LEASES, f"""WHERE lease IN (SELECT lease FROM leases WHERE unit = :unit
+        ORDER BY attempt DESC LIMIT {LEASES_SHOWN}) ORDER BY attempt""")
+    leases_of = _all(table.LEASES, "WHERE node = :node ORDER BY issued_at_ms DESC, unit DESC LIMIT :limit")
+    shown = _all(table.SHOWN, "WHERE lease = :lease ORDER BY part")
+    # Active leases with shown progress, by deadline.
+    showing = _all(table.LEASES, f"""WHERE {_ACTIVE}
+        AND leases.lease IN (SELECT shown.lease FROM shown WHERE shown.part = 0) ORDER BY deadline_ms""")
+    submissions_named = _by_name(table.SUBMISSIONS)
+    # Submissions of a node that wait for a light audit, or are in one.
+    light_audits = _all(
+        table.SUBMISSIONS, f"WHERE node = :node AND {UNJUDGED} AND depth = 'light' ORDER BY unit", lock="submissions")
+    pending_credit = _all(
+        table.SUBMISSIONS, "WHERE node = :node AND matures_at_ms IS NOT NULL ORDER BY unit", lock="submissions")
+    overdue_audits = _all(table.SUBMISSIONS, f"WHERE {_AUDITING} AND claimed_until_ms <= :now_ms ORDER BY unit",
+                          lock="submissions", skip=True)
+    claimed_by = _all(table.SUBMISSIONS, f"WHERE {_AUDITING} AND validator = :validator ORDER BY unit",
+                      lock="submissions", skip=True)
+    due_credit = _all(table.SUBMISSIONS, "WHERE matures_at_ms <= :now_ms ORDER BY matures_at_ms, unit LIMIT :limit")
+    decided_submissions = _all(table.SUBMISSIONS, f"WHERE {_NEWEST} LIMIT :limit")
+    # Those of the newest `among` decisions that are no acceptances.
+    refused_submissions = _all(table.SUBMISSIONS, f"""WHERE submission IN
+        (SELECT submissions.submission FROM submissions WHERE {_NEWEST} LIMIT :among)
+        AND state <> '{SubmissionState.ACCEPTED}' AND {_NEWEST}""")
+    # Submissions of the units that were dropped while `step` was the next one.
+    dropped_submissions = _all(table.SUBMISSIONS, f"""JOIN units ON units.submission = submissions.submission
+        WHERE units.lost_step = :step AND units.state = '{UnitState.DROPPED}' ORDER BY units.unit""")
+    submissions_of_unit = _all(table.SUBMISSIONS, "WHERE unit = :unit ORDER BY received_at_ms, submission")
+    # All slices of versions that have an open or claimed one.
+    evaluations_under_way = _all(table.EVALUATIONS, f"""WHERE (incarnation, version) IN
+        (SELECT incarnation, version FROM evaluations WHERE state IN ('{EvaluationState.OPEN}',
+        '{EvaluationState.CLAIMED}')) ORDER BY incarnation, version, first""", lock="evaluations", skip=True)
+    # All slices of the newest `versions` from version `since` on.
+    evaluations_since = _all(table.EVALUATIONS, """WHERE version IN (SELECT version FROM (SELECT DISTINCT version
+        FROM evaluations WHERE version >= :since ORDER BY version DESC LIMIT :versions) AS newest)
+        ORDER BY incarnation, version, first""")
+    outbox = _all(table.OUTBOX, "ORDER BY id LIMIT :limit")
+    # fmt: on
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -93,9 +168,6 @@ class Reader:
 
     def _one(self, mapped: table.Mapped[R], where: str, **values: Any) -> R | None:
         return next(iter(self._find(mapped, where, **values)), None)
-
-    def _pick(self, where: str, skip: bool = True, **values: Any) -> list[rows.SubmissionRow]:
-        return self._find(table.SUBMISSIONS, f"{where} {self._lock('submissions', skip=skip)}", **values)
 
     def _held(self, where: str, lock: bool = False, **values: Any) -> list[rows.Holding]:
         query = f"""SELECT {table.LEASES.columns}, {table.UNITS.columns} FROM leases
@@ -156,15 +228,6 @@ class Reader:
     def node(self, node: str) -> rows.NodeRow | None:
         return self._one(table.NODES, f"WHERE node = :node{self._lock('nodes')}", node=node)
 
-    def nodes(self) -> list[rows.NodeRow]:
-        return self._find(table.NODES, "ORDER BY registered_at_ms, node")
-
-    def nodes_named(self, nodes: Sequence[str]) -> dict[str, rows.NodeRow]:
-        return {row.node: row for row in self._named(table.NODES, nodes)}
-
-    def nodes_after(self, node: str, limit: int) -> list[rows.NodeRow]:
-        return self._find(table.NODES, "WHERE node > :node ORDER BY node LIMIT :most", node=node, most=limit)
-
     def nodes_ranked(self, by: Rank, limit: int) -> list[rows.NodeRow]:
         which, first = _RANKED[by]
         where = f"{_SEEN} WHERE {which} ORDER BY {first} DESC, nodes.node LIMIT :most"
@@ -179,12 +242,6 @@ class Reader:
             GROUP BY role, state, here ORDER BY role, state, here"""
         found = self._rows(query, since_ms=since_ms)
         return [NodeGroup(row[0], row[1], bool(row[2]), *map(int, row[3:])) for row in found]
-
-    def kin(self, kind: str, check: str, since_ms: int) -> list[rows.NodeRow]:
-        """Workers of one kind heard of since then that have failed this check since then, or passed an audit."""
-        where = f"""{_SEEN} WHERE kind = :kind AND role = 'worker' AND presence.last_seen_ms >= :since_ms
-            AND (passed > 0 OR (failed_check = :failed AND failed_at_ms >= :since_ms)) ORDER BY nodes.node"""
-        return self._find(table.NODES, where, kind=kind, failed=check, since_ms=since_ms)
 
     def is_established_here(self, since_ms: int) -> bool:
         query = f"""SELECT 1 FROM nodes JOIN presence ON presence.node = nodes.node
@@ -206,40 +263,25 @@ class Reader:
     def nonces(self) -> list[tuple[str, str, int]]:
         return [(node, nonce, int(until_ms)) for node, nonce, until_ms in self._rows("SELECT * FROM nonces")]
 
-    def presence(self, node: str) -> Presence | None:
-        return self._one(table.PRESENCE, "WHERE node = :node", node=node)
-
-    def presences_named(self, nodes: Sequence[str]) -> dict[str, Presence]:
-        return {row.node: row for row in self._named(table.PRESENCE, nodes)}
-
-    def waiting_presences(self, since_ms: int, limit: int) -> list[Presence]:
-        """The longest wait first."""
-        where = "WHERE last_seen_ms >= :since_ms AND waiting_for <> '' ORDER BY waiting_since_ms, node LIMIT :most"
-        return self._find(table.PRESENCE, where, since_ms=since_ms, most=limit)
-
     def unit(self, unit: int) -> rows.UnitRow | None:
         return self._one(table.UNITS, f"WHERE unit = :unit{self._lock('units')}", unit=unit)
 
-    def units_named(self, units: Sequence[int]) -> dict[int, rows.UnitRow]:
-        return {row.unit: row for row in self._named(table.UNITS, units)}
-
-    def open_units(self, limit: int, entrusted: bool = False, among: Sequence[int] | None = None) -> list[rows.UnitRow]:
+    def open_units(
+        self, limit: int, for_validators: bool = False, among: Sequence[int] | None = None
+    ) -> list[rows.UnitRow]:
         """`among`, where hubs share a database: those that somebody had before, and these."""
-        which = f"state = '{UnitState.OPEN}' AND failures {'>=' if entrusted else '<'} {units.TRUSTED_AFTER}"
+        which = f"state = '{UnitState.OPEN}' AND failures {'>=' if for_validators else '<'} {units.TRUSTED_AFTER}"
         if among is not None:
             which += " AND (attempt > 0 OR unit = ANY(:among))"
         locked = self._lock("units", skip=True)
         return self._find(table.UNITS, f"WHERE {which} ORDER BY unit LIMIT :most{locked}", among=among, most=limit)
 
-    def alive_units(self) -> list[rows.UnitRow]:
-        return self._find(table.UNITS, f"WHERE {_ALIVE} ORDER BY unit")
-
     def alive_counts(self) -> dict[UnitState, int]:
         query = f"SELECT state, count(*) FROM units WHERE {_ALIVE} GROUP BY state"
         return {UnitState(state): count for state, count in self._tallied(query).items()}
 
-    def batched_units(self) -> list[rows.UnitRow]:
-        return self._find(table.UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
+    def presence(self, node: str) -> Presence | None:
+        return self._one(table.PRESENCE, "WHERE node = :node", node=node)
 
     def unit_counts(self) -> dict[str, int]:
         lost = (f"void_{reason}" for reason in (units.VOID_ATTEMPTS, units.VOID_STALE, units.VOID_INCARNATION))
@@ -249,10 +291,6 @@ class Reader:
             if state == UnitState.VOID:
                 counts[f"void_{reason}"] = count
         return counts
-
-    def task_rows(self, tasks: Sequence[str]) -> dict[str, rows.TaskRow]:
-        """Without tasks of which no group was ever in a batch or dropped."""
-        return {row.task: row for row in self._named(table.TASKS, tasks)}
 
     def pool_counts(self) -> dict[str, int]:
         return self._tallied("SELECT pool, count(*) FROM tasks GROUP BY pool")
@@ -270,9 +308,6 @@ class Reader:
             which = f"(({which}) OR (leases.node = :node AND leases.request = :request))"
         return self._held(f"{which} {order}", lock=True, node=node, request=request)
 
-    def leases_held(self, node: str) -> list[rows.LeaseRow]:
-        return self._find(table.LEASES, f"WHERE {_ACTIVE} AND node = :node{self._lock('leases')}", node=node)
-
     def oldest_holdings(self, limit: int) -> list[rows.Holding]:
         return self._held(f"{_ACTIVE} ORDER BY leases.issued_at_ms, leases.unit LIMIT :most", most=limit)
 
@@ -286,24 +321,8 @@ class Reader:
         which = f"leases.issued_at_ms < :since_ms AND leases.node IN ({gone}) ORDER BY leases.unit"
         return self._held(f"{_ACTIVE} AND {which}", since_ms=since_ms)
 
-    def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
-        where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_SHOWN}"
-        return self._find(table.LEASES, where, unit=unit)[::-1]
-
-    def leases_of(self, node: str, limit: int) -> list[rows.LeaseRow]:
-        where = "WHERE node = :node ORDER BY issued_at_ms DESC, unit DESC LIMIT :most"
-        return self._find(table.LEASES, where, node=node, most=limit)
-
-    def shown(self, lease: str) -> list[rows.ShownRow]:
-        return self._find(table.SHOWN, "WHERE lease = :lease ORDER BY part", lease=lease)
-
     def last_shown(self, lease: str) -> rows.ShownRow | None:
         return self._one(table.SHOWN, "WHERE lease = :lease ORDER BY part DESC LIMIT 1", lease=lease)
-
-    def showing(self) -> list[rows.LeaseRow]:
-        """Active leases with shown progress, by deadline."""
-        shown = "SELECT shown.lease FROM shown WHERE shown.part = 0"
-        return self._find(table.LEASES, f"WHERE {_ACTIVE} AND leases.lease IN ({shown}) ORDER BY deadline_ms")
 
     def submission(self, submission: str) -> rows.SubmissionRow | None:
         lock = self._lock("submissions")
@@ -312,30 +331,14 @@ class Reader:
     def submission_of_lease(self, lease: str) -> rows.SubmissionRow | None:
         return self._one(table.SUBMISSIONS, f"WHERE lease = :lease{self._lock('submissions')}", lease=lease)
 
-    def submissions_named(self, names: Sequence[str]) -> dict[str, rows.SubmissionRow]:
-        return {row.submission: row for row in self._named(table.SUBMISSIONS, names)}
-
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[rows.SubmissionRow]:
-        return self._pick(f"WHERE {_any_of(states)} ORDER BY submissions.unit LIMIT :most", most=limit)
+        where = f"WHERE {_any_of(states)} ORDER BY submissions.unit LIMIT :limit"
+        return self._find(table.SUBMISSIONS, where + self._lock("submissions", skip=True), limit=limit)
 
     def waiting_audits(self, on_probation: bool, limit: int) -> list[rows.SubmissionRow]:
-        received = f"submissions.state = '{SubmissionState.RECEIVED}' AND {'' if on_probation else 'NOT '}{NEWCOMER}"
-        joined = "JOIN nodes ON nodes.node = submissions.node"
-        return self._pick(f"{joined} WHERE {received} ORDER BY submissions.unit LIMIT :most", most=limit)
-
-    def light_audits(self, node: str) -> list[rows.SubmissionRow]:
-        """Waiting for a light audit, or in one."""
-        which = f"node = :node AND {UNJUDGED} AND depth = 'light'"
-        return self._pick(f"WHERE {which} ORDER BY unit", skip=False, node=node)
-
-    def pending_credit(self, node: str) -> list[rows.SubmissionRow]:
-        return self._pick("WHERE node = :node AND matures_at_ms IS NOT NULL ORDER BY unit", skip=False, node=node)
-
-    def overdue_audits(self, now_ms: int) -> list[rows.SubmissionRow]:
-        return self._pick(f"WHERE {_AUDITING} AND claimed_until_ms <= :now_ms ORDER BY unit", now_ms=now_ms)
-
-    def claimed_by(self, validator: str) -> list[rows.SubmissionRow]:
-        return self._pick(f"WHERE {_AUDITING} AND validator = :validator ORDER BY unit", validator=validator)
+        where = f"""JOIN nodes ON nodes.node = submissions.node WHERE submissions.state = '{SubmissionState.RECEIVED}'
+            AND {"" if on_probation else "NOT "}{NEWCOMER} ORDER BY submissions.unit LIMIT :limit"""
+        return self._find(table.SUBMISSIONS, where + self._lock("submissions", skip=True), limit=limit)
 
     def untrained(self, node: str) -> list[rows.Filled]:
         query = f"""SELECT {table.UNITS.columns}, {table.SUBMISSIONS.columns} FROM units
@@ -345,28 +348,6 @@ class Reader:
         size = table.UNITS.size
         found = self._rows(query, node=node)
         return [rows.Filled(table.UNITS.read(row), table.SUBMISSIONS.read(row[size:])) for row in found]
-
-    def due_credit(self, now_ms: int, limit: int) -> list[rows.SubmissionRow]:
-        where = "WHERE matures_at_ms <= :now_ms ORDER BY matures_at_ms, unit LIMIT :most"
-        return self._find(table.SUBMISSIONS, where, now_ms=now_ms, most=limit)
-
-    def decided_submissions(self, limit: int) -> list[rows.SubmissionRow]:
-        return self._find(table.SUBMISSIONS, f"WHERE {_NEWEST} LIMIT :most", most=limit)
-
-    def refused_submissions(self, among: int) -> list[rows.SubmissionRow]:
-        """Those of the newest `among` decisions that are no acceptances."""
-        newest = f"SELECT submissions.submission FROM submissions WHERE {_NEWEST} LIMIT :most"
-        where = f"submission IN ({newest}) AND state <> '{SubmissionState.ACCEPTED}' AND {_NEWEST}"
-        return self._find(table.SUBMISSIONS, f"WHERE {where}", most=among)
-
-    def dropped_submissions(self, step: int) -> list[rows.SubmissionRow]:
-        """Submissions of the units that were dropped while `step` was the next one."""
-        joined = "JOIN units ON units.submission = submissions.submission"
-        dropped = f"units.lost_step = :step AND units.state = '{UnitState.DROPPED}'"
-        return self._find(table.SUBMISSIONS, f"{joined} WHERE {dropped} ORDER BY units.unit", step=step)
-
-    def submissions_of_unit(self, unit: int) -> list[rows.SubmissionRow]:
-        return self._find(table.SUBMISSIONS, "WHERE unit = :unit ORDER BY received_at_ms, submission", unit=unit)
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[rows.SubmissionRow]:
         ends = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)
@@ -384,19 +365,6 @@ class Reader:
     def evaluation(self, incarnation: int, version: int, first: int) -> rows.EvaluationRow | None:
         where = f"WHERE {table.EVALUATIONS.is_named}{self._lock('evaluations')}"
         return self._one(table.EVALUATIONS, where, incarnation=incarnation, version=version, first=first)
-
-    def evaluations_under_way(self) -> list[rows.EvaluationRow]:
-        """All slices of versions that have an open or claimed one."""
-        under_way = f"state = '{EvaluationState.OPEN}' OR state = '{EvaluationState.CLAIMED}'"
-        versions = f"SELECT incarnation, version FROM evaluations WHERE {under_way}"
-        where = f"WHERE (incarnation, version) IN ({versions}) ORDER BY incarnation, version, first"
-        return self._find(table.EVALUATIONS, f"{where}{self._lock('evaluations', skip=True)}")
-
-    def evaluations_since(self, version: int, versions: int) -> list[rows.EvaluationRow]:
-        """All slices of the newest `versions` from that version on."""
-        newest = "SELECT DISTINCT version FROM evaluations WHERE version >= :since ORDER BY version DESC LIMIT :most"
-        where = f"WHERE version IN (SELECT version FROM ({newest}) AS newest) ORDER BY incarnation, version, first"
-        return self._find(table.EVALUATIONS, where, since=version, most=versions)
 
     def ledger_last(self) -> LedgerEntry | None:
         return next(iter(self._entries('FROM ledger ORDER BY ledger."index" DESC LIMIT 1')), None)
@@ -422,9 +390,6 @@ class Reader:
         names = tuple(LedgerEntry.model_fields)
         found = (dict(zip(names, row, strict=True)) for row in self._rows(f"SELECT {_ENTRY} {where}", **values))
         return [LedgerEntry(**{**row, "body": json.loads(row["body"])}) for row in found]
-
-    def outbox(self, limit: int) -> list[Outgoing]:
-        return self._find(table.OUTBOX, "ORDER BY id LIMIT :most", most=limit)
 
     def outbox_length(self) -> int:
         return int(self._rows("SELECT count(*) FROM ledger_outbox")[0][0])

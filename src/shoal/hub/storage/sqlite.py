@@ -32,9 +32,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub.state import rows
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Save
-from shoal.hub.state.rows import NodeRow, RunProgress, UnitRow, UnitState
+from shoal.hub.state import AddBatch, AddPolicy, Command, NodeRow, RunProgress, Save, UnitRow, UnitState, rows
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived
 from shoal.hub.storage.grouping import Busy, GroupCommit
@@ -231,7 +229,7 @@ class SqliteStorage(Storage):
             return transaction.node(node)
 
     def flush(self) -> None:
-        if self.arrivals.has_noted():
+        if self.arrivals.noted:
             with self.write(durable=False):
                 pass  # each transaction does it
 

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from shoal import ledger
 from shoal.errors import ShoalError
-from shoal.hub.state import commands, rows
-from shoal.hub.state.commands import Command
+from shoal.hub.state import Command, commands, rows
 from shoal.hub.storage import tables
 from shoal.hub.storage.arrivals import Arrived, Noted
 from shoal.hub.storage.reader import UNJUDGED, Reader
@@ -102,11 +101,11 @@ class Writer(Reader):
         self._execute(_HEARD + _SAID, PRESENCE.write(presence))
 
     def touch_presence(self, node: str, now_ms: int) -> None:
-        """That time never goes back, though two hubs' clocks may be a little apart."""
+        """The time of a node never decreases, although two hubs' clocks may differ a little."""
         self._execute(_HEARD, PRESENCE.write(Presence(node, last_seen_ms=now_ms)))
 
     def note(self, noted: Noted) -> None:
-        """In order of nodes: two hubs that write of the same ones never wait for each other in a circle."""
+        """In order of nodes: two hubs that write the same rows cannot deadlock."""
         for nonce in noted.nonces:
             self.take_nonce(*nonce)
         for _, presence in sorted(noted.said.items()):

@@ -22,7 +22,7 @@ from shoal.protocol import LedgerEntry, NodeState, PolicyManifest, load_key
 from shoal.run.demo.recount import Recount, recount
 from shoal.run.folder import RunFolder
 from shoal.run.launch import METRICS
-from shoal.run.ledger.check import check_source, leave_ledger
+from shoal.run.ledger.check import check_source, export_ledger
 from shoal.run.ledger.sources import FolderLedger
 from shoal.run.recipe import Recipe
 from shoal.run.roles import role_names
@@ -190,7 +190,7 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
         return Claim("the records", False, "the last version was signed without the ledger's head")
     with closing(FolderLedger(folder.path)) as place:
         check_source(place, remember=False)
-    leave_ledger(folder.path)
+    export_ledger(str(folder.path), folder.path / "ledger.jsonl")
     rows, steps = rollouts_archived(folder, entries), folder.recipe.run.steps
     chain = f"{len(entries):,} ledger entries, every hash fits, through the head that was signed with the model"
     trained = f"{rows:,} rollouts trained on, in {steps} Parquet files, are those of the ledger"

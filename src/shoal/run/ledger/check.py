@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.errors import LedgerError, LedgerForked, UserError
-from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
+from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, head_of, shares_of
 from shoal.ledger.evidence import Checked, check_rows, pages, read_first_row
 from shoal.protocol import LedgerEntry
 from shoal.run.ledger import sources
-from shoal.run.ledger.sources import FolderLedger, LedgerSource, evidence_file, head_file, open_ledger
+from shoal.run.ledger.sources import FolderLedger, LedgerSource, beside, open_ledger
 from shoal.run.ledger.witness import witness_pins
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.text import printable
@@ -61,7 +61,8 @@ def check_source(
             checked.notes.append(f"{beyond}: it cannot be compared with that head, so it may be another ledger")
         others = [pin for pin in others if pin.head.index <= last]
     # The place's own pins last: its rows are read as of then, so a growing run is not behind another head.
-    pins = [*source.pins(checked.run, checked.root_key), *given]
+    own = source.pins(checked.run, checked.root_key)
+    pins = [*own, *given]
     if (other := next((pin for pin in pins if pin.head.run != checked.run), None)) is not None:
         raise LedgerError(f"{other.source} is of run {other.head.run}; this ledger is of {checked.run}")
     proofs = Proofs(Keys(checked.run, checked.root_key), Chain([*pins, *others]), needs_documents)
@@ -77,10 +78,11 @@ def check_source(
     checked.notes += source.notes
     if not checked.pins:
         checked.notes.append("no head to compare with: only from now on would a rewritten ledger be noticed")
-    trusted = source.trusted(checked.run, checked.last) if checked.last is not None and remember else None
-    if trusted is not None:
+    # Rows of a file behind its signed head may be anybody's: only that head is remembered.
+    newest = head_of(checked.run, checked.last) if source.complete else own[0].head if own else None
+    if remember and newest is not None:
         signed = source.signed_head()
-        sources.keep(checked.root_key, trusted, None if signed is None else signed.head)
+        sources.keep(checked.root_key, newest, None if signed is None else signed.head)
     return checked
 
 
@@ -126,7 +128,7 @@ def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Shares, dict
 
 
 def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
-    for path in (out, evidence_file(out), head_file(out)):
+    for path in (out, beside(out, "evidence"), beside(out, "head")):
         if path.is_dir():
             raise UserError(f"{path} is a folder: name a file, for example {path / 'ledger.jsonl'}")
     ensure_folder(out.absolute().parent)  # before anything is downloaded
@@ -134,14 +136,10 @@ def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
         return _write(source, out)
 
 
-def leave_ledger(path: Path) -> int:
-    return export_ledger(str(path), path / "ledger.jsonl")
-
-
 def _write(source: LedgerSource, out: Path) -> int:
     """Streamed into hidden files, which are renamed when they are complete and every hash fits."""
     signed, chain = source.signed_head(), Chain()
-    targets = [out] if source.missing_evidence() else [out, evidence_file(out)]
+    targets = [out] if source.missing_evidence() else [out, beside(out, "evidence")]
     hidden = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
     try:
         with ExitStack() as stack:
@@ -167,5 +165,5 @@ def _write(source: LedgerSource, out: Path) -> int:
             path.unlink(missing_ok=True)
     index = None if signed is None else signed.head.document.get("index")
     if signed is not None and isinstance(index, int) and index <= chain.last.index:
-        write_atomically(head_file(out), signed.model_dump_json(indent=2).encode() + b"\n")
+        write_atomically(beside(out, "head"), signed.model_dump_json(indent=2).encode() + b"\n")
     return chain.last.index + 1

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -52,6 +52,7 @@ class LedgerSource(LedgerReader):
     `pins`. `complete`: its last row is the last of all; not known of a file."""
 
     complete = True
+    reach: Reach | None = None
 
     def __init__(self, label: str, root_key: str | None = None) -> None:
         self.label, self.root_key, self.notes = label, root_key, list[str]()
@@ -67,18 +68,14 @@ class LedgerSource(LedgerReader):
         """The root key's certificates for this run's keys, as far as they are here."""
         return () if (found := self.signed_head()) is None else found.certificates
 
-    def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:
-        """The newest head that may be remembered after a verification up to `last`."""
-        return head_of(run, last)
-
     def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
         """What a witness published at the sources, not yet verified."""
         return []
 
-    def fetch(self, url: str, name: str, max_bytes: int, reach: Reach | None = None) -> list[bytes]:
+    def fetch(self, url: str, name: str, max_bytes: int) -> list[bytes]:
         """Nothing if a server does not have it, or does not answer (which is noted)."""
         try:
-            with closing(Connection(url, StopToken(), Timeouts(ASK_S, ASK_S, reach=reach))) as connection:
+            with closing(Connection(url, StopToken(), Timeouts(ASK_S, ASK_S, reach=self.reach))) as connection:
                 found = get_document(connection, name, max_bytes, Deadline(ASK_S))
         except (BroadcastError, ConfigError) as error:
             self.notes.append(str(error))
@@ -107,6 +104,7 @@ class HubLedger(LedgerSource):
         self._client = HubClient.of_a_person(*hub_address(where, wait_s))
         self._run = self._client.trusted_run()
         super().__init__(self._client.url, self._run.info.root_key)
+        self.reach, self._sources = self._run.reach, (*self._run.info.sources, *self._run.info.last_resort)
         self._head = self._client.signed_ledger_head()
 
     def entries(self) -> Iterator[protocol.LedgerEntry]:
@@ -114,54 +112,45 @@ class HubLedger(LedgerSource):
         return served_rows(self._client, -1, int(self._head.document["index"]))
 
     def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
-        after, last, found = entries[0].index - 1, entries[-1].index, dict[int, protocol.Evidence]()
-        while after < last:
-            limit = min(protocol.MAX_EVIDENCE_PER_PAGE, last - after)
-            found |= {each.row: each for each in self._client.evidence(after, limit).evidence}
-            after += limit
-        return found
+        """`pages` gives no more of them than one answer may have."""
+        return {each.row: each for each in self._client.evidence(entries[0].index - 1, len(entries)).evidence}
 
     def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         return self._run.info.certificates
 
     def witnessed(self, public_key: str) -> list[bytes]:
-        return [data for url in self._sources for data in self._fetch(url, witness_key(public_key), MAX_WITNESS_BYTES)]
+        return [data for url in self._sources for data in self.fetch(url, witness_key(public_key), MAX_WITNESS_BYTES)]
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         found = self._manifests()
         self._head = self._client.signed_ledger_head()  # last, so that no other head of an honest hub is ahead
-        if found is None:
-            self.notes.append("no source of this run could be asked for policy manifests, which contain heads")
-        head = protocol.LedgerHead.model_validate(self._head.document)
-        return [Pin(head, "the hub's signed head", self._head), *(found or ())]
+        return [hub_pin(self._head), *found]
 
     def signed_head(self) -> CertifiedHead | None:
         hubs = tuple(each for each in self._run.info.certificates if each.document.get("role") == "hub")
         return CertifiedHead(head=self._head, certificates=hubs)
 
-    @property
-    def _sources(self) -> tuple[str, ...]:
-        return *self._run.info.sources, *self._run.info.last_resort
-
-    def _manifests(self) -> list[Pin] | None:
+    def _manifests(self) -> list[Pin]:
         """From the first source that answers with signatures of the trainer."""
         run, key = self._run.run, self._run.trainer_key
         for source in self._sources:
             try:
-                heads = self._fetch(source, HEAD, MAX_HEAD_BYTES)
+                heads = self.fetch(source, HEAD, MAX_HEAD_BYTES)
                 labels = [label for head in heads for label in read_head(head, run, key).versions]
                 keys = [manifest_key(place) for label in labels if (place := parse_label(label)) is not None]
-                if found := [data for name in keys for data in self._fetch(source, name, MAX_MANIFEST_BYTES)]:
+                if found := [data for name in keys for data in self.fetch(source, name, MAX_MANIFEST_BYTES)]:
                     return _pins_of(found, run, key)
             except (BroadcastError, ProtocolError) as error:
                 self.notes.append(f"{source}: {error}")
-        return None
-
-    def _fetch(self, source: str, name: str, max_bytes: int) -> list[bytes]:
-        return self.fetch(source, name, max_bytes, self._run.reach)
+        self.notes.append("no source of this run could be asked for policy manifests, which contain heads")
+        return []
 
     def close(self) -> None:
         self._client.close()
+
+
+def hub_pin(signed: protocol.SignedDocument) -> Pin:
+    return Pin(protocol.LedgerHead.model_validate(signed.document), "the hub's signed head", signed)
 
 
 def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.LedgerEntry]:
@@ -177,12 +166,12 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.L
 
 
 def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
-    read = [(read_manifest(data, run, key), protocol.SignedDocument.model_validate_json(data)) for data in manifests]
-    return [
-        Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed)
-        for manifest, signed in read
-        if manifest.ledger_head is not None
-    ]
+    found = []
+    for data in manifests:
+        if (manifest := read_manifest(data, run, key)).ledger_head is not None:
+            signed = protocol.SignedDocument.model_validate_json(data)
+            found.append(Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed))
+    return found
 
 
 class FolderLedger(LedgerSource):
@@ -271,8 +260,7 @@ class FileLedger(LedgerSource):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self.path = path
-        self._head: protocol.LedgerHead | None = None
-        self._documents = _lines(evidence_file(path), protocol.Evidence, "evidence of a ledger row")
+        self._documents = _lines(beside(path, "evidence"), protocol.Evidence, "evidence of a ledger row")
         self._ahead: protocol.Evidence | None = None
 
     def entries(self) -> Iterator[protocol.LedgerEntry]:
@@ -289,36 +277,30 @@ class FileLedger(LedgerSource):
         return found
 
     def missing_evidence(self) -> str:
-        path = evidence_file(self.path)
+        path = beside(self.path, "evidence")
         return "" if path.is_file() else f"there is no {path.name} beside {self.path}"
 
     def pins(self, run: str, root_key: str) -> list[Pin]:
         """The head of an export, if a hub of this very run signed it. The run's id holds the root key's fingerprint."""
-        name, found = head_file(self.path).name, self.signed_head()
+        name, found = beside(self.path, "head").name, self.signed_head()
         if found is None:
             self.notes.append(f"there is no {name} beside it, with the hub's signed head: anybody may have written it")
             return []
         try:
             opened = [protocol.open_document(each, protocol.RoleCertificate, root_key) for each in found.certificates]
             keys = {each.public_key for each in opened if (each.run, each.role) == (run, "hub")}
-            self._head = protocol.open_document(found.head, protocol.LedgerHead, keys)
+            return [Pin(protocol.open_document(found.head, protocol.LedgerHead, keys), name)]
         except ProtocolError as error:
             raise LedgerError(f"{name} was not signed by a hub of run {run}: {error}") from error
-        return [Pin(self._head, name)]
 
     def signed_head(self) -> CertifiedHead | None:
-        return read_kept(head_file(self.path), CertifiedHead, "it is damaged, or no head of an export", LedgerError)
-
-    def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:  # noqa: ARG002  no row behind it is proven
-        return self._head
-
-
-def head_file(ledger: Path) -> Path:
-    return ledger.with_name(f"{ledger.name}.head")
+        return read_kept(
+            beside(self.path, "head"), CertifiedHead, "it is damaged, or no head of an export", LedgerError
+        )
 
 
-def evidence_file(ledger: Path) -> Path:
-    return ledger.with_name(f"{ledger.name}.evidence")
+def beside(ledger: Path, what: Literal["head", "evidence"]) -> Path:
+    return ledger.with_name(f"{ledger.name}.{what}")
 
 
 def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:

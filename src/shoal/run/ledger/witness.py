@@ -21,7 +21,7 @@ from shoal.client import HubClient
 from shoal.errors import HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.run.folder import hub_address
-from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, read_kept, save_proof, served_rows
+from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, hub_pin, read_kept, save_proof, served_rows
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
 from shoal.runtime.stop import StopToken
@@ -61,7 +61,7 @@ class Witness:
         try:
             if before is not None and head.index < before.index:
                 raise LedgerError(f"the ledger ends at row {head.index}; it had {before.index}: it was rolled back")
-            chain = Chain([Pin(head, "the hub's signed head", signed)], before)
+            chain = Chain([hub_pin(signed)], before)
             for entry in served_rows(self.client, -1 if before is None else before.index, head.index):
                 chain.add(entry)
             chain.finish()

@@ -28,8 +28,7 @@ from shoal.environments.formats import conversation, messages_of, required
 from shoal.environments.protocol import prompt_digest, question_digest
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
-from shoal.models.folder import read_config
-from shoal.models.prompts import PromptEncoder
+from shoal.models import PromptEncoder, read_config
 
 Message = tuple[str, str]
 LAYOUTS = {"messages": ("messages",), "completion": ("prompt", "completion"), "text": ("text",)}

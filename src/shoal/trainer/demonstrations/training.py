@@ -13,9 +13,8 @@ from pathlib import Path
 
 from shoal.algorithms.registry import LOSSES
 from shoal.errors import CheckpointError
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime import Clock, StopToken, SystemClock
 from shoal.runtime.sizing import settle
-from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, restore
 from shoal.trainer.demonstrations.selection import LOSS, Corpus, Indices, Schedule
 from shoal.trainer.export import ModelCard, export_policy
