@@ -208,7 +208,7 @@ def test_completion_ends_where_its_text_has_a_stop_string(engine, tiny):
     hot, proof, read = {"temperature": 3.0, "max_new_tokens": 40}, ProofParameters(topk=16, rows=4), tiny.tokenizer
     free = engine.generate([group(tiny, prompt, **hot) for prompt in PROMPTS])
     longest = sorted(chain(*free), key=lambda each: -len(each.token_ids))[:3]
-    places = [(each, len(each.token_ids) // 2) for each in longest]
+    places = [(each, len(each.token_ids) // (2 + n)) for n, each in enumerate(longest)]
     stop = tuple(read.decode_many([each.token_ids[at : at + 2].tolist()])[0] for each, at in places)
     asked = [group(tiny, prompt, stop=stop, **hot) for prompt in PROMPTS]
     asked = [replace(request, decode=decoding(request.sampling, tiny.files)) for request in asked]
