@@ -62,8 +62,8 @@ def any_of(*patterns: str) -> re.Pattern[str]:
 
 
 def plain(text: str) -> str:
-    """Names as words: `own_dice`, `own-dice` and `OwnDice` all have the word dice."""
-    return re.sub(r"(?<=\w)[_-](?=\w)|(?<=[a-z0-9])(?=[A-Z])", " ", text)
+    """Names as words: `own_dice`, `own-dice`, `_dice` and `OwnDice` all have the word dice."""
+    return re.sub(r"\b_+(?=\w)|(?<=\w)[_-](?=\w)|(?<=[a-z0-9])(?=[A-Z])", " ", text)
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:
@@ -133,7 +133,8 @@ def test_private_words_become_fewer() -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("seeds and dice", "dice"), ("own_dice = 1", "dice"), ("class OwnDice", "Dice"), ("--own-dice", "dice"),
+        ("seeds and dice", "dice"), ("own_dice = 1", "dice"), ("self._dice", "dice"),
+        ("class OwnDice", "Dice"), ("--own-dice", "dice"),
         ("what was handed\nin", "handed in"), ("It goes on.", "goes on"), ("Nobody is there", "Nobody"),
         ("a rollout is no sample", "no sample"), ("there are none", "are none"),
     ],

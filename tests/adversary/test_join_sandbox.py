@@ -22,18 +22,19 @@ from kit import Capture, Logs, Patch, TempPaths
 from kit.hostile import HostileHub, hostile_hub, hub
 from kit.sandbox import needs_bubblewrap
 from shoal.cli.main import main
-from shoal.client.http import open_http
 from shoal.errors import ResourceError
 from shoal.run import sandbox
 from shoal.run.sandbox import Forwarder
 from shoal.runtime import targets
+from shoal.runtime.exchange import ClientRequest, HttpClient, Limit
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach, TargetRefused, connect, nearness, socket_name, way_out
 
 DEADLINE_S = 60
 INSIDE = """
 import json, os, pathlib, socket, sys
-from shoal.client.http import open_http
+from shoal.runtime.exchange import ClientRequest, HttpClient, Limit
+from shoal.runtime.stop import StopToken
 given = json.loads(sys.argv[1])
 found = {}
 
@@ -42,6 +43,9 @@ def attempt(name, action):
         found[name] = [True, str(action())[:200]]
     except Exception as error:
         found[name] = [False, f"{type(error).__name__}: {error}"]
+
+def get(url):
+    return HttpClient().send(ClientRequest("GET", url), Limit(10, StopToken())).status
 
 def tcp(host, port):
     return socket.create_connection((host, port), timeout=5)
@@ -53,8 +57,8 @@ def abstract():
 def write(path, text="x"):
     pathlib.Path(path).write_text(text)
 
-attempt("the hub", lambda: open_http().get(given["hub"] + "/run").status_code)
-attempt("another port", lambda: open_http().get(given["other"] + "/run").status_code)
+attempt("the hub", lambda: get(given["hub"] + "/run"))
+attempt("another port", lambda: get(given["other"] + "/run"))
 attempt("a socket to the hub", lambda: tcp("127.0.0.1", given["hub_port"]))
 attempt("a socket to another port", lambda: tcp("127.0.0.1", given["other_port"]))
 attempt("a socket to a public address", lambda: tcp("8.8.8.8", 53))
@@ -284,8 +288,8 @@ def test_name_in_another_script_has_one_way_out(forwarder, hub, monkeypatch, hos
     resolving(monkeypatch, lambda _: "127.0.0.1")
     url = hub.url.replace("127.0.0.1", host)
     forwarder.allow([url], [], Reach(Nearness.LOOPBACK))
-    with closing(open_http()) as http:
-        assert http.get(f"{url}/run").status_code == 200
+    with closing(HttpClient()) as http:
+        assert http.send(ClientRequest("GET", f"{url}/run"), Limit(10, StopToken())).status == 200
 
 
 def test_targets_that_a_public_hub_may_not_name_are_unreachable(forwarder, hub, other):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kit import Patch, eventually
-from kit.asgi import AppTransport
+from kit.asgi import AppTransport, InProcess
 from kit.hub import certificate
 from kit.roles import publish, whole_ledger
 from shoal import protocol
@@ -98,7 +98,7 @@ class Run:
         self.id = run_id(self.settings.name, self.fingerprint)
         keys = {"hub": self.hub_key, "trainer": self.trainer_key, "validator": self.validator_key}
         self.certificates = {role: certificate(key, role, self.id, self.root) for role, key in keys.items()}
-        self.http = httpx2.Client(transport=self.switch)
+        self.http = InProcess(self.switch)
         self.source = self._serve_origin()
         self.origin = Origin(self.folder / "origin", self.id, self.trainer_key)
         self.hub_up()

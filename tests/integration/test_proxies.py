@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
 import pytest
 
 from kit import Patch
@@ -25,13 +24,13 @@ from kit.fork import clean_environment
 from kit.nginx import certificate_of
 from kit.roles import ONE_STEP, ServedRun, prepared, served_run
 from shoal.client import ClientOptions, HubClient
-from shoal.client.http import REACH, open_http
 from shoal.errors import BroadcastError, ConfigError, HubUnreachable
 from shoal.protocol import PROTOCOL_VERSION, SigningKey
 from shoal.run.doctor import examine
 from shoal.run.folder import port_of
+from shoal.runtime.exchange import ClientRequest, HttpClient, Limit
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import Nearness, Proxy, Reach, parse_proxy, proxy_of
+from shoal.runtime.targets import Nearness, Proxy, Reach, TargetRefused, parse_proxy, proxy_of
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 DEADLINE_S = 60.0
@@ -222,6 +221,12 @@ def fetched(url: str, times: int = 1, **limits: Any) -> list[bytes]:
     return found
 
 
+def got(url: str, reach: Reach) -> bytes:
+    """What the hub's client gets."""
+    with closing(HttpClient()) as http:
+        return http.send(ClientRequest("GET", url, reach=reach), Limit(10, StopToken())).body
+
+
 @pytest.fixture
 def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> "Iterator[_Source]":
     certificate = certificate_of(tmp_path, "weights.test")
@@ -245,8 +250,7 @@ def test_secure_target_is_asked_at_the_checked_address(proxy, secure, monkeypatc
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: known("127.0.0.1", *rest, **more))
     url, reach = f"https://weights.test:{secure.port}", Reach(Nearness.LOOPBACK)
     if way == "http":
-        with open_http() as http:
-            assert http.get(f"{url}/head.json", extensions={REACH: reach}).text == "hello"
+        assert got(f"{url}/head.json", reach) == b"hello"
     else:
         assert fetched(url, reach=reach) == [b"hello"]
     [head] = secure.heads
@@ -257,8 +261,8 @@ def test_secure_target_is_asked_at_the_checked_address(proxy, secure, monkeypatc
 
 def test_addresses_in_numbers_are_checked_before_a_proxy_is_asked(proxy: ForwardProxy) -> None:
     reach = Reach(Nearness.PUBLIC)
-    with open_http() as http, pytest.raises(httpx2.ConnectError, match="it may not send this machine there"):
-        http.get("http://10.0.0.1:80/", extensions={REACH: reach})
+    with pytest.raises(TargetRefused, match="it may not send this machine there"):
+        got("http://10.0.0.1:80/", reach)
     with pytest.raises(BroadcastError, match="it may not send this machine there"):
         Connection("http://169.254.169.254", StopToken(), Timeouts(reach=reach)).get("/head.json", Deadline(10))
     assert proxy.asked == []

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -183,11 +183,21 @@ def row_of(hub: Hub, key: protocol.SigningKey) -> NodeRow:
     return row
 
 
-def hub_at(
-    folder: Path, database: str, clock: ManualClock, run_id: str = kit.RUN_ID, refill_cap: int = 4, **run: int
-) -> Hub:
-    config = kit.make_config(folder, run, {"database": database, "refill_cap": refill_cap})
-    return Hub(replace(config, run_id=run_id), clock)
+@pytest.fixture
+def hub_at(tmp_path: Path, database_url: str) -> Iterator[Callable[..., Hub]]:
+    """Starts a hub on the database, by a clock that all share unless told otherwise; all are closed at the end."""
+    shared, hubs = ManualClock(), list[Hub]()
+
+    def start(
+        name: str = "hub", run_id: str = kit.RUN_ID, clock: ManualClock = shared, cap: int = 4, **run: int
+    ) -> Hub:
+        config = kit.make_config(tmp_path / name, run, {"database": database_url, "refill_cap": cap})
+        hubs.append(Hub(replace(config, run_id=run_id), clock))
+        return hubs[-1]
+
+    yield start
+    for hub in hubs:
+        hub.close()
 
 
 def announce(hub: Hub, policy: protocol.PolicyRef) -> None:
@@ -213,10 +223,9 @@ def leased(hub: Hub, worker: NodeRow, count: int = 1) -> list[int]:
     return [int(signed.document["unit"]) for signed in reply.leases]
 
 
-def test_two_hubs_give_out_all_units_once_and_no_more_than_may_be_alive(tmp_path: Path, database_url: str) -> None:
+def test_two_hubs_give_out_all_units_once_and_no_more_than_may_be_alive(hub_at: Callable[..., Hub]) -> None:
     """Each has units of its own, so that neither waits for the other; in the end one takes what the other has left."""
-    clock = ManualClock()
-    first, second = hubs = [hub_at(tmp_path / "hub", database_url, clock, groups_per_step=50) for _ in range(2)]
+    first, second = hub_at(groups_per_step=50), hub_at(groups_per_step=50)
     worker = begun(first)
     assert (leased(first, worker), leased(second, worker), leased(first, worker)) == ([0], [32], [1])
     found = [0, 32, 1]
@@ -224,18 +233,15 @@ def test_two_hubs_give_out_all_units_once_and_no_more_than_may_be_alive(tmp_path
         found += units
     assert sorted(found) == list(range(50))
     assert leased(first, worker) == []
-    for hub in hubs:
-        hub.close()
 
 
-def test_new_incarnation_voids_what_a_hub_has_made_ahead_and_it_makes_more(tmp_path: Path, database_url: str) -> None:
-    hub = hub_at(tmp_path / "hub", database_url, ManualClock(), groups_per_step=50)
+def test_new_incarnation_voids_what_a_hub_has_made_ahead_and_it_makes_more(hub_at: Callable[..., Hub]) -> None:
+    hub = hub_at(groups_per_step=50)
     worker = begun(hub)
     assert leased(hub, worker) == [0]
     assert len(hub.work._stock.units()) == stock.STOCK - 1
     announce(hub, kit.policy(0, incarnation=1))
     assert leased(hub, worker)
-    hub.close()
 
 
 def lose(hub: Hub, number: int) -> None:
@@ -248,11 +254,8 @@ def lose(hub: Hub, number: int) -> None:
         transaction.apply([Save(unit.to(UnitState.DROPPED, lost_step=0, reason="equal rewards"), unit.state)])
 
 
-def test_hub_that_lost_a_race_for_the_last_room_makes_units_once_there_is_room(
-    tmp_path: Path, database_url: str, monkeypatch: Patch
-) -> None:
-    clock = ManualClock()
-    first, second = (hub_at(tmp_path / "hub", database_url, clock, refill_cap=1, groups_per_step=40) for _ in range(2))
+def test_hub_that_lost_a_race_for_the_last_room_makes_units_once_there_is_room(hub_at, monkeypatch):
+    first, second = (hub_at(cap=1, groups_per_step=40) for _ in range(2))
     monkeypatch.setattr(stock, "STOCK", 4)
     worker = begun(second)
     assert leased(second, worker) == [0]
@@ -272,14 +275,10 @@ def test_hub_that_lost_a_race_for_the_last_room_makes_units_once_there_is_room(
     first.close()
     lose(second, 0)
     assert leased(second, worker)
-    second.close()
 
 
-def test_units_of_a_dead_hub_are_given_out_where_no_new_one_can_be_made(
-    tmp_path: Path, database_url: str, monkeypatch: Patch
-) -> None:
-    clock = ManualClock()
-    first, second = (hub_at(tmp_path / "hub", database_url, clock, refill_cap=1, groups_per_step=40) for _ in range(2))
+def test_units_of_a_dead_hub_are_given_out_where_no_new_one_can_be_made(hub_at, monkeypatch):
+    first, second = (hub_at(cap=1, groups_per_step=40) for _ in range(2))
     monkeypatch.setattr(stock, "STOCK", 4)
     worker = begun(first)
     assert leased(first, worker) == [0]
@@ -293,20 +292,17 @@ def test_units_of_a_dead_hub_are_given_out_where_no_new_one_can_be_made(
 
     monkeypatch.setattr(second.work.drawing, "prompt", unreadable_from_4)
     assert leased(second, worker) == [1]
-    second.close()
 
 
-def test_units_of_a_hub_that_is_gone_do_not_lie_about(tmp_path: Path, database_url: str, monkeypatch: Patch) -> None:
+def test_units_of_a_hub_that_is_gone_do_not_lie_about(hub_at: Callable[..., Hub], monkeypatch: Patch) -> None:
     for name, size in {"STOCK": 4, "FEW": 2, "FAR": 8}.items():
         monkeypatch.setattr(stock, name, size)
-    clock = ManualClock()
-    first, second = (hub_at(tmp_path / "hub", database_url, clock, groups_per_step=60) for _ in range(2))
+    first, second = hub_at(groups_per_step=60), hub_at(groups_per_step=60)
     worker = begun(first)
     assert leased(first, worker) == [0]
     first.close()
     found = [unit for _ in range(20) for unit in leased(second, worker)]
     assert {1, 2, 3} < set(found), "though there is room for 40 more"
-    second.close()
 
 
 def test_hub_sees_settings_and_batches_that_another_one_wrote(database_url: str) -> None:
@@ -337,9 +333,8 @@ def test_hub_sees_settings_and_batches_that_another_one_wrote(database_url: str)
     second.close()
 
 
-def test_second_hub_takes_over_the_lead(tmp_path: Path, database_url: str) -> None:
-    clock = ManualClock()
-    first, second = (hub_at(tmp_path / "hub", database_url, clock) for _ in range(2))
+def test_second_hub_takes_over_the_lead(hub_at: Callable[..., Hub]) -> None:
+    first, second = hub_at(), hub_at()
     for hub in (first, second):
         hub.upkeep.tick()
     assert (first.context.leads, second.context.leads) == (True, False)
@@ -351,19 +346,16 @@ def test_second_hub_takes_over_the_lead(tmp_path: Path, database_url: str) -> No
     first.close()
     second.upkeep.tick()
     assert second.context.leads
-    second.close()
 
 
-def test_branches_reported_at_once_are_all_counted(tmp_path: Path, database_url: str, monkeypatch: Patch) -> None:
+def test_branches_reported_at_once_are_all_counted(hub_at: Callable[..., Hub], monkeypatch: Patch) -> None:
     """Their evidence is in one row: before, each of two reports at one time put its own in place of the other's."""
-    clock = ManualClock()
-    hubs = [hub_at(tmp_path / "hub", database_url, clock) for _ in range(2)]
+    hubs = [hub_at(), hub_at()]
     trusted = {kit.TRAINER: "trainer", kit.worker_key(11): "validator", kit.worker_key(12): "validator"}
     for key, role in trusted.items():
         body = protocol.Registration(public_key=key.public_key, role=role, certificate=kit.certificate(key, role))
         hubs[0].membership.register(body)
-    announcement = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(0), created_at_ms=0)
-    hubs[0].training.announce(row_of(hubs[0], kit.TRAINER), protocol.sign_document(announcement, kit.TRAINER))
+    announce(hubs[0], kit.policy(0))
     for number in (1, 2):
         hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
         worker = row_of(hubs[0], kit.worker_key(number))
@@ -393,47 +385,43 @@ def test_branches_reported_at_once_are_all_counted(tmp_path: Path, database_url:
         stored = reader.setting(NEWER)
     assert stored is not None
     assert Suspicion.model_validate_json(stored).evidence.differing == 2
-    for hub in hubs:
-        hub.close()
 
 
-def test_hub_with_another_secret_or_blob_folder_is_refused(tmp_path: Path, database_url: str) -> None:
-    clock, secret = ManualClock(), tmp_path / "b" / "secret"
-    hub_at(tmp_path / "a", database_url, clock).close()
+def test_hub_with_another_secret_or_blob_folder_is_refused(tmp_path: Path, hub_at: Callable[..., Hub]) -> None:
+    secret = tmp_path / "b" / "secret"
+    hub_at("a").close()
     with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy another hub's"):
-        hub_at(tmp_path / "b", database_url, clock)
+        hub_at("b")
     with pytest.raises(ConfigError, match=rf"holds another run, {kit.RUN_ID}, not other-1: give each run a database"):
-        hub_at(tmp_path / "c", database_url, clock, "other-1")
+        hub_at("c", "other-1")
     secret.parent.mkdir(exist_ok=True)
     secret.write_text("ab" * 32)
     with pytest.raises(ConfigError, match="secret from the hub that began the run"):
-        hub_at(tmp_path / "b", database_url, clock)
+        hub_at("b")
     secret.write_text((tmp_path / "a" / "secret").read_text())
     with pytest.raises(ConfigError, match=r"b/blobs: share one folder among all hubs, or .*hub\.storage"):
-        hub_at(tmp_path / "b", database_url, clock)
+        hub_at("b")
     (tmp_path / "b" / "blobs").rmdir()
     (tmp_path / "b" / "blobs").symlink_to(tmp_path / "a" / "blobs")
-    hub_at(tmp_path / "b", database_url, clock).close()
+    hub_at("b")
 
 
-def test_hubs_go_by_the_databases_clock(tmp_path: Path, database_url: str) -> None:
+def test_hubs_go_by_the_databases_clock(hub_at: Callable[..., Hub]) -> None:
     """An hour ahead, an hour behind: neither ends the other's leases, nor drags the next one along."""
     now_ms = SystemClock().now_ms()
     clocks = [ManualClock(now_ms + hours * HOUR_MS) for hours in (1, -1, 0)]
-    hubs = [hub_at(tmp_path / "hub", database_url, clock) for clock in clocks[:2]]
+    hubs = [hub_at(clock=clock) for clock in clocks[:2]]
     hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(1).public_key))
     for hub in hubs:
         hub.upkeep.tick()
-    hubs.append(hub_at(tmp_path / "hub", database_url, clocks[2]))
-    for hub in hubs:
+    for hub in (*hubs, hub_at(clock=clocks[2])):
         assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
-        hub.close()
 
 
-def test_release_of_foreign_leases_takes_no_lock(tmp_path: Path, database_url: str, monkeypatch: Patch) -> None:
+def test_release_of_foreign_leases_takes_no_lock(hub_at: Callable[..., Hub], monkeypatch: Patch) -> None:
     """Nor makes others wait: they are not locked."""
     monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, "lock_timeout": "100ms"})
-    hub = hub_at(tmp_path / "hub", database_url, ManualClock())
+    hub = hub_at()
     for number in (1, 2):
         hub.membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
     with hub.context.storage.write() as transaction:
@@ -448,4 +436,3 @@ def test_release_of_foreign_leases_takes_no_lock(tmp_path: Path, database_url: s
     hub.work.release(alice, protocol.LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
     with hub.context.storage.read() as reader:
         assert reader.holdings(alice.node) == []
-    hub.close()

@@ -1,4 +1,4 @@
-"""A hub in this process: a synchronous httpx2 transport over its app, without a socket.
+"""A hub in this process: an httpx2 transport over its app, without a socket; a client reaches it by `InProcess`.
 
     thread of a role ─► AppTransport.handle_request ─► event loop in a background thread ─► the app
                         (waits for the whole answer)
@@ -17,9 +17,31 @@ from typing import Any
 import httpx2
 
 from shoal.hub.http.app import App
+from shoal.runtime.exchange import ClientRequest, ClientResponse, HttpClient, Limit, NoAnswer
 from shoal.runtime.http import HttpRequest
 
 STOP_S = 10.0
+
+
+class InProcess(HttpClient):
+    """What a `HubClient` sends goes to a transport or a function in this process."""
+
+    def __init__(self, to: httpx2.BaseTransport | Callable[[httpx2.Request], httpx2.Response]) -> None:
+        super().__init__()
+        self.transport = to if isinstance(to, httpx2.BaseTransport) else httpx2.MockTransport(to)
+
+    def send(self, request: ClientRequest, _limit: Limit) -> ClientResponse:
+        """`silence_s` and `connect_s` are in the request's extensions, as httpx2 has them."""
+        timeout = {"connect": request.connect_s, "read": request.silence_s}
+        sent = httpx2.Request(
+            request.method, request.url, headers=request.headers, content=request.body, extensions={"timeout": timeout}
+        )
+        assert sent.url.raw_path.decode() == request.target
+        try:
+            answer = self.transport.handle_request(sent)
+        except httpx2.TransportError as error:
+            raise NoAnswer(str(error)) from error
+        return ClientResponse(answer.status_code, {k.lower(): v for k, v in answer.headers.items()}, answer.read())
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

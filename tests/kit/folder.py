@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx2
-
-from kit.asgi import AppTransport
+from kit.asgi import AppTransport, InProcess
 from kit.hub import fresh_request, submission_body, verdict_on
 from kit.roles import prepared, publish, whole_ledger
 from shoal.client import HubClient
@@ -46,7 +44,7 @@ class LocalRun:
         self.folder = RunFolder.open(self.path) if exists else prepared(self.path, recipe, hub=self.hub)
         self.endpoints = self.folder.endpoints
         self._transport = AppTransport(App(self._config()))
-        self._http = httpx2.Client(transport=self._transport)
+        self._http = InProcess(self._transport)
         names = ("trainer", "validator-0")
         self.trainer, self.validator = (self._client(self.folder.key(name)) for name in names)
         self.worker = self._client(identity(self.path / "worker-0"))

@@ -13,7 +13,7 @@ import httpx2
 from kit.asgi import AppTransport
 from kit.storage import Stored, apply, changed
 from shoal import protocol
-from shoal.client.http import HEADERS
+from shoal.client.transport import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.http.app import App

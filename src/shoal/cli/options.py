@@ -81,6 +81,8 @@ WAIT_HELP = "How long to try to reach a server that does not answer."
 Wait = Annotated[float, number("--wait", "SECONDS", WAIT_HELP, 0, DAY_S)]
 PATIENCE_HELP = "Stop when nothing has happened for this long."
 Patience = Annotated[float, number("--patience", "SECONDS", PATIENCE_HELP, 1, 6_000_000)]
+DERIVED_PATIENCE_HELP = f"{PATIENCE_HELP} (default: 600, of large models more: `shoal plan`)"
+DerivedPatience = Annotated[float | None, number("--patience", "SECONDS", DERIVED_PATIENCE_HELP, 1, 6_000_000)]
 Json = Annotated[bool, Option("--json", help="Print everything as JSON, for programs.")]
 
 SPEC_HELP = "The tasks: an environment's name, a recipe, a run, a reward file, a data file, or FORMAT:FILE (aime, …)."

@@ -158,8 +158,13 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     others = f"without a GPU {count_of(found.relays, 'relay')}, 1 hub"
     yield f"machines needed: {found.processes} to train, {machines}; {others}"
     yield from _remedy_lines(found)
+    if beside := found.crowded:
+        took = ", ".join(f"{role} {found.device_bytes(role) / GIB:,.1f}" for role in beside)
+        why = f"`shoal run` starts a {' and a '.join(beside)} on the trainer's first GPU, which has no room for them"
+        ways = [f"{role}.memory_share, or {role}.count=0 and start others elsewhere" for role in beside]
+        yield f"  {why} (GiB: trainer {found.trainer.total / GIB:,.1f}, {took}): set {'; '.join(ways)}"
     for role, needed, else_ in (
-        ("validator", found.validators, "every step waits for audits"),
+        ("validator", found.validators, "start others (shoal admin add-validator), or every step waits for audits"),
         ("relay", found.relays, "start others (shoal relay)"),
     ):
         started = getattr(found.recipe, role).count
@@ -174,7 +179,8 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
         for name in (name for name in type(settings).model_fields if name in vars(found.chosen)):
             how = "derived" if name in derived else "set by the recipe"
             yield f"  {f'{section}.{name}':<32}{getattr(found.chosen, name):>10g}   {how}"
-    for name, what in {"policy_wait_s": "for a policy, by a validator", "audit_s": "for one claim of audits"}.items():
+    waits = {"policy_wait_s": "for a policy, by a validator", "audit_s": "for one claim of audits"}
+    for name, what in {**waits, "patience_s": "for progress, by `shoal run`"}.items():
         yield f"  {name:<32}{getattr(found.chosen, name):>10g}   derived: longest wait {what}"
     yield "assumed (change with --assume NAME=NUMBER):"
     for one in fields(found.speeds):

@@ -62,7 +62,7 @@ def run(
     overrides: options.Settings = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the whole recipe, and stop.")] = False,
     prepare: Annotated[bool, Option("--prepare", help=PREPARE)] = False,
-    patience_s: options.Patience = 600,
+    patience_s: options.DerivedPatience = None,
 ) -> None:
     """Start and supervise a whole run on this machine, or resume one. Ctrl-C stops it; the same command resumes it."""
     require("data" if dry_run or prepare else "trainer", "shoal run")
@@ -72,7 +72,7 @@ def run(
     if recipe is not None and directory is None and recipe.suffix != ".toml" and not recipe.is_file():
         directory = options.run_folder(str(source))
         recipe = recipe if shipped_recipe(recipe) and not directory.exists() else None
-    from shoal.run.estimate import with_derived_settings
+    from shoal.run.estimate import patience_of, with_derived_settings
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
     from shoal.runtime.config import dump_config
@@ -95,7 +95,7 @@ def run(
     directory = directory or Path("runs") / resolved.run.name
     made = RunFolder.prepare(directory.absolute(), resolved, changed=recipe is None)
     if not prepare:
-        raise Exit(_launch(made, patience_s))
+        raise Exit(_launch(made, patience_s or patience_of(resolved)))
     from shoal.run.roles import command_of, role_names
 
     endpoints = made.assign_endpoints()  # a port that is taken is said before anything is promised

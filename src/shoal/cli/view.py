@@ -72,7 +72,7 @@ class PlainDisplay:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._last, self._last_s, self._rejections = say, "", -SILENCE_S, 0
-        self._told: set[str] = set()  # what was so at the last look
+        self._shown: set[str] = set()  # what was so at the last look
 
     def __enter__(self) -> Self:
         return self
@@ -84,9 +84,9 @@ class PlainDisplay:
 
     def show(self, scene: RunView) -> None:
         facts = dict(self._facts(scene))
-        for line in (line for key, line in facts.items() if line and key not in self._told):
+        for line in (line for key, line in facts.items() if line and key not in self._shown):
             self._say(line)
-        self._told = set(facts)
+        self._shown = set(facts)
         if scene.status is None:
             return
         self._say_progress(scene, scene.status)

@@ -49,6 +49,11 @@ class Activity:
                 self._busy_s += self._clock.monotonic_s() - since_s
                 self._doing = None
 
+    def says(self, doing: str) -> None:
+        """More about what it is busy with."""
+        with self._lock:
+            self._doing = self._doing and (doing, self._doing[1])
+
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         self._waiting = what, self._clock.monotonic_s()

@@ -14,16 +14,14 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import quote
 
-import httpx2
-
 import shoal.protocol as wire
 from shoal import __version__
-from shoal.client.http import open_http
 from shoal.client.transport import ClientOptions, HubCall, Hubs, SharedState, Transport, parsed
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.exchange import HttpClient
 from shoal.runtime.stop import StopToken
 
 M = TypeVar("M", bound=wire.Message)
@@ -40,12 +38,12 @@ TRAINING_BATCH_LIMITS = wire.BodyLimits(compressed_bytes=2**30, inflated_bytes=2
 class HubClient:
     def __init__(
         self, url: str | Sequence[str], key: SigningKey, stop: StopToken, root_fingerprint: str | None = None,
-        http: httpx2.Client | None = None, clock: Clock = SystemClock(), options: ClientOptions = ClientOptions(),
+        http: HttpClient | None = None, clock: Clock = SystemClock(), options: ClientOptions = ClientOptions(),
     ) -> None:  # fmt: skip
         self.key = key
         self.on_receipt: Callable[[SignedDocument], None] | None = None  # gets every verified receipt as it was signed
         self._owns_http = http is None
-        hubs, http = Hubs([url] if isinstance(url, str) else url), http or open_http()
+        hubs, http = Hubs([url] if isinstance(url, str) else url), http or HttpClient()
         self._transport = Transport(http, hubs, key, stop, clock, options, SharedState(root_fingerprint))
 
     @classmethod

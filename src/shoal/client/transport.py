@@ -26,18 +26,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TypeVar
+from urllib.parse import urlencode
 
-import httpx2
 from pydantic import ValidationError
 
-from shoal import errors
-from shoal.client.http import HEADERS, REACH
+from shoal import __version__, errors
 from shoal.client.trust import TrustedRun, open_run_info
 from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
 from shoal.protocol import HubClock, Problem, Registration, SignedDocument, SigningKey, open_document, sign_request
+from shoal.protocol.node import HEADER_PROTOCOL, PROTOCOL_VERSION
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME, Message, first_problem
 from shoal.runtime.clock import Backoff, Clock
-from shoal.runtime.exchange import LEAST_BYTES_PER_S, limited, read_body
+from shoal.runtime.exchange import LEAST_BYTES_PER_S, ClientRequest, ClientResponse, HttpClient, Limit
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, Reach, TargetRefused, check_url, nearness_of_hub
 
@@ -45,6 +45,7 @@ M = TypeVar("M", bound=Message)
 
 log = logging.getLogger(__name__)
 
+HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}", "accept-encoding": "identity"}
 MIB = 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
@@ -170,7 +171,7 @@ class SharedState:
 
 @dataclass(frozen=True)
 class Transport:
-    http: httpx2.Client
+    http: HttpClient
     hubs: Hubs
     key: SigningKey
     stop: StopToken
@@ -267,50 +268,43 @@ class Transport:
 
     def _exchange(self, call: HubCall, hub: HubAddress) -> tuple[bytes, Nearness]:
         """The body of the answer, and the nearness of the hub."""
-        request, options = self._request(call, hub), self.options
+        options = self.options
         allowed_s = options.connect_timeout_s + options.answer_timeout_s + call.wait_s  # up to the answer's first byte
+        limit = Limit(allowed_s + len(call.body) / LEAST_BYTES_PER_S, self.stop, self.clock)
         try:
-            with limited(allowed_s + len(call.body) / LEAST_BYTES_PER_S, self.stop, self.clock):
-                response = self.http.send(request, stream=True)
-                try:
-                    stream = response.extensions.get("network_stream")  # none: from this process
-                    peer = None if stream is None else stream.get_extra_info("server_addr")
-                    near = nearness_of_hub(hub.url, str(peer[0]) if isinstance(peer, tuple) else None)
-                    content = read_body(response, call.max_bytes)
-                finally:
-                    response.close()
-        except (httpx2.TransportError, httpx2.DecodingError) as error:
-            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise _Retry(what, elsewhere=True) from error
-        if response.status_code == HTTPStatus.UNAUTHORIZED and HEADER_NONCE in request.headers:
-            self._learn_time(request, content)
-        return _sorted_out(response, content), near
+            request = self._request(call, hub)
+            response = self.http.send(request, limit)
+            near = nearness_of_hub(hub.url, response.peer)
+        except OSError as error:
+            raise _Retry(str(error) or type(error).__name__, elsewhere=True) from error
+        except ValueError as error:
+            raise _Retry(f"{hub.url} is no address: {error}", elsewhere=True) from error
+        if response.status == HTTPStatus.UNAUTHORIZED and HEADER_NONCE in request.headers:
+            self._learn_time(request, response.body)
+        return _sorted_out(response), near
 
-    def _request(self, call: HubCall, hub: HubAddress) -> httpx2.Request:
+    def _request(self, call: HubCall, hub: HubAddress) -> ClientRequest:
         headers = {**HEADERS, **({"content-type": call.content_type} if call.body else {})}
-        timeout = httpx2.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s)
         reach = None if self.known.trusted is None else self.known.trusted.reach  # where hubs may send this machine
         is_checked = hub.named or hub.verified  # not at the first contact with one that the user gave
-        try:
-            request = self.http.build_request(
-                call.method, hub.url + call.path, params=list(call.params) or None, content=call.body, headers=headers,
-                timeout=timeout, extensions={REACH: reach} if is_checked else None,
-            )  # fmt: skip
-        except httpx2.InvalidURL as error:
-            raise _Retry(f"{hub.url} is no address: {error}", elsewhere=True) from error
+        request = ClientRequest(
+            call.method, f"{hub.url}{call.path}{'?' * bool(call.params)}{urlencode(call.params)}", headers, call.body,
+            reach if is_checked else None, self.options.connect_timeout_s, self.options.answer_timeout_s + call.wait_s,
+            call.max_bytes,
+        )  # fmt: skip
         if call.run is not None:
-            target, at_ms = request.url.raw_path.decode("ascii"), self.clock.now_ms() + self.known.ahead_ms
-            request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
+            at_ms = self.clock.now_ms() + self.known.ahead_ms
+            headers.update(sign_request(self.key, call.run, call.method, request.target, call.body, at_ms))
         return request
 
-    def _learn_time(self, request: httpx2.Request, content: bytes) -> None:
+    def _learn_time(self, request: ClientRequest, content: bytes) -> None:
         """Go by the hub's clock from now on, if it has refused this very request for its date and has signed that."""
         if (problem := _problem(content)) is None or problem.clock is None:
             return
         try:
             clock = open_document(problem.clock, HubClock, self.run().hub_keys)
         except ProtocolError as error:
-            log.warning("%s says what time it is, and is not believed: %s", request.url.host, error)
+            log.warning("%s says what time it is, and is not believed: %s", request.url, error)
             return
         asked = (self.run().run, self.key.node, request.headers[HEADER_NONCE])
         if (clock.run, clock.node, clock.nonce) != asked:
@@ -339,14 +333,14 @@ def parsed(kind: type[M], where: str, content: bytes) -> M:
         raise ProtocolError(f"{what}: check the address") from error
 
 
-def _sorted_out(response: httpx2.Response, content: bytes) -> bytes:
-    """The content if the answer is a success; else the exception that it stands for. Only a hub's own no is one."""
+def _sorted_out(response: ClientResponse) -> bytes:
+    """The content if the answer is a success; else the exception that it stands for. Only a hub refuses."""
+    status = response.status
     if response.is_success and not response.headers.get("content-type", "").startswith("text/html"):
-        return content
-    problem, status = _problem(content), response.status_code
-    busy = status == HTTPStatus.TOO_MANY_REQUESTS
-    is_page = problem is None and not busy and not response.is_server_error
-    if busy or problem is None or response.is_server_error:
+        return response.body
+    problem, busy = _problem(response.body), status == HTTPStatus.TOO_MANY_REQUESTS
+    is_page = problem is None and not busy and status < 500
+    if busy or problem is None or status >= 500:
         sentence = "answers, but it is no shoal hub" if is_page else "the hub's address answered with an error"
         sentence = f"{sentence} [HTTP {status}]" if problem is None else f"{problem.message} [{problem.code}, {status}]"
         text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off

@@ -295,7 +295,7 @@ def _library() -> ModuleType:
         if missing:
             del sys.modules[SOLVER]
     with _lock:
-        if not getattr(library, "_mended_by_shoal", False):
+        if not getattr(library, "_patched_by_shoal", False):
             installed = importlib.metadata.version("reasoning-gym")
             if installed != VERSION:
                 raise EnvironmentSetupError(f"reasoning-gym {installed} was not checked for its scorers: {install}")
@@ -316,7 +316,7 @@ def _library() -> ModuleType:
             vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Sorted, set), {})
             vars(_module("induction.list_functions.generators"))["random"] = _own_random
             vars(_module("algorithmic.pool_matrix"))["np"] = _Patched(np, random=np.random.RandomState(0))
-            library._mended_by_shoal = True  # type: ignore[attr-defined]
+            library._patched_by_shoal = True  # type: ignore[attr-defined]
     return library
 
 

@@ -61,6 +61,6 @@ class Waits:
             return sorted((wait for wait, _ in self._entries.values()), key=lambda wait: wait.since_ms)
 
     def _forget(self, now_ms: int) -> None:
-        """On every write, so that strangers under ever new names fill nothing up."""
+        """With every write, so that strangers under ever new names cannot fill the memory."""
         while self._entries and now_ms - next(iter(self._entries.values()))[1] > FORGET_AFTER_MS:
             del self._entries[next(iter(self._entries))]

@@ -1,12 +1,9 @@
 """The ledger: an append-only hash chain of everything that gave or cost credit, and the accounts that follow from it.
 
-    chain         append, verify; Chain and Pin, entry by entry; ForkProof: two documents that cannot both be true
-    accounts      fold: the credit of each node; shares_of: the share of each owner
-    evidence      Keys, Proofs: each row against the signed receipt and verdict that it points to; check_rows: all
-                  checks in one pass over a ledger
-
-Anyone can fetch the ledger, verify it against a head in a signed policy manifest, check every row of credit, and
-recompute every account, without trust in the hub.
+chain         append, verify; Chain and Pin, entry by entry; ForkProof: two documents that cannot both be true
+accounts      fold: the credit of each node; shares_of: the share of each owner
+evidence      Keys, Proofs: each row against the signed receipt and verdict that it points to; check_rows: all
+              checks in one pass over a ledger
 """
 
 # fmt: off

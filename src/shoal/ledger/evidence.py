@@ -6,14 +6,10 @@
     node row (its id is the hash of its key) └─► credit row: same node, unit, submission, tokens; hashes of both
 
 With the hub's key alone nobody can sign a verdict, so credit that no validator accepted does not pass. It cannot be
-shown that the work was done: an owner, who certifies validators, can let one accept anything.
-
-`check_rows` makes all checks in one pass, without I/O:
+shown that the work was done: an owner, who certifies validators, can let one accept anything. `check_rows` makes all
+checks in one pass, without I/O:
 
     entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► proofs (receipts, verdicts, orders)
-
-A changed, dropped or swapped row breaks the hashes. Recomputed hashes, or a dropped end, contradict any earlier head.
-`admin` entries contain the order that the run's owner signed (`open_order`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +41,6 @@ class Keys:
     revoked: set[str] = field(default_factory=set)
 
     def certify(self, signed: Any) -> RoleCertificate:
-        """Raises if the root key did not sign it for this run."""
         document = SignedDocument.model_validate(signed)
         certificate = open_document(document, RoleCertificate, self.root_key)
         if certificate.run != self.run:
@@ -252,7 +247,6 @@ def _require_same(document: Document, expected: dict[str, Any]) -> None:
 
 
 def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
-    """The action in the body of an `admin` entry, if the run's root key, or a key that it certified, signed it."""
     try:
         return open_admin(AdminRequest.model_validate(body["order"]), run, root_key)
     except (KeyError, ValueError, ProtocolError) as error:
@@ -302,7 +296,7 @@ def read_first_row(rows: LedgerReader, needs_documents: bool) -> Checked:
     if first.kind != "run" or not isinstance(run, str) or not isinstance(root, str):
         raise LedgerError(f"ledger row 0 does not say which run this is (it is a {first.kind} row)")
     if not is_run_of(run, root) or rows.root_key not in (None, root):
-        raise LedgerError("ledger row 0 is of another run than it says, or of another than was asked for")
+        raise LedgerError("ledger row 0 names a run that does not fit its root key, or another root key than expected")
     return Checked(run, root, is_proven=needs_documents)
 
 

@@ -44,8 +44,11 @@ class BatchRequest(Message):
 
 
 class BatchReply(Message):
+    """Without a batch: what it waits for, and the number of groups that are `accepted` so far."""
+
     batch: Batch | None = None
     waiting: str = ""
+    accepted: int = Field(default=0, ge=0)
 
 
 class TrainingRollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -23,7 +23,6 @@ class PolicyRef(Message):
 
     @property
     def place(self) -> tuple[int, int]:
-        """What versions are ordered by."""
         return self.incarnation, self.version
 
     @property
@@ -127,7 +126,6 @@ class PolicyAnnouncement(Document):
 
 
 def content_digest(entries: tuple[Entry, ...], chunk_size_bytes: int, chunks: tuple[Chunk, ...]) -> str:
-    """The digest of a policy: of its entries and of the hashes of its chunks, in order."""
     listed, hashes = [entry.model_dump(mode="json") for entry in entries], [chunk.hash for chunk in chunks]
     content = {"entries": listed, "chunk_size_bytes": chunk_size_bytes, "chunks": hashes}
     return blake3(b"shoal/policy/v1\n" + canonical_json(content)).hexdigest()

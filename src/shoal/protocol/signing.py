@@ -75,13 +75,11 @@ def sign_document(document: Document, key: SigningKey) -> SignedDocument:
 
 
 def sign_values(kind: str, values: dict[str, Any], key: SigningKey) -> SignedDocument:
-    """Of a document that is there as JSON values."""
     signature = key.sign(_document_bytes(kind, values))
     return SignedDocument(kind=kind, document=values, signed_by=key.public_key, signature=signature)
 
 
 def open_document(signed: SignedDocument, kind: type[D], trusted: str | set[str]) -> D:
-    """The document inside, if one of the `trusted` public keys signed it and it is of this kind."""
     keys = {trusted} if isinstance(trusted, str) else trusted
     if signed.kind != kind.kind:
         raise SignatureError(f"expected a signed {kind.kind}, got a {signed.kind[:40]}")

@@ -10,24 +10,23 @@ So it stands between two lines that it cannot predict, the judge is told that it
 judge's answer counts. This makes such attacks harder, not impossible; verdicts mark the judge's part as not provable.
 """
 
-import asyncio
 import hashlib
 import json
 import logging
 import os
 import re
+import time
 from collections.abc import Sequence
-from contextlib import suppress
-
-import httpx2
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 from shoal.environments.settings import JudgeSettings
-from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
+from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import JudgedText
 from shoal.runtime.clock import Backoff
-from shoal.runtime.exchange import check_plain
+from shoal.runtime.exchange import ClientRequest, HttpClient, Limit
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import is_own
+from shoal.runtime.targets import is_address
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ KEY = "SHOAL_JUDGE_KEY"
 AT_ONCE, TRIES = 8, 5
 MAX_ANSWER_BYTES, MAX_TOKENS, LONGEST_LINE = 1 << 20, 1024, 500
 LONGEST_PAUSE_S = 30.0
-LOOK_S = 0.1  # how often a wait looks at the stop token
 
 DEFAULT_PROMPT = """You judge how good an answer is.
 
@@ -64,6 +62,12 @@ class UnreadableAnswer(Exception):
     """The judge answered, without a number."""
 
 
+class Refused(Exception):
+    def __init__(self, status: int, retry_after: str) -> None:
+        super().__init__(status)
+        self.status, self.retry_after = status, retry_after
+
+
 class ChatJudge:
     """Implements `PartJudge`. At most `AT_ONCE` requests run; each has a deadline, and so have all together."""
 
@@ -77,21 +81,16 @@ class ChatJudge:
         """Ask once. A permanent problem (a wrong address or key) is an `EnvironmentSetupError`."""
         check_address(self._settings)
         name = self._where
-
-        async def ask() -> float:
-            async with self._client() as client:
-                return grade(await self._ask(client, TRIAL))
-
         try:
-            asyncio.run(ask())
-        except httpx2.HTTPStatusError as error:
-            status = error.response.status_code
-            if 400 <= status < 500 and status not in BUSY:
-                detail = ADVICE.get(status, "look at its url, model and prompt (environment.judges)")
-                raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {status}: {detail}") from None
-            log.warning("%s answers with HTTP %d; until that changes, no group gets a reward", name, status)
-        except (httpx2.HTTPError, httpx2.StreamError, TimeoutError) as error:
-            log.warning("%s does not answer (%s); until it does, no group gets a reward", name, type(error).__name__)
+            with closing(HttpClient()) as http:
+                grade(self._ask(http, TRIAL))
+        except Refused as refused:
+            if 400 <= refused.status < 500 and refused.status not in BUSY:
+                detail = ADVICE.get(refused.status, "look at its url, model and prompt (environment.judges)")
+                raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {refused.status}: {detail}") from None
+            log.warning("%s answers with HTTP %d; until that changes, no group gets a reward", name, refused.status)
+        except OSError as error:
+            log.warning("%s does not answer (%s); until it does, no group gets a reward", name, error)
         except UnreadableAnswer as error:
             log.warning("%s has no number from 0 to 10 in its last line when it was tried: %s", name, error)
 
@@ -100,79 +99,64 @@ class ChatJudge:
             check_address(self._settings)
         except EnvironmentSetupError as error:
             return [ScoringFailure(str(error))] * len(pieces)
-        return asyncio.run(self._values(pieces)) if pieces else []
+        all_s = (-(-len(pieces) // AT_ONCE) + TRIES) * self._settings.timeout_s
+        ends_s = time.monotonic() + all_s
+        with closing(HttpClient()) as http, ThreadPoolExecutor(AT_ONCE) as threads:
+            found = list(threads.map(lambda piece: self._value(http, piece, ends_s), pieces))
+        if pieces and self._stop.is_set():
+            raise DeadlineExceeded(f"judging was given up: {self._stop.reason}")
+        return found
 
     def close(self) -> None:
         """Nothing stays open between questions."""
 
-    async def _values(self, pieces: Sequence[JudgedText]) -> list[float | ScoringFailure]:
-        free, rounds = asyncio.Semaphore(AT_ONCE), -(-len(pieces) // AT_ONCE)
-        async with self._client() as client:
-            asked = [asyncio.create_task(self._value(client, free, piece)) for piece in pieces]
-            left_s = (rounds + TRIES) * self._settings.timeout_s
-            while left_s > 0 and not self._stop.is_set() and not all(each.done() for each in asked):
-                await asyncio.wait(asked, timeout=LOOK_S, return_when=asyncio.ALL_COMPLETED)
-                left_s -= LOOK_S
-            for each in asked:
-                each.cancel()
-            await asyncio.wait(asked)
-        if self._stop.is_set():
-            raise DeadlineExceeded(f"judging was given up: {self._stop.reason}")
-        late = ScoringFailure(f"{self._where} took too long in all")
-        return [late if each.cancelled() else each.result() for each in asked]
-
-    async def _value(
-        self, client: httpx2.AsyncClient, free: asyncio.Semaphore, piece: JudgedText
-    ) -> float | ScoringFailure:
-        problem, unreadable = "", 0
-        async with free:
-            for attempt in range(TRIES):
-                pause_s = self._backoff.wait_s(attempt)
-                try:
-                    return grade(await self._ask(client, piece))
-                except UnreadableAnswer as error:
-                    problem, unreadable = f"has no number from 0 to 10 in its last line ({error})", unreadable + 1
-                    if unreadable > 1:
-                        break
-                except httpx2.HTTPStatusError as error:
-                    status = error.response.status_code
-                    problem = f"answered with HTTP {status}"
-                    if status != 429 and status < 500:
-                        break
-                    with suppress(ValueError):
-                        asked_s = float(error.response.headers.get("retry-after", "0"))
-                        pause_s = max(pause_s, min(LONGEST_PAUSE_S, asked_s))
-                except (httpx2.HTTPError, httpx2.StreamError, TimeoutError) as error:
-                    problem = f"did not answer ({type(error).__name__})"
-                except (httpx2.InvalidURL, ValueError) as error:  # of the request: another attempt fails, too
-                    problem = f"could not be asked ({type(error).__name__})"
+    def _value(self, http: HttpClient, piece: JudgedText, ends_s: float) -> float | ScoringFailure:
+        problem, unreadable = "took too long in all", 0
+        for attempt in range(TRIES):
+            if self._stop.is_set() or time.monotonic() >= ends_s:
+                break
+            pause_s = self._backoff.wait_s(attempt)
+            try:
+                return grade(self._ask(http, piece))
+            except UnreadableAnswer as error:
+                problem, unreadable = f"has no number from 0 to 10 in its last line ({error})", unreadable + 1
+                if unreadable > 1:
                     break
-                await asyncio.sleep(pause_s)
+            except Refused as refused:
+                problem = f"answered with HTTP {refused.status}"
+                if refused.status != 429 and refused.status < 500:
+                    break
+                with suppress(ValueError):
+                    pause_s = max(pause_s, min(LONGEST_PAUSE_S, float(refused.retry_after)))
+            except OSError as error:
+                problem = f"did not answer ({error})"
+            except ValueError as error:  # of the request: another attempt fails, too
+                problem = f"could not be asked ({type(error).__name__})"
+                break
+            self._stop.wait(min(pause_s, max(0.0, ends_s - time.monotonic())))
         log.warning("%s %s", self._where, problem)
         return ScoringFailure(f"{self._where} {problem}")
 
-    def _client(self) -> httpx2.AsyncClient:
-        key = os.environ.get(KEY, "")
-        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
-        own = is_own(httpx2.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
-        return httpx2.AsyncClient(headers=headers, timeout=None, trust_env=not own)
-
-    async def _ask(self, client: httpx2.AsyncClient, piece: JudgedText) -> str:
+    def _ask(self, http: HttpClient, piece: JudgedText) -> str:
+        settings, key = self._settings, os.environ.get(KEY, "")
         body = {
-            "model": self._settings.model, "temperature": 0, "max_tokens": MAX_TOKENS,
-            "messages": [{"role": "user", "content": question(self._settings.prompt or DEFAULT_PROMPT, piece)}],
+            "model": settings.model, "temperature": 0, "max_tokens": MAX_TOKENS,
+            "messages": [{"role": "user", "content": question(settings.prompt or DEFAULT_PROMPT, piece)}],
         }  # fmt: skip
-        address, answer = self._settings.url.rstrip("/") + "/chat/completions", bytearray()
-        # httpx2 limits single receives only: a slow stream of small pieces would never end
-        async with asyncio.timeout(self._settings.timeout_s), client.stream("POST", address, json=body) as response:
-            response.raise_for_status()
-            check_plain(response)
-            async for part in response.aiter_bytes():
-                answer += part
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise UnreadableAnswer(f"more than {MAX_ANSWER_BYTES} bytes")
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers |= {"authorization": f"Bearer {key}"} if key else {}
+        address, wait_s = settings.url.rstrip("/") + "/chat/completions", settings.timeout_s
+        request = ClientRequest(
+            "POST", address, headers, json.dumps(body).encode(), None, wait_s, wait_s, MAX_ANSWER_BYTES
+        )
         try:
-            text = json.loads(bytes(answer))["choices"][0]["message"]["content"]
+            answer = http.send(request, Limit(wait_s, self._stop, grace_s=0.0))
+        except CodecError as error:
+            raise UnreadableAnswer(f"more than {MAX_ANSWER_BYTES} bytes") from error
+        if not answer.is_success:
+            raise Refused(answer.status, answer.headers.get("retry-after", "0"))
+        try:
+            text = json.loads(answer.body)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
             raise UnreadableAnswer("not the shape of a chat completion") from None
         if not isinstance(text, str):
@@ -182,13 +166,9 @@ class ChatJudge:
 
 def check_address(settings: JudgeSettings) -> None:
     """Whether the address and the key can be used at all, without asking anybody (`EnvironmentSetupError`)."""
-    try:
-        url = httpx2.URL(settings.url)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError("it has no scheme or no host")
-    except (httpx2.InvalidURL, ValueError) as error:
+    if not is_address(settings.url):
         what = f"environment.judges: the url of {settings.label}, {settings.url!r}, is no address"
-        raise EnvironmentSetupError(f"{what}: {error}; write it as http://HOST:PORT/v1") from None
+        raise EnvironmentSetupError(f"{what}; write it as http://HOST:PORT/v1")
     key = os.environ.get(KEY, "")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise EnvironmentSetupError(f"the key in {KEY} has a space, line break or letter beyond ASCII: copy it again")

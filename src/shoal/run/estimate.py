@@ -164,20 +164,48 @@ class Planning:
             yield "trainer, each other process", other, base if on_gpu else 0, ""
             together = first + self.processes * base if on_gpu else total + (self.processes - 1) * other
             yield f"trainer, {self.processes} on one host", 0, together, ""
+        sequence = self._row // ALLOWANCE
         models = {
-            "validator": (self.loaded + 1, self.recipe.validator.dtype, f"{self.loaded} loaded, 1 for second looks"),
-            "worker": (1, self.worker_dtype, "weights and one sequence; more take the rest"),
+            "validator": self._validator_bytes(base),
+            "worker": (
+                WIDTHS[self.worker_dtype] * self.shape.weights + base + sequence,
+                "weights and one sequence; more take the rest",
+            ),
         }
-        for role, (count, dtype, what) in models.items():
-            device, host = count * self.shape.weights * WIDTHS[dtype] + base, self.payload + base
-            device += self._row // ALLOWANCE if role == "worker" else 0
+        for role, (device, what) in models.items():
+            host = self.payload + base
             yield role, device + (0 if on_gpu else self.payload), host if on_gpu else 0, f"{what}; a payload is mapped"
         upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
         yield "hub", 0, PROCESS_BYTES["hub"] + CONCURRENT_UPLOADS * upload, f"with {CONCURRENT_UPLOADS} uploads"
         yield "origin, relay", 0, PROCESS_BYTES["relay"], "files are served from the disk"
 
+    def _validator_bytes(self, base: float) -> tuple[float, str]:
+        """Its policies, and another engine to measure with and for second looks. Where both compute in bfloat16 the
+        look is in float32 (`validator/judge.py`), if that fits."""
+        own, weights, what = WIDTHS[self.recipe.validator.dtype], self.shape.weights, f"{self.loaded} loaded, 1"
+        kept = self.loaded * own * weights + base
+        if own == 4:
+            return kept + 4 * weights, f"{what} for second looks"
+        if kept + 4 * weights <= self.room("validator"):
+            return kept + 4 * weights, f"{what} in float32 for second looks"
+        wanted = f"in float32 they take {(kept + 4 * weights) / GIB:,.1f} GiB"
+        return kept + own * weights, f"{what} for second looks; {wanted}"
+
     def device_bytes(self, role: str) -> float:
         return next(device for name, device, _, _ in self.memory() if name == role)
+
+    @property
+    def crowded(self) -> list[str]:
+        """The roles that `shoal run` starts on the trainer's first GPU, if it has no room for all and no shares are
+        set."""
+        recipe = self.recipe
+        beside = [
+            role
+            for role, one in (("validator", recipe.validator), ("worker", recipe.worker))
+            if one.count and one.device != "cpu" and one.memory_share == 1
+        ]
+        too_much = self.trainer.total + sum(map(self.device_bytes, beside)) > self.memory_bytes
+        return beside if self.kind == "cuda" and too_much else []
 
     def changed(self, section: str, **settings: object) -> Planning:
         """With other settings of a section; the trainer's own memory stays as planned."""
@@ -336,6 +364,11 @@ def announced_size(recipe: Recipe) -> ModelSize:
     adapters = (trainer.lora.rank, trainer.lora.targets) if trainer.lora is not None else (0, ())
     is_here = recipe.model.path in BUILTIN or Path(recipe.model.path).is_dir()
     return model_size(model_folder(recipe.model.path), trainer.publish_dtype, *adapters) if is_here else ModelSize()
+
+
+def patience_of(recipe: Recipe) -> float:
+    """How long `shoal run` lets a run be without progress."""
+    return sizing.derive(run_size(recipe, announced_size(recipe))).patience_s
 
 
 def with_derived_settings(recipe: Recipe) -> tuple[Recipe, str]:

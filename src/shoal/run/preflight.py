@@ -156,7 +156,8 @@ def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
     from shoal.trainer.record import require_trackers
 
     require_trackers(recipe.trainer.tracking)
-    asked: dict[str, str] = {"trainer": recipe.trainer.device, "validator": recipe.validator.device}
+    asked: dict[str, str] = {"trainer": recipe.trainer.device}
+    asked |= {"validator": recipe.validator.device} if recipe.validator.count else {}
     asked |= {"worker": recipe.worker.device} if recipe.worker.count else {}
     wanted = [f"{name}.device" for name, device in asked.items() if device == "cuda"]
     if wanted and not any((devices / name).exists() for name in GPU_FILES):
@@ -213,7 +214,10 @@ def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
         yield f"held out: only {count_of(tasks, 'task')}; trainer.evaluate_tasks is {wanted}: scores will be rough"
     tokens = (run := recipe.run).groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
     needed = validators_needed(run_size(recipe, announced_size(recipe)), tokens, run.steps, recipe.trainer.processes)
-    if needed > recipe.validator.count:
+    if not recipe.validator.count:
+        why = "validator.count is 0: no group is accepted until a validator runs elsewhere"
+        yield f"{why} (`shoal admin add-validator` certifies one, `shoal plan` says how many keep up)"
+    elif needed > recipe.validator.count:
         why = f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer"
         remedy = "raise it, start others (shoal validator), or every step waits for audits"
         processes = f"(trainer.processes is {recipe.trainer.processes})"

@@ -174,9 +174,11 @@ def notices(status: RunStatus) -> list[tuple[str, str]]:
 
 @dataclass
 class Watchdog:
-    """Ends a run without progress: no step, no verdict, no submission, no ledger entry."""
+    """Ends a run without progress: no step, no verdict, no submission, no ledger entry, no pass of a training step that
+    was not seen before."""
 
     patience_s: float
+    _passes: set[str] = field(default_factory=set)  # since the last progress of another kind
     _seen: tuple[object, ...] = ()
     since_s: float | None = None
 
@@ -185,13 +187,17 @@ class Watchdog:
     ) -> Ending | None:
         """The hub has given no newer answer than `status` for `silent_s`. A run that is paused or drained is left
         alone."""
-        mark, halted = tuple[object, ...](), False
+        mark, passes, halted = tuple[object, ...](), set[str](), False
         if status is not None:
             counts, policy = tuple(sorted(status.submissions.items())), status.policy and status.policy.label
             mark = (status.step, policy, counts, status.ledger.index, len(status.reports))
+            passes = {node.doing for node in status.nodes if node.role == "trainer" and node.doing}
             halted = status.standing.conduct == "paused" or status.standing.drained
         if self.since_s is None or mark != self._seen or halted:
-            self.since_s, self._seen = now_s, mark
+            self.since_s, self._seen, self._passes = now_s, mark, passes
+            return None
+        if not passes <= self._passes:
+            self.since_s, self._passes = now_s, self._passes | passes
             return None
         if (still_s := now_s - self.since_s) < self.patience_s:
             return None

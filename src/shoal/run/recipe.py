@@ -31,7 +31,7 @@ class ModelSettings(BaseModel):
 
 
 class ValidatorSection(ValidatorSettings):
-    count: int = Field(default=1, ge=1, le=64, description="validators that `shoal run` starts")
+    count: int = Field(default=1, ge=0, le=64, description="validators that `shoal run` starts; more may join")
 
 
 class WorkerSection(WorkerSettings):

@@ -88,13 +88,13 @@ class HttpRequest:
 
     def feed(self, part: bytes) -> None:
         self._parts.append(part)
-        self._tell()
+        self._wake()
 
     def end(self, is_complete: bool) -> None:
         self.is_complete, self.is_gone = self.is_complete or is_complete, self.is_gone or not is_complete
-        self._tell()
+        self._wake()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
 

@@ -13,7 +13,7 @@ from shoal.runtime.files import resource_error
 from shoal.runtime.text import printable, visible
 
 LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
-QUIET_LIBRARIES = ("httpx2", "httpcore2", "asyncio", "transformers", "urllib3")
+QUIET_LIBRARIES = ("asyncio", "transformers", "urllib3")
 
 
 class LineFormatter(logging.Formatter):

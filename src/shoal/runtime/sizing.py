@@ -43,7 +43,7 @@ class Speeds:
     link_overhead: float = _from(1.2, "cast_links.md: 1.25 to 1.31 times what hub.link_mbit would take")
     audit_tflops: float = _from(160.0, "check_overhead.md: 134,907 tokens/s of 0.6 B weights, 2 operations each")
     audit_group_s: float = _from(0.052, "plan_check.md: of one group beside its prefill: papers, rewards, statistics")
-    branch_share: float = _from(0.02, "steered_branches.md: of a node's tokens that are decoded again; at first 0.08")
+    branch_share: float = _from(0.029, "honest_bands.md: of a node's tokens that are decoded again; in 50 groups 0.093")
     train_tflops: float = _from(266.0, "train_throughput.md: 74,412 tokens/s, recomputed, 6 operations a weight")
     eager_tflops: float = _from(127.0, "train_throughput.md: the same without trainer.memory.compile")
     train_least_s: float = _from(1.0, "plan_check.md: of any step: samples, optimizer, numbers")
@@ -97,29 +97,33 @@ class Derived:
     checkpoint_every: int = 1
     keep_checkpoints: int = 2
     batch_deadline_s: float = 1800.0
+    patience_s: float = 600.0
 
 
 def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
-    """The settings for a run of that size. `policy_wait_s`: a whole policy over the link, and into the engine.
+    """The settings for a run of that size. `policy_wait_s`: a whole policy out of a relay that all its workers fetch
+    from, and into the engine.
     `lease_s`: applying and loading a version; four of them are a worker's first group. `lease_hard_s`: the longest
     group on the slowest worker, and the `lease_s` before its first token. `audit_s`: the policy, then one claim.
-    `batch_deadline_s`: all of these, one after the other."""
+    `batch_deadline_s`: from one accepted group to the next, the policy, a group and its audit. `patience_s`: at least
+    that, if it is long."""
     small, gb = Derived(), size.payload_bytes / 1e9
-    load_s = gb / speeds.load_gb_s
-    wait_s = _at_least(small.policy_wait_s, MARGIN * (size.transfer_s(size.payload_bytes, speeds) + load_s))
+    load_s, copies = gb / speeds.load_gb_s, speeds.workers_per_relay + 1
+    wait_s = _at_least(small.policy_wait_s, MARGIN * (size.transfer_s(copies * size.payload_bytes, speeds) + load_s))
     group_s = size.max_new_tokens * max(speeds.token_s, gb / speeds.worker_gb_s)
     lease_s = _at_least(small.lease_s, MARGIN * (gb / speeds.apply_gb_s + load_s), group_s / FIRST_LEASE)
     audit_s = 2 * size.parameters * size.group_size * size.max_new_tokens / (speeds.audit_tflops * 1e12)
     audits = max(1, min(small.max_audits, int(CLAIM_S / audit_s))) if audit_s else small.max_audits
     hard_s = _at_least(small.lease_hard_s, lease_s + group_s)
     claim_s = _at_least(small.audit_s, wait_s + MARGIN * audits * audit_s)
+    batch_s = _at_least(small.batch_deadline_s, MARGIN * (hard_s + claim_s))  # which begins with the policy
     holds_more = small.keep_versions * size.payload_bytes <= HELD_BYTES
     return Derived(
         lease_s, hard_s, claim_s, policy_wait_s=wait_s, max_audits=audits,
         keep_versions=small.keep_versions if holds_more else max(2, size.max_staleness + 1),
         checkpoint_every=max(1, ceil(size.checkpoint_bytes / 1e9 / speeds.disk_gb_s / CHECKPOINT_S)),
         keep_checkpoints=small.keep_checkpoints if 2 * size.checkpoint_bytes <= TWO_CHECKPOINTS_BYTES else 1,
-        batch_deadline_s=_at_least(small.batch_deadline_s, MARGIN * (wait_s + hard_s + claim_s)),
+        batch_deadline_s=batch_s, patience_s=batch_s if batch_s > small.batch_deadline_s else small.patience_s,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import ipaddress
 import os
+import re
 import socket
 import ssl
 import time
@@ -30,16 +31,13 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]  # the second is in every Python, and in no stub
 
 from shoal.errors import ConfigError
 
-if TYPE_CHECKING:
-    import httpx2
-
 DEFAULT_PORTS = {"http": 80, "https": 443}
+HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 MAX_ANSWER_BYTES = 16 * 1024
 WANTS_PASSWORD = 407
 
@@ -227,24 +225,25 @@ def own_address() -> str:
     return str(_source_of("192.0.2.1") or "127.0.0.1")
 
 
-def endpoint_of(url: str | httpx2.URL) -> tuple[str, int]:
-    """Host, as it is looked up (`xn--bcher-kva.example`), and port of a URL."""
-    import httpx2  # a server that never calls anybody does without it
-
-    parsed = httpx2.URL(url)
-    return parsed.raw_host.decode("ascii"), parsed.port or DEFAULT_PORTS.get(parsed.scheme, 0)
+def endpoint_of(url: str) -> tuple[str, int]:
+    """Host, as it is looked up (`xn--bcher-kva.example`), and port of a URL; `ValueError` if it has none."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if as_number(host) is None:
+        host = host.encode("idna").decode("ascii")
+        if not HOST.fullmatch(host) or "[" in parts.netloc:
+            raise ValueError(f"{host[:200]!r} is no name of a host")
+        host.encode("ascii").decode("idna")  # ValueError for labels that are not valid
+    return host, parts.port or DEFAULT_PORTS.get(parts.scheme, 0)
 
 
 def is_address(url: str) -> bool:
-    """Whether this is an http(s) URL of a host that can be looked up, by every parser that reads it."""
-    import httpx2
-
+    """Whether this is an http(s) URL of a host that can be looked up."""
     try:
-        parts, host, shown = urlsplit(url), endpoint_of(url)[0], httpx2.URL(url).host
-        host.encode("idna").decode("idna")  # ValueError for labels that are too long or not valid
-        same = host == parts.hostname or not url.isascii()
-        return parts.scheme in DEFAULT_PORTS and bool(host and shown) and parts.port != 0 and same
-    except (ValueError, httpx2.InvalidURL):
+        endpoint_of(url)
+        parts = urlsplit(url)
+        return parts.scheme in DEFAULT_PORTS and parts.port != 0
+    except ValueError:
         return False
 
 
@@ -281,8 +280,27 @@ def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
             reach.check(host, address)
 
 
+def dial(
+    is_secure: bool, host: str, port: int, proxy: Proxy | None, reach: Reach | None, timeout_s: float
+) -> socket.socket:
+    """A connection to the first checked address that answers, direct or through a proxy."""
+    if proxy is None or os.environ.get(SANDBOX):
+        plain = connect(host, port, timeout_s, reach)
+    else:
+        check_behind_proxy(host, port, reach)
+        if proxy.secure and is_secure:
+            raise OSError("a https:// address is not asked through a https:// proxy: name the proxy as http://")
+        plain = proxy.connect(timeout_s, tunnel_to=netloc(host, port) if is_secure else "")
+    try:
+        if plain.family != socket.AF_UNIX:  # a Unix socket leads out of a sandbox
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return ssl.create_default_context().wrap_socket(plain, server_hostname=host) if is_secure else plain
+    except OSError:
+        plain.close()
+        raise
+
+
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
-    """A connection to the first checked address that answers."""
     if (inside := way_out(host, port)) is None:
         return first_answer(addresses(host, port, reach), port, timeout_s)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

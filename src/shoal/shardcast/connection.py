@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import WANTS_PASSWORD, Reach, check_behind_proxy, connect, netloc, proxy_of
+from shoal.runtime.targets import WANTS_PASSWORD, Reach, dial, netloc, proxy_of
 
 SLICE_S = 0.2
 MAX_ANSWER_HEAD_BYTES = 16 * 1024
@@ -247,29 +246,13 @@ class Connection:
         return self._answer
 
     def _connect(self, deadline: Deadline) -> socket.socket:
-        address, proxy, reach = self._address, self._proxy, self._timeouts.reach
+        address, proxy = self._address, self._proxy
         timeout_s = max(0.01, min(self._timeouts.connect_s, deadline.remaining_s()))
-        way = ""
         try:
-            if proxy is None:
-                plain = connect(address.host, address.port, timeout_s, reach)
-            else:
-                way = f" through the proxy {proxy.shown}"
-                check_behind_proxy(address.host, address.port, reach)
-                if proxy.secure and address.secure:
-                    raise OSError("a https:// source is not asked through a https:// proxy: name the proxy as http://")
-                plain = proxy.connect(timeout_s, tunnel_to=netloc(address.host, address.port) if address.secure else "")
-            if plain.family != socket.AF_UNIX:  # a Unix socket leads out of a sandbox
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return dial(address.secure, address.host, address.port, proxy, self._timeouts.reach, timeout_s)
         except OSError as error:
+            way = f" through the proxy {proxy.shown}" if proxy else ""
             raise self._broken(f"cannot be reached{way}: {error.strerror or error}") from error
-        if not address.secure:
-            return plain
-        try:
-            return ssl.create_default_context().wrap_socket(plain, server_hostname=address.host)
-        except OSError as error:
-            plain.close()
-            raise self._broken(f"cannot be reached: {error.strerror or error}") from error
 
     def _receive(self, buffer: memoryview, deadline: Deadline) -> int:
         """The number of bytes received, at least one; 0 at the end of the stream."""

@@ -1,8 +1,5 @@
-"""A fleet without machines: the real hub under a manual clock, and actors who do to it what processes would.
-
-    heap ─ next event ─► clock ─► actor ─ calls ─► hub.service ─► hub.state (the real decisions) ─► SQLite in memory
-      ▲                              │                 │
-      └── what it does next, when ◄──┴── or waits ◄────┴ changes
+"""A fleet without machines: the real hub (services, decisions, SQLite in memory) under a manual clock (`world`), and
+actors who do to it what processes would (`simulation`).
 
 Everything follows from the scenario's seed: the same scenario gives the same ledger, hash for hash. What is left out is
 the network between actors and hub: requests are not signed, and none is lost.

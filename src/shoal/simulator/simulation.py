@@ -83,7 +83,6 @@ class SimulatedWorker:
                     work.shown = end
 
     def _progress(self) -> dict[str, int]:
-        """Tokens so far of each lease, by the time that has passed."""
         now_s, wanted = self._world.now_s, TOKENS * self._world.scenario.run.group_size
         if self._spec.delivers:
             shares = {name: 1 - (work.at_s - now_s) / self._pace_s for name, work in self._work.items()}
@@ -280,5 +279,4 @@ class Simulation:
             self.world.at(self.world.random.uniform(0, scenario.arrive_s), worker.arrive)
 
     def run(self) -> SimulationResult:
-        """Until the scenario's time is over or the last step is trained."""
         return self.world.run(lambda: self.trainer.finished)

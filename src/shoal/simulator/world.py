@@ -165,7 +165,6 @@ class World:
         return self.random.expovariate(1 / mean_s) if mean_s < math.inf else math.inf
 
     def run(self, until: Callable[[], bool]) -> SimulationResult:
-        """Let it happen until the scenario's time is over, or `until` says so."""
         end_ms = self._began_ms + round(self.scenario.seconds * 1000)
         while self._heap and self._heap[0][0] <= end_ms and not until():
             at_ms, _number, action = heapq.heappop(self._heap)

@@ -8,8 +8,9 @@
                                       └─────────── next step ◄──┘        … after the last: check policy ─► export
 
 The trainer asks for a batch only when it needs it: the hub chooses the batch then, so its rollouts are as new as
-possible. It waits up to `batch_deadline_s` and logs what the hub waits for. Before it writes the row of a step it waits
-until the version that the step began with is published. The order for every version n, which crash recovery relies on:
+possible. It waits up to `batch_deadline_s` for each further accepted group, and logs what the hub waits for. Before it
+writes the row of a step it waits until the version that the step began with is published. The order for every
+version n, which crash recovery relies on:
 
     row n-1 in the metrics ─► report n-1 at the hub ─► checkpoint n durable ─► n at the origin ─► n announced ─► row n
 
@@ -21,6 +22,7 @@ Guards judge the policy that a step begins with. The last version has no next st
 before it is saved, published and exported.
 """
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -177,8 +179,8 @@ class TrainingRun:
         """Judge the last version by its own batch, with a forward pass only."""
         step = self._info.steps - 1
         work = self._last or self._work(*self._batch_of(step))
-        with self.activity.busy(f"looking at version {self.version}, the last"):
-            seen = self._actions.check_policy(self._parts.learner, work, self._stop.is_set)
+        with self.activity.busy(doing := f"looking at version {self.version}, the last"):
+            seen = self._actions.check_policy(self._parts.learner, work, self._told(doing))
         judged = self._watch.check_last_version(step, seen)
         self._record.amend(step, judged.numbers)
         self._report_alarms(judged)
@@ -203,19 +205,22 @@ class TrainingRun:
         """The batch of a step as the hub wrote it down, with its rollouts."""
         clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._chosen.batch_deadline_s
-        began_s, waiting = clock.monotonic_s(), "nothing was said"
+        began_s, accepted, waiting = clock.monotonic_s(), 0, "nothing was said"
         while True:  # until it is written down
             self._publisher.check()
             if self._stop.is_set():
                 raise Stopped
             left_s = began_s + deadline_s - clock.monotonic_s()
             if left_s <= 0:
-                raise DeadlineExceeded(f"no batch for step {step} within {deadline_s:.0f} s; the hub says: {waiting}")
+                why = f"no batch for step {step}, and no further group accepted within {deadline_s:.0f} s"
+                raise DeadlineExceeded(f"{why}; the hub says: {waiting}")
             with self.activity.waiting(f"the batch of step {step}: {waiting}"):
                 reply = hub.batch(step, min(POLL_S, left_s))
             if reply.batch is not None:
                 break
             waiting = reply.waiting or waiting
+            if reply.accepted != accepted:
+                began_s, accepted = clock.monotonic_s(), reply.accepted
         batch, rollouts = reply.batch, hub.rollouts(step)
         written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
         if rollouts.step != step or written != sent:
@@ -236,13 +241,24 @@ class TrainingRun:
         self._last = work if batch.step == self._info.steps - 1 else None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
             archived = beside.submit(self._archive.write, batch, rollouts)
-            with self.activity.busy(f"training step {batch.step}"), self._stopwatch.lap("train_s"):
-                metrics = self._actions.train(self._parts.learner, work, self._stop.is_set, self._watch.veto)
+            with self.activity.busy(doing := f"training step {batch.step}"), self._stopwatch.lap("train_s"):
+                metrics = self._actions.train(self._parts.learner, work, self._told(doing), self._watch.veto)
             archived.result()
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
         return metrics
+
+    def _told(self, doing: str) -> Callable[[], bool]:
+        """Whether to stop, asked before each pass: heartbeats count them, so nobody takes a long step for a standstill
+        (`run/progress`)."""
+        passes = itertools.count(1)
+
+        def interrupted() -> bool:
+            self.activity.says(f"{doing}, pass {next(passes)}")
+            return self._stop.is_set()
+
+        return interrupted
 
     def _finish(self) -> None:
         """Export the published last version, then wait for its score. Nothing that may fail or wait comes before the
@@ -281,7 +297,7 @@ class HeldOut:
     page: Callable[[int], EvaluationPage]
     clock: Clock
     stop: StopToken
-    _told: dict[int, float] = field(default_factory=dict)
+    _reported: dict[int, float] = field(default_factory=dict)
     _since: int = 0
 
     def known(self, version: int) -> dict[int, float]:
@@ -294,8 +310,8 @@ class HeldOut:
         open_ones = [each.policy.version for each in listed if not each.complete or each.policy.version > version]
         self._since = min(open_ones, default=max(found, default=self._since - 1) + 1)
         scores = {number: mean for number, mean in found.items() if mean is not None and number <= version}
-        news = dict(scores.items() - self._told.items())
-        self._told |= news
+        news = dict(scores.items() - self._reported.items())
+        self._reported |= news
         return news
 
     def last(self, version: int) -> float | None:

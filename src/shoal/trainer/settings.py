@@ -122,7 +122,7 @@ class TrainerSettings(BaseModel):
     evaluate_every: int = Field(5, ge=0, description="steps between held-out evaluations by validators; 0: never")
     evaluate_tasks: int = Field(128, ge=1, description="held-out tasks per evaluation, the first ones")
     batch_deadline_s: Real | None = Field(
-        None, gt=0, le=1e8, description=f"longest wait for a batch, or for the hub; {DERIVED} 1800"
+        None, gt=0, le=1e8, description=f"longest wait for a further accepted group, or for the hub; {DERIVED} 1800"
     )
 
     @field_validator("advantage", "loss", "tracking")

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.client import Intervals
 from shoal.engines.registry import DTYPES
 from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
+from shoal.runtime.exchange import HttpClient
 from shoal.runtime.sizing import DERIVED
 
 KINDS_ON_REQUEST = ("torch/cpu/bfloat16", "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16")
@@ -71,5 +71,5 @@ class ValidatorConfig:
     certificate: SignedDocument
     shuffle_rewards: bool = False
     scored_by: EnvironmentSettings | None = None
-    http: httpx2.Client | None = None
+    http: HttpClient | None = None
     pace: Intervals = field(default_factory=Intervals)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.client import Intervals
 from shoal.engines import ENGINES, BoundedEngine, Engine, check_engine, choose, free_bytes
 from shoal.errors import ResourceError
 from shoal.protocol import MAX_LEASES_PER_REQUEST, Lease, RunInfo, SignedDocument, SigningKey, load_or_create_key
+from shoal.runtime.exchange import HttpClient
 from shoal.runtime.limits import MachineLimits, show_bytes
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class WorkerConfig:
     hub_url: str
     root_fingerprint: str | None
     name: str
-    http: httpx2.Client | None = None
+    http: HttpClient | None = None
     cheat: str | None = None
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None

@@ -8,6 +8,7 @@ import httpx2
 import numpy as np
 import pytest
 
+from kit.asgi import InProcess
 from shoal.adversary import CHEATS, Cheat, CheatContext, find_cheat
 from shoal.adversary.tokens import Sleeper, Steal, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of
@@ -112,7 +113,7 @@ def test_the_guide_lists_them_all_in_their_own_words() -> None:
 )
 def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path, engine, cheat, sentence):
     asked: list[httpx2.Request] = []
-    http = httpx2.Client(transport=httpx2.MockTransport(lambda request: asked.append(request) or httpx2.Response(500)))
+    http = InProcess(lambda request: asked.append(request) or httpx2.Response(500))
     folder = tmp_path / "node"
     config = WorkerConfig(folder, WorkerSettings(), engine, "http://hub", None, "n", http, cheat)
     with pytest.raises(ConfigError, match=sentence):

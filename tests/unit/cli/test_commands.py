@@ -43,7 +43,7 @@ def shoal(tmp_path: Path) -> Shoal:
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from shoal.cli.main import main; assert main(['--help']) == 0;"
-        "heavy = {'torch', 'transformers', 'h11', 'sqlalchemy', 'numpy', 'httpx2'} & set(sys.modules);"
+        "heavy = {'torch', 'transformers', 'h11', 'sqlalchemy', 'numpy'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

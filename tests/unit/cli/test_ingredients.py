@@ -168,7 +168,8 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         check_machine(recipe, tmp_path)
     (tmp_path / "nvidiactl").touch()
     check_machine(recipe, tmp_path)
-    check_machine(Recipe.model_validate({"worker": {"device": "cuda", "count": 0}}), tmp_path / "empty")
+    elsewhere = {"device": "cuda", "count": 0}
+    check_machine(Recipe.model_validate({"worker": elsewhere, "validator": elsewhere}), tmp_path / "empty")
 
 
 LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"

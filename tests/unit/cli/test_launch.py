@@ -17,11 +17,12 @@ import pytest
 from kit import Patch
 from kit.cli import RecordingDisplay
 from shoal.errors import ConfigError, ResourceError
+from shoal.protocol import load_or_create_key
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
 from shoal.run.launch import Launched, conclusion, kept_line, launch, process_spec
 from shoal.run.recipe import Recipe
-from shoal.run.roles import command_of, role_names, run_role
+from shoal.run.roles import command_of, role_names, run_role, validator_config
 from shoal.runtime.config import parse_config
 from shoal.runtime.files import FolderLock
 from shoal.runtime.stop import SUPERVISED, StopToken
@@ -50,6 +51,18 @@ def test_each_role_is_a_command_of_the_same_program_and_essential_roles_end_the_
     kinds = {name: process_spec(Path("/r"), name) for name in names}
     assert [spec.when_done for spec in kinds.values()] == ["restart", "restart", "restart", "end", "rest", "rest"]
     assert [name for name, spec in kinds.items() if not spec.essential] == ["relay-0", "worker-0"]
+
+
+def test_validators_may_all_run_elsewhere(tmp_path: Path) -> None:
+    """One that is certified later gets the number 0."""
+    recipe = parse_config("[validator]\ncount = 0", Recipe, "test")
+    made = RunFolder.prepare(tmp_path / "run", recipe)
+    made.assign_endpoints()
+    assert role_names(made) == ["hub", "origin", "relay-0", "trainer", "worker-0"]
+    assert set(made.trusted_roles) == {"hub", "trainer"}
+    key = load_or_create_key(made.path / "keys" / "validator-0.key")
+    made.put_certificate("validator-0", made.certify("validator", key.public_key))
+    assert validator_config(RunFolder.open(made.path), 0).key.public_key == key.public_key
 
 
 def stand_ins(monkeypatch: Patch, trainer: str) -> None:

@@ -139,6 +139,9 @@ def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkey
         for count in (1, 4, 5)
     ]
     assert [[words in line for line in advice(recipe, environment)] for recipe in recipes] == [[True], [True], []]
+    nobody = Recipe.model_validate({"run": run, "validator": {"count": 0}})
+    [said] = advice(nobody, environment)
+    assert said.startswith("validator.count is 0: no group is accepted until a validator runs elsewhere (`shoal admin")
     large = ModelSize()
     assert list(advice(recipes[0], environment)) == [], "nothing is known of a model that is not here"
     large = ModelSize(parameters=32 * 10**9)

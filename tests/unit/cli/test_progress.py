@@ -12,9 +12,10 @@ import httpx2
 import pytest
 
 from kit import eventually
+from kit.asgi import InProcess
 from kit.cli import NODE, RecordingDisplay, at_step, process, report, status, verdict, wait, worker
 from shoal.client import ClientOptions, HubClient
-from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RunStatus, SigningKey
+from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, Role, RunStatus, SigningKey
 from shoal.run import progress as progress
 from shoal.run.launch import steps_in, summary
 from shoal.runtime.clock import ManualClock
@@ -157,7 +158,7 @@ def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
             raise given
         return given
 
-    http, impatient = httpx2.Client(transport=httpx2.MockTransport(answer_when_told)), ClientOptions.of_a_person(0.0)
+    http, impatient = InProcess(answer_when_told), ClientOptions.of_a_person(0.0)
     client = HubClient("http://hub", SigningKey.generate(), StopToken(), http=http, options=impatient)
     with progress.StatusPoller(client, every_s=0.001) as poller:
         answers.put(answer(at_step(1)))
@@ -276,6 +277,20 @@ def test_anything_new_calms_the_watchdog(change: dict[str, Any]) -> None:
     dog = progress.Watchdog(patience_s=60)
     assert dog.look(status(), 0.0) is None
     assert [bool(dog.look(status(**change), now_s)) for now_s in (59.0, 118.0, 119.0)] == [False, False, True]
+
+
+def test_passes_of_a_long_training_step_calm_the_watchdog_and_repeated_ones_do_not() -> None:
+    dog = progress.Watchdog(patience_s=60)
+
+    def look(doing: str, now_s: float, role: Role = "trainer") -> bool:
+        trainer = NodeView(node="ee" * 16, name="t", role=role, state=NodeState.ACTIVE, doing=doing)
+        return bool(dog.look(status(nodes=(trainer,)), now_s))
+
+    assert not look("training step 2, pass 1", 0.0)
+    assert [look(f"training step 2, pass {number}", 59.0 * number) for number in (2, 3)] == [False, False]
+    # killed, resumed, and killed again: the same passes are no progress, nor is what a worker says
+    assert [look("training step 2, pass 1", 178.0), look("training step 2, pass 2", 236.0)] == [False, False]
+    assert look("any", 237.0, "worker")
 
 
 def test_before_the_first_policy_patience_counts_too() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx2
 
+from kit.asgi import InProcess
 from shoal.client import ClientOptions, HubClient
 from shoal.client.trust import run_id
 from shoal.protocol import Document, Lease, Message, PolicyRef, Problem, RequestSignature, SignedDocument, SigningKey
@@ -104,8 +105,7 @@ class ScriptedHub:
 
     def client(self, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
         options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
-        http = httpx2.Client(transport=httpx2.MockTransport(self.handle))
-        return HubClient("http://hub:1/", NODE, self.stop, pinned, http, self.clock, options)
+        return HubClient("http://hub:1/", NODE, self.stop, pinned, InProcess(self.handle), self.clock, options)
 
     def verify(self, request: httpx2.Request, run: str = RUN) -> RequestSignature:
         """Check a recorded request's signature as the hub would, and hand back what it says."""
@@ -150,5 +150,4 @@ class Network:
 
     def client(self, *urls: str, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
         options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
-        http = httpx2.Client(transport=httpx2.MockTransport(self.handle))
-        return HubClient(urls, NODE, self.stop, pinned, http, self.clock, options)
+        return HubClient(urls, NODE, self.stop, pinned, InProcess(self.handle), self.clock, options)

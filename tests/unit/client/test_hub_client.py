@@ -10,7 +10,6 @@ import pytest
 from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, ScriptedHub, answer, lease, no_answer, refusal, run_info, signed
 
 from shoal import errors, protocol
-from shoal.client.transport import MIB
 from shoal.errors import CodecError, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
 from shoal.protocol import LeaseReply, LeaseRequest, Problem, Receipt, SigningKey, fingerprint, pack, submission_digest
 from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, HubClock
@@ -90,14 +89,9 @@ def test_a_refusal_of_this_node_is_known_as_one(code: str) -> None:
         hub.client().register("n", "worker", None)
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "why"),
-    [(b'{"hello": "world"}', ProtocolError, "not as a shoal hub"), (b"x" * (64 * MIB + 1), CodecError, "longer than")],
-    ids=["another kind", "endless"],
-)
-def test_an_answer_that_cannot_be_read_is_an_error(content: bytes, error: type[Exception], why: str) -> None:
-    hub = ScriptedHub(script=[httpx2.Response(200, content=content)])
-    with pytest.raises(error, match=why):
+def test_answer_of_another_kind_is_an_error() -> None:
+    hub = ScriptedHub(script=[httpx2.Response(200, content=b'{"hello": "world"}')])
+    with pytest.raises(ProtocolError, match="not as a shoal hub"):
         hub.client().register("n", "worker", None)
 
 

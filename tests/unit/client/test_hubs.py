@@ -9,6 +9,7 @@ import httpx2
 import pytest
 from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, Network, ScriptedHub, answer, lease, refusal, run_info, signed
 
+from kit.asgi import InProcess
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.transport import LEAST_ATTEMPT_S, Hubs
 from shoal.client.trust import parse_join_urls, run_id
@@ -126,7 +127,7 @@ def test_when_all_are_down_it_waits_and_comes_back_to_whichever_is_up_first() ->
             net.down.discard("a")
         return net.handle(request)
 
-    client._transport.http._transport = httpx2.MockTransport(until_it_is_up)
+    client._transport.http.transport = httpx2.MockTransport(until_it_is_up)  # type: ignore[attr-defined]
     client.heartbeat(Heartbeat())
     assert client.url == A
     assert 30 <= sum(net.stop.waits) < 60
@@ -136,8 +137,8 @@ def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
     hub = ScriptedHub(script=[refusal(429, "rate.key", "slow down", retry_after="3"), answer(fake_run.REPLY),
                               refusal(403, "auth.role", "no")])  # fmt: skip
     options = ClientOptions(backoff=Backoff(0.1, 5.0))
-    http = httpx2.Client(transport=httpx2.MockTransport(hub.handle))
-    client = HubClient(["http://hub:1", "http://other:1"], fake_run.NODE, hub.stop, None, http, hub.clock, options)
+    urls, http = ["http://hub:1", "http://other:1"], InProcess(hub.handle)
+    client = HubClient(urls, fake_run.NODE, hub.stop, None, http, hub.clock, options)
     client.heartbeat(Heartbeat())
     assert hub.stop.waits == [3.0]
     with pytest.raises(HubRefused):

@@ -265,7 +265,7 @@ def test_invalid_generator_settings_are_refused_when_built(options: dict[str, ob
 
 def test_without_the_package_or_with_another_version_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gym()
-    monkeypatch.setattr(sys.modules["reasoning_gym"], "_mended_by_shoal", False)
+    monkeypatch.setattr(sys.modules["reasoning_gym"], "_patched_by_shoal", False)
     monkeypatch.setattr(source.importlib.metadata, "version", lambda _name: "9.9.9")
     with pytest.raises(EnvironmentSetupError, match=r"9\.9\.9 was not checked"):
         gym()

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from kit.asgi import AppTransport
+from kit.asgi import AppTransport, InProcess
 from kit.hub import HUB, ROOT, Actor, Bench, certificate, code_of, make_config, ok, worker_key
 from shoal import protocol
 from shoal.client import HubClient
@@ -67,9 +67,8 @@ def test_a_hub_that_restarts_after_a_jump_keeps_no_lease_for_an_hour(bench: Benc
 def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: Bench, jump_s: float) -> None:
     clock = ManualClock(bench.clock.now_ms())
     clock.jump(jump_s)
-    client = HubClient(
-        "http://hub", worker_key(9), StopToken(), protocol.fingerprint(ROOT.public_key), http=bench.http, clock=clock
-    )
+    root, http = protocol.fingerprint(ROOT.public_key), InProcess(bench.http.send)
+    client = HubClient("http://hub", worker_key(9), StopToken(), root, http=http, clock=clock)
     client.register("wrong clock", "worker", None)
     assert len(client.lease(protocol.LeaseRequest(request="request-1")).leases) == 1
     clock.jump(-2 * jump_s)  # and wrong again, the other way
@@ -101,7 +100,7 @@ def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None
     bench = Bench(tmp_path / "hub")
     there = [bench]
 
-    http = httpx2.Client(transport=httpx2.MockTransport(lambda request: there[-1].http.send(request)))
+    http = InProcess(lambda request: there[-1].http.send(request))
     client = HubClient("http://hub", worker_key(3), StopToken(), http=http, clock=bench.clock)
     client.register("late", "worker", None)
     client.heartbeat(protocol.Heartbeat())

@@ -201,15 +201,19 @@ def test_a_run_that_is_extended_keeps_the_score_of_its_former_end(tmp_path: Path
 
 def test_no_batch_before_the_deadline_names_what_the_hub_waits_for(tmp_path: Path) -> None:
     hub, clock = FakeHub(STEPS), ManualClock()
+    began_s = clock.monotonic_s()
 
     def nothing(step: int, wait_s: float) -> BatchReply:
+        accepted = int(clock.monotonic_s() - began_s >= 10)
         clock.advance(wait_s)
-        return BatchReply(waiting="0 of 16 groups (no unit is given out: no worker is asking)")
+        return BatchReply(waiting="0 of 16 groups (no unit is given out: no worker is asking)", accepted=accepted)
 
     hub.batch = nothing  # type: ignore[method-assign]
     run, _ = training_run(tmp_path, hub, clock=clock)
-    with pytest.raises(DeadlineExceeded, match=r"no batch for step 0 within 20 s.*no worker is asking"):
+    why = r"no batch for step 0, and no further group accepted within 20 s.*no worker is asking"
+    with pytest.raises(DeadlineExceeded, match=why):
         run.run()
+    assert clock.monotonic_s() - began_s >= 10 + 20, "from the last accepted group"
 
 
 @pytest.mark.parametrize("where", ["batch", "rollouts"])

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, audit_job, engine, lease, weights
 
+from kit.asgi import InProcess
 from shoal.client import Intervals
 from shoal.engines import EngineShelf, LoadedPolicy, Prefill
 from shoal.engines.scripted import ScriptedEngine
@@ -361,7 +362,7 @@ def test_a_stop_while_it_registers_is_no_failure(tmp_path: Path) -> None:
     certificate = sign_document(role, KEY)
     config = ValidatorConfig(
         tmp_path, ValidatorSettings(), LengthEnvironment(), "scripted", "http://hub.test", None, KEY, certificate,
-        http=httpx2.Client(transport=httpx2.MockTransport(away)),
+        http=InProcess(away),
     )  # fmt: skip
     run_validator(config, stop)
     assert stop.is_set()

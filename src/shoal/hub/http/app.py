@@ -165,7 +165,6 @@ class App:
         return Reply(status, body.encode(), headers=headers)
 
     def _log(self, request: HttpRequest, status: int, took_s: float) -> None:
-        """Every request at the level DEBUG; refusals always, but a limited number of them."""
         level = logging.DEBUG
         if status >= 400 and self._shown.take("", self.edge.clock.monotonic_s()) == 0.0:
             level = logging.WARNING if status >= 500 else logging.INFO

@@ -1,4 +1,4 @@
-"""Who is asking: signed requests, checked from cheap to dear.
+"""Who is asking: signed requests, the cheapest check first.
 
     headers ─► clock within 120 s ─► known node ─► role ─► signature ─► nonce ─► body, capped while it streams ─► hash
 
@@ -89,7 +89,6 @@ async def _node(
 
 
 async def _newcomer(context: Context, edge: Edge, request: HttpRequest) -> Registration:
-    """A registration that is signed by the very key it brings."""
     signature = _parse(context, request)
     body = await read_body(edge, request, SMALL_BODY_BYTES, signature.node)
     registration = parse_json(body, Registration)
@@ -135,7 +134,6 @@ async def _find(context: Context, edge: Edge, node: str) -> NodeRow | None:
 
 
 def _parse(context: Context, request: HttpRequest) -> RequestSignature:
-    """The signature, if it is dated now; a refusal for its date contains the time of the hub's clock."""
     try:
         signature = RequestSignature.from_headers(request.headers)
     except SignatureError as error:

@@ -121,7 +121,7 @@ class Edge:
         return asyncio.get_running_loop().run_in_executor(self.threads, serve, *arguments)
 
     async def in_turn(self, places: asyncio.Semaphore, compute: Callable[[], Awaitable[T]]) -> T:
-        """Hold one of the places around the work, never around a wait for somebody's bytes."""
+        """Hold one of the places while working, never while waiting for somebody's bytes."""
         try:
             async with asyncio.timeout(TURN_WAIT_S):
                 await places.acquire()

@@ -101,7 +101,7 @@ class Context:
         return self.leads
 
     def look(self) -> None:
-        """At the newest policy, which heartbeats are told without asking the database."""
+        """Read the newest policy into memory, from which heartbeats are answered."""
         with self.storage.read() as reader:
             self.policy = reader.progress(counted=False).policy
 
@@ -140,6 +140,7 @@ class Context:
         self.absence = leases.Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def inexcusable(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
+        """Overdue leases that the hub's own absence does not excuse."""
         return [held for held in overdue if not self.absence.still_excuses(held.lease, now_ms)]
 
     @contextmanager
@@ -166,7 +167,7 @@ class Context:
         return sign_document(document, self.config.key).model_dump_json()
 
     def signed_before(self, text: str) -> SignedDocument:
-        """What a hub of this run signed earlier, by the present key: the former one may be revoked."""
+        """A document that a hub of this run signed; signed again if its key has changed: the former may be revoked."""
         signed = SignedDocument.model_validate_json(text)
         if signed.signed_by == self.config.key.public_key:
             return signed
@@ -182,7 +183,7 @@ class Context:
         return document
 
     def moment(self, reader: Reader, counted: bool = True) -> Moment:
-        """Without the number of units alive, which only leases need; unless `counted`, with policy and step only."""
+        """Progress lacks the count of live units, which only leases need; unless `counted`, policy and step only."""
         progress = reader.progress(counted=False) if counted else reader.standing()
         return Moment(self.rules, progress, self.clock.now_ms())
 

@@ -96,8 +96,7 @@ class Drawing:
         return unit.task in self._known(unit.unit).prompts
 
     def prompt_of(self, unit: UnitRow) -> Prompt:
-        found = self._known(unit.unit).prompts[unit.task]
-        if isinstance(found, Exception):
+        if isinstance(found := self._known(unit.unit).prompts[unit.task], Exception):
             raise found
         return found
 

@@ -28,7 +28,6 @@ class Calibrating:
         self._context = context
 
     def terms(self, transaction: Writer, kind: str) -> calibrations.CalibrationTerms:
-        """What judges a worker of this kind; its limits are wanted from now on."""
         config, in_force = self._context.config, in_force_of(transaction)
         opened, bounds = calibrations.InForce(owners=in_force.owners), (config.profiles, config.measurable)
         if kind not in calibrations.taken(opened, *bounds):
@@ -82,7 +81,7 @@ def wanted_of(reader: Reader) -> tuple[str, ...]:
 
 
 class Evaluating:
-    """`prepare` does what takes long: in no transaction, before a claim's time runs, one call at a time."""
+    """`prepare` makes tasks, which takes long: in no transaction, before a claim's deadline is set, one at a time."""
 
     def __init__(self, context: Context, drawing: Drawing) -> None:
         self._context, self._drawing = context, drawing

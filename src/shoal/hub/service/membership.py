@@ -24,7 +24,6 @@ class Membership:
         self._context = context
 
     def register(self, registration: Registration) -> NodeView:
-        """The request's signature was checked against the key in the registration."""
         try:
             check_spoken("node", registration.protocol_version)
         except ProtocolError as error:
@@ -47,7 +46,7 @@ class Membership:
             return None
         presence = _presence(node, heartbeat, self._context.clock.now_ms())
         self._context.storage.arrivals.said(presence)
-        return self._reply(node, presence, self._context.policy, {})
+        return self._reply(node, presence, self._context.policy)
 
     def heartbeat(self, node: NodeRow, heartbeat: Heartbeat) -> HeartbeatReply:
         """On probation progress has to be shown (`showing`), not said: fresh keys cost nothing."""
@@ -68,15 +67,13 @@ class Membership:
                 transaction.apply(renewed)
                 deadlines = {lease.lease: lease.deadline_ms for lease in held}
                 deadlines |= {each.row.lease: each.row.deadline_ms for each in renewed}
-        return self._reply(fresh, presence, moment.progress.policy, deadlines)
+        return self._reply(fresh, presence, moment.progress.policy, deadlines=deadlines)
 
-    def _reply(
-        self, node: NodeRow, presence: Presence, policy: PolicyRef | None, deadlines: dict[str, int]
-    ) -> HeartbeatReply:
+    def _reply(self, node: NodeRow, presence: Presence, policy: PolicyRef | None, **more: Any) -> HeartbeatReply:
         rules = self._context.rules
         finished = policy is not None and policy.version >= rules.steps
         view = node_view(node, presence, rules, presence.last_seen_ms)
-        return HeartbeatReply(node=view, policy=policy, finished=finished, deadlines=deadlines)
+        return HeartbeatReply(node=view, policy=policy, finished=finished, **more)
 
     def _check_role(self, registration: Registration) -> None:
         if registration.role == "worker":
@@ -96,9 +93,8 @@ class Membership:
 
 
 def _presence(node: NodeRow, heartbeat: Heartbeat, now_ms: int) -> Presence:
-    waiting_since_ms = now_ms - round(heartbeat.waiting_s * 1000)
-    said = heartbeat.doing, heartbeat.waiting_for, waiting_since_ms, heartbeat.counters
-    return Presence(node.node, now_ms, *said)
+    since_ms = now_ms - round(heartbeat.waiting_s * 1000)
+    return Presence(node.node, now_ms, heartbeat.doing, heartbeat.waiting_for, since_ms, heartbeat.counters)
 
 
 def _check_vouch(registration: Registration) -> None:

@@ -1,10 +1,9 @@
 """What anyone may read: the run, its status, figures, and ledger; and whether the run can continue by itself.
 
-`/status` tells a standstill (who is missing, what became of them, what to do) at once when the last of a role is banned
-or suspended; when it was not heard of for `nodes.HERE_MS`; after `STARTING_MS` if nobody of a role has come at all.
-
-A validator gives itself known-bad submissions (canaries) among the real ones, and counts in its heartbeats how many it
-caught and missed. If it missed any, or meets none, its audits prove nothing: an alarm (`validator_alarms`).
+`/status` names a standstill (who is missing, why, what to do) at once when the last node of a role is banned or
+suspended; after `nodes.HERE_MS` without a sign of it; after `STARTING_MS` if none of a role has come at all.
+A validator audits known-bad submissions (canaries) among the real ones, and counts in its heartbeats how many it caught
+and missed. If it missed any, or met none, its audits prove nothing: an alarm (`validator_alarms`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -254,7 +253,7 @@ class HubMetrics(Collector):
         own.register(self)
 
     def note(self, route: str, method: str, status: int, code: str, took_s: float) -> None:
-        method = method if method in METHODS else "other"  # what a stranger sends is no label of its own
+        method = method if method in METHODS else "other"  # a method that a stranger makes up gets no label
         requests, seconds = self._counters(route, method, status)
         requests.inc()
         seconds.observe(took_s)
@@ -333,6 +332,8 @@ def _nobody(context: Context, reader: Reader, role: str, now_ms: int) -> str:
     if role == "worker":
         taken = calibrations.taken(in_force_of(reader), context.config.profiles, context.config.measurable)
         start += f" (the run takes {', '.join(taken)})"
+    elif role == "validator":
+        start += " (`shoal admin add-validator` certifies one)"
     if not known:
         return f"nobody is here to {DOING[role]}: no {role} has come yet; {start}"
     presences = reader.presences_named([row.node for row in known])

@@ -5,7 +5,7 @@ from dataclasses import replace
 from shoal.environments import columns_of
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label, orders_of, require_trusted
-from shoal.hub.state import Moment, NodeRow, RaiseAlarm, Refusal, UnitRow, batches, evaluations
+from shoal.hub.state import Moment, NodeRow, RaiseAlarm, Refusal, UnitRow, UnitState, batches, evaluations
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import PolicyAnnouncement, SignedDocument, Submission, pack, unpack
 from shoal.protocol.batch import BatchReply, StepReport, TrainingBatch, TrainingGroup, TrainingRollout
@@ -50,7 +50,8 @@ class Training:
                     batch = transaction.batch(step)
         if batch is None:
             context.waits.waiting(node_label(node), f"a batch: {waiting}", context.clock.now_ms())
-            return BatchReply(waiting=waiting)
+            with context.storage.read() as reader:
+                return BatchReply(waiting=waiting, accepted=reader.alive_counts().get(UnitState.ACCEPTED, 0))
         point("hub.batch.after_commit")
         context.waits.done(node_label(node))
         context.changes.notify(Topic.LEASES)

@@ -211,7 +211,6 @@ class Work:
         return [lease for lease, _ in signed]
 
     def lease_to_validator(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
-        """A validator's leases: those that it holds, or else some of the units that nobody could judge."""
         context, left = self._context, frozenset(request.left)
         with context.storage.read() as reader:
             units = reader.open_units(FOR_VALIDATORS, for_validators=True)
@@ -275,7 +274,6 @@ class Work:
         return status, context.signed_before(row.receipt)
 
     def consider(self, node: NodeRow, arrival: submissions.Arrival) -> tuple[int, SubmissionRow]:
-        """Whether it would be taken as things stand, before anything is stored."""
         with self._context.storage.read() as reader:
             return self._receive(reader, self._context.moment(reader, counted=False), node, arrival)[:2]
 

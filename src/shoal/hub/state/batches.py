@@ -141,7 +141,6 @@ def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
 
 
 def too_old(rules: Rules, step: int, alive: Sequence[UnitRow], leases: Sequence[LeaseRow]) -> list[UnitRow]:
-    """The alive units whose groups are too old for `step`, or will be when they come in."""
     leased = {lease.unit: lease.version for lease in leases if lease.state == LeaseState.ACTIVE}
     versions = {unit.unit: leased.get(unit.unit) if unit.state == UnitState.LEASED else unit.version for unit in alive}
     stale = {unit for unit, made in versions.items() if made is not None and pacing.is_stale(rules, step, made)}

@@ -52,7 +52,6 @@ def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> Calibratio
 
 
 def taken(in_force: InForce, built_in: Collection[str], measurable: Collection[str]) -> tuple[str, ...]:
-    """The kinds that a run takes work of: workers choose by them before any download."""
     closed = set(map(format_of, in_force.refused)) - set(map(format_of, (*in_force.kinds, *in_force.owners)))
     open_kinds = (kind for kind in measurable if format_of(kind) not in closed and kind not in in_force.refused)
     return tuple(dict.fromkeys([*built_in, *open_kinds, *in_force.owners]))

@@ -35,13 +35,11 @@ class Crowd:
 
 
 def most_in_hand(moment: Moment) -> int:
-    """How many units newcomers together may have while established nodes are here: at least one, if any."""
     share = moment.rules.newcomer_share
     return max(int(share > 0), int(share * pacing.cap(moment.rules, moment.progress)))
 
 
 def room_for(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
-    """How many more units this node may take by newcomers' share; None if there is no bound."""
     own = own_room(moment, node, crowd)
     bounds = [] if own is None else [own]
     if is_bounded(moment, node, crowd):
@@ -65,7 +63,6 @@ def half(units: int) -> int:
 
 
 def own_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
-    """How many more units this node may take by itself and with its network, whatever others have in hand."""
     if not node.unproven or moment.rules.newcomer_share >= 1:
         return None
     own = FIRST_UNITS - crowd.in_hand.own

@@ -56,7 +56,6 @@ def register(known: NodeRow | None, registration: Registration, now_ms: int) -> 
 
 
 def joined(row: NodeRow, now_ms: int, certificate: SignedDocument | None = None) -> list[Command]:
-    """A node's first rows in the ledger: its key, a trusted role's certificate, its owner, its present sanction."""
     body: dict[str, Any] = {"node": row.node, "public_key": row.public_key, "role": row.role, "name": row.name}
     if certificate is not None:
         body["certificate"] = certificate.model_dump(mode="json")
@@ -130,8 +129,7 @@ def reject(
 
 
 def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) -> list[Command]:
-    """Each suspension is twice as long as the last, if nobody says how long. A node that is suspended already stays so
-    at least as long as it was."""
+    """Without `for_ms` each suspension lasts twice as long as the one before. It never ends a present one earlier."""
     if node.state is NodeState.BANNED:
         raise Refusal(409, "node.banned", f"node {node.node} is banned: a suspension would be no more than that")
     if for_ms is None:

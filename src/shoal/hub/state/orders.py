@@ -85,7 +85,7 @@ def require_allowed(orders: Orders, verb: AdminVerb, role: str, public_key: str)
     """A revocation is final, because some may be ordered by the root key only. A trusted node cannot be banned or
     suspended, since the run would wait for it without saying so: its key is revoked instead."""
     if verb is AdminVerb.PARDON and public_key in orders.revoked:
-        raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, and that is for good: make a new one")
+        raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, which is final: make a new one")
     if verb is not AdminVerb.PARDON and role == "trainer":
         raise Refusal(409, "admin.role", "a trainer cannot be banned or suspended: pause the run, or end it")
     if verb is not AdminVerb.PARDON and role != "worker":

@@ -65,7 +65,6 @@ class Tempo:
 
 
 def tempo(written_at_ms: Sequence[int]) -> Tempo | None:
-    """By when the last batches were written, oldest first; unknown until there are two."""
     if len(written_at_ms) < 2:
         return None
     first, last = written_at_ms[0], written_at_ms[-1]

@@ -95,7 +95,7 @@ def _forgiven(verdict: Verdict) -> float:
 
 
 def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: int = 0) -> NodeRow:
-    """After a statistical strike the record is empty: the next one rests on a record of its own."""
+    """A statistical strike empties the record, so that a second strike needs evidence from later work only."""
     if severity is None:
         return replace(node, rejected=node.rejected + 1, soft=node.soft + 1)
     node = replace(node, rejected=node.rejected + 1, streak=0, passed=0)

@@ -28,7 +28,6 @@ log = logging.getLogger("shoal.hub")
 
 
 def check_places(database: str, storage: str, endpoint: str) -> None:
-    """Refuse settings that name no database and no bucket, before anything is opened."""
     if database:
         from shoal.hub.storage.postgres import parsed
 

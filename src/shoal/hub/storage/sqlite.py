@@ -1,21 +1,19 @@
 """SQLite: the database of one machine.
 
-    write:  one at a time ─► BEGIN IMMEDIATE ─► rows ─► decision ─► commands ─► COMMIT (fsync), one for all who queued
-            meanwhile (`grouping`)
+    write:  one at a time ─► BEGIN IMMEDIATE ─► rows ─► decision ─► commands ─► COMMIT (fsync), shared (`grouping`)
     read:   BEGIN ─► one snapshot (WAL): never waits for a writer, never makes one wait
 
-`synchronous=FULL`: a commit is on disk when it returns. Writes that may be lost with the machine, but not with the
-process (nonces, presence), go through connections of their own with `synchronous=NORMAL` and cost no fsync.
+A commit is on disk when it returns (`synchronous=FULL`), unless it may be lost with the machine, though not with the
+process (nonces, presence): those have connections of their own with `synchronous=NORMAL` and cost no fsync.
 
-Counting all rows takes milliseconds with ten thousand workers, so the one process that writes keeps `Counts`:
+With ten thousand workers it takes milliseconds to count rows, so the one process that writes keeps `Counts`. What a
+failed transaction has changed is read again.
 
     where the run stands (`RunProgress`)     kept while units are leased and submitted; read again after anything else
     how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
     what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
     nodes                                 rows as they were read or written last: every request asks for one
     nonces, signs of life                 `arrivals`: each transaction writes down what came before it
-
-What a failed transaction has changed is read again.
 """
 
 import errno

@@ -138,8 +138,8 @@ def is_overtaken(error: BaseException) -> bool:
 
 
 class Storage(Protocol):
-    """By default a database that no other hub works on. `durable=False` is for what may be lost with the machine (not
-    with the process): no fsync."""
+    """The defaults are those of a database with a single hub. `durable=False` commits without fsync: such writes
+    survive the process, but perhaps not the machine."""
 
     @property
     def is_shared(self) -> bool:
