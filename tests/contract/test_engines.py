@@ -19,7 +19,7 @@ from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
-from shoal.models.ending import Characters, Ending, decoding
+from shoal.models.ending import Characters, EndRule, decoding
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters, drawn_mask, pack_spans
@@ -239,7 +239,7 @@ def test_greedy_completions_end_at_stop_strings(engine, tiny):
     stop = tuple(tiny.tokenizer.decode_many([line.tokens[-3:-1] for line in free if len(line.tokens) > 3]))
     stopped = sampling.model_copy(update={"stop": stop[:2]})
     cut = greedy_lines(engine, prompts, [None] * 4, stopped, decode := decoding(stopped, tiny.files))
-    ending = Ending.of(stopped, decode)
+    ending = EndRule.of(stopped, decode)
     assert [line.tokens for line in cut] == [line.tokens[: ending.first(line.tokens)] for line in free]
     assert [line.tokens for line in cut] != [line.tokens for line in free]
 
@@ -456,7 +456,7 @@ def echo(turns):
 
 def dialogue(max_turns=3, limit=40, tool=echo) -> Dialogue:
     terms = DialogueTerms(tool="echo", max_turns=max_turns, before=(70, EOS, 71), after=(72,))
-    return Dialogue(terms, Ending((EOS,)), limit, tool, Characters())
+    return Dialogue(terms, EndRule((EOS,)), limit, tool, Characters())
 
 
 def talking(tiny, talk: Dialogue | None, prompt="31=", seeds=SEEDS) -> GenerationRequest:

@@ -20,7 +20,7 @@ from shoal.engines import Completion, Engine, Fetch, GenerationRequest, Prefill,
 from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
-from shoal.models.ending import Ending
+from shoal.models.ending import EndRule
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Rollout, ShownProgress, Submission, TensorView
 from shoal.toploc import commit
 
@@ -138,7 +138,7 @@ def each_completion(change: Callable[[Engine, GenerationRequest, TokenIds], Toke
 
     def rewrite(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
         made = [change(engine, request, each.token_ids).astype(np.int32) for each in group]
-        first = Ending.of(request.sampling, request.decode).first
+        first = EndRule.of(request.sampling, request.decode).first
         ends: list[Finish] = ["length" if first(tokens.tolist()) is None else "eos" for tokens in made]
         return [replace(each, token_ids=ids, finish=end) for each, ids, end in zip(group, made, ends, strict=True)]
 

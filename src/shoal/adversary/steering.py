@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shoal.adversary.base import Cheat, EngineWrapper, RewardOracle, cheating, with_honest_proofs
 from shoal.engines import Completion, Engine, Finish, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
-from shoal.models.ending import Ending
+from shoal.models.ending import EndRule
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms, uniforms_at
 
@@ -85,7 +85,7 @@ class Branching(EngineWrapper):
         found = []
         for request, begin, group in zip(rest, begun, self._engine.generate(rest), strict=True):
             tokens = np.concatenate([begin, group[0].token_ids])[: request.sampling.max_new_tokens]
-            end = Ending.of(request.sampling, request.decode).first(tokens.tolist())
+            end = EndRule.of(request.sampling, request.decode).first(tokens.tolist())
             tokens, finish = tokens[:end], _finish(end)
             found.append(Completion(tokens, np.zeros(len(tokens), dtype=np.float32), finish))
         return found
@@ -137,7 +137,7 @@ class Steering(EngineWrapper):
         if not first:
             return honest
         tokens = honest.token_ids[: first[0]].tolist()
-        ending = Ending.of(sampling, request.decode)
+        ending = EndRule.of(sampling, request.decode)
         while len(tokens) < sampling.max_new_tokens and ending.first(tokens) is None:
             prefix = (*request.prompt_ids, *tokens)
             tokens.append(self._choice(prefix, float(stream_T[len(tokens)]), sampling.temperature))

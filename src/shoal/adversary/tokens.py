@@ -25,7 +25,7 @@ from shoal.adversary.base import (
     each_rollout,
 )
 from shoal.engines import Completion, Engine, GenerationRequest, Groups, TokenIds
-from shoal.models.ending import Ending
+from shoal.models.ending import EndRule
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
 from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
@@ -131,7 +131,7 @@ def likeliest(engine: Engine, requests: Requests, proof: ProofParameters | None)
         [drawn] = engine.generate([replace(request, seeds=request.seeds[:1])], None)
         eos = request.sampling.eos_token_ids
         [tokens] = engine.greedy([request.prompt_ids], request.sampling.max_new_tokens, eos)
-        end = Ending.of(request.sampling, request.decode).first(tokens.tolist())
+        end = EndRule.of(request.sampling, request.decode).first(tokens.tolist())
         same = replace(drawn[0], token_ids=tokens[:end], finish="length" if end is None else "eos")
         groups.append([same] * len(request.seeds))
     return base.with_honest_proofs(engine, requests, groups, proof)

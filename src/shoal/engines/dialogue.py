@@ -24,7 +24,7 @@ from shoal.environments import Environment, Task, dialogue_of, has_dialogues, pr
 from shoal.environments.tools import TOOLS, Tool
 from shoal.errors import ConfigError
 from shoal.models import PromptEncoder
-from shoal.models.ending import Decode, Ending, EndReader, Texts, decoding, texts_of
+from shoal.models.ending import Decode, EndReader, EndRule, Texts, decoding, texts_of
 from shoal.protocol import UPGRADE, DialogueTerms, Lease, SamplingParameters, Spans
 
 STOP_TOKENS = 64  # of a greedy completion, between two looks for stop strings
@@ -47,7 +47,7 @@ class Dialogue:
     """The terms of a lease, with the tool and the policy's tokenizer to carry them out."""
 
     terms: DialogueTerms
-    ending: Ending
+    ending: EndRule
     max_new_tokens: int
     tool: Tool = field(repr=False)
     texts: Texts = field(repr=False)
@@ -99,7 +99,7 @@ class Dialogue:
 class Line:
     """One completion that is being drawn: its tokens, what is still to be given, and what was.
 
-    >>> line = Line(lambda tokens: (7, 8) if len(tokens) == 2 else None, Ending((1,)), max_new_tokens=9)
+    >>> line = Line(lambda tokens: (7, 8) if len(tokens) == 2 else None, EndRule((1,)), max_new_tokens=9)
     >>> [line.take(5), line.take(1), line.take(line.forced), line.take(line.forced), line.take(1)]
     [True, True, True, True, False]
     >>> line.given, line.finish
@@ -107,7 +107,7 @@ class Line:
     """
 
     respond: Respond
-    ending: Ending
+    ending: EndRule
     max_new_tokens: int
     vocabulary: int = sys.maxsize
     tokens: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Line:
     @classmethod
     def of(cls, request: GenerationRequest, vocabulary: int) -> Line:
         sampling, prompt = request.sampling, request.prompt_ids
-        ending = Ending.of(sampling, request.decode)
+        ending = EndRule.of(sampling, request.decode)
         line = cls(request.respond or (lambda _: None), ending, sampling.max_new_tokens, vocabulary)
         for token in prompt[len(prompt) - request.begun :]:
             line._reader.take(token)
@@ -170,7 +170,7 @@ def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
             f"the run's environment answers with the tool {lease.dialogue.tool!a}, which this shoal does not have "
             f"(it has {', '.join(sorted(TOOLS))}): upgrade it with: {UPGRADE}"
         )
-    ending = Ending.of(sampling, decoding(sampling, files))
+    ending = EndRule.of(sampling, decoding(sampling, files))
     return Dialogue(lease.dialogue, ending, sampling.max_new_tokens, tool, texts_of(files))
 
 
@@ -193,7 +193,7 @@ class Talks:
         if rule is None:
             return None
         terms = DialogueTerms(tool=rule.tool, max_turns=rule.max_turns, before=before, after=after)
-        ending, longest = Ending.of(self._sampling, self.decode), self._sampling.max_new_tokens
+        ending, longest = EndRule.of(self._sampling, self.decode), self._sampling.max_new_tokens
         return Dialogue(terms, ending, longest, TOOLS[rule.tool], texts_of(self._files))
 
 
@@ -207,7 +207,7 @@ def greedy_answers(
     """Of each greedy completion what the model says last, without an end-of-sequence token."""
     lines = greedy_lines(engine, prompts, talks, sampling, decode)
     last = [line.tokens[sum(line.given[-1]) if line.given else 0 :] for line in lines]
-    return [list(Ending.of(sampling, decode).said(turn)) for turn in last]
+    return [list(EndRule.of(sampling, decode).said(turn)) for turn in last]
 
 
 def greedy_lines(
@@ -220,7 +220,7 @@ def greedy_lines(
     """The most probable token at every step, whatever the temperature: whole completions, with how they ended. Turn by
     turn: engines decode greedily to the first end-of-sequence token, so what was said is put in front. Where
     stop strings may end it before, some tokens at a time."""
-    ending, limit = Ending.of(sampling, decode), sampling.max_new_tokens
+    ending, limit = EndRule.of(sampling, decode), sampling.max_new_tokens
     lines = [Line(talk.respond if talk else lambda _tokens: None, ending, limit) for talk in talks]
     unfinished = list(range(len(lines)))
     while unfinished:

@@ -60,8 +60,8 @@ def _text(texts: Texts, ids: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """>>> ending = Ending((1,), ("42",), lambda ids: "".join(map(str, ids)))
+class EndRule:
+    """>>> ending = EndRule((1,), ("42",), lambda ids: "".join(map(str, ids)))
     >>> [ending.first(ids) for ids in ([5, 1, 7], [5, 4, 2, 7, 1], [5, 4, 7], [5, 428, 1])]
     [2, 3, None, 2]
     """
@@ -75,7 +75,7 @@ class Ending:
             raise ValueError("there are stop strings (run.stop), and no tokenizer to find them in the text with")
 
     @classmethod
-    def of(cls, sampling: SamplingParameters, decode: Decode | None) -> Ending:
+    def of(cls, sampling: SamplingParameters, decode: Decode | None) -> EndRule:
         return cls(sampling.eos_token_ids, sampling.stop, decode)
 
     def first(self, token_ids: Sequence[int]) -> int | None:
@@ -91,7 +91,7 @@ class Ending:
 class EndReader:
     """Reads one completion, or one turn, token by token."""
 
-    def __init__(self, ending: Ending) -> None:
+    def __init__(self, ending: EndRule) -> None:
         self._ending, self._longest = ending, max(map(len, ending.stop), default=0)
         self._before, self._open, self._text = tuple[int, ...](), tuple[int, ...](), ""
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
-from shoal.models.ending import Decode, Ending
+from shoal.models.ending import Decode, EndRule
 from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
 from shoal.sampling import SeedCheck, check_seeded, uniforms_at
@@ -170,8 +170,8 @@ class Case:
         return self.replay
 
     @cached_property
-    def ending(self) -> Ending:
-        return Ending.of(self.lease.sampling, self.decode)
+    def ending(self) -> EndRule:
+        return EndRule.of(self.lease.sampling, self.decode)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from kit.tiny import byte_tokenizer
 from shoal.hub.settings import RunSettings
 from shoal.models import TextTokenizer
-from shoal.models.ending import Ending, decoding
+from shoal.models.ending import EndRule, decoding
 from shoal.protocol import SamplingParameters
 
 WORDS = ("<unk>", "▁a", "▁the", "b", "</ans", "wer>", "wer>!▁c", "▁", "<0xC3>", "<0xA9>", "<0xFF>", "é", "\n")
@@ -24,10 +24,10 @@ def sentences() -> Tokenizer:
     return made
 
 
-def ending(tokenizer: Tokenizer, *stop: str, eos: int = 500) -> Ending:
+def ending(tokenizer: Tokenizer, *stop: str, eos: int = 500) -> EndRule:
     config = json.dumps({"eos_token_id": eos}).encode()
     sampling = SamplingParameters(temperature=1, max_new_tokens=9, eos_token_ids=(eos,), stop=stop)
-    return Ending.of(
+    return EndRule.of(
         sampling, decoding(sampling, {"config.json": config, "tokenizer.json": tokenizer.to_str().encode()})
     )
 
@@ -71,4 +71,4 @@ def test_bad_stop_strings_are_refused_with_what_is_wrong(stop: list[str], said: 
     with pytest.raises(ValueError, match=said):
         RunSettings(stop=stop)
     with pytest.raises(ValueError, match="no tokenizer to find them"):
-        Ending((1,), ("x",))
+        EndRule((1,), ("x",))
