@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kit.cast import lab
+from kit.hf import hf_hub
 from kit.postgres import database_url, postgres
 from kit.s3 import shop, shop_keys
 from shoal.runtime.logs import QUIET_LIBRARIES
 
-__all__ = ["database_url", "lab", "postgres", "shop", "shop_keys"]  # fixtures for whoever names them
+__all__ = ["database_url", "hf_hub", "lab", "postgres", "shop", "shop_keys"]  # fixtures for whoever names them
 
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 settings.register_profile("thorough", settings.get_profile("shoal"), max_examples=200)  # make test-all

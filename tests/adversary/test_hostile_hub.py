@@ -22,9 +22,7 @@ from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol.submission import ProgressReply
 from shoal.run.ledger.sources import FileLedger
-from shoal.runtime import exchange, targets
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, SystemClock, exchange, targets
 from shoal.runtime.targets import Nearness, nearness
 
 __all__ = ["hub"]  # a fixture

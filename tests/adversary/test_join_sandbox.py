@@ -25,9 +25,8 @@ from shoal.cli.main import main
 from shoal.errors import ResourceError
 from shoal.run import sandbox
 from shoal.run.sandbox import Forwarder
-from shoal.runtime import targets
+from shoal.runtime import StopToken, targets
 from shoal.runtime.exchange import ClientRequest, HttpClient, Limit
-from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach, TargetRefused, connect, nearness, socket_name, way_out
 
 DEADLINE_S = 60

@@ -37,9 +37,7 @@ from shoal.protocol.policy import LedgerHead, PolicyAnnouncement
 from shoal.protocol.signing import Message, SignedDocument, open_document, sign_document, sign_request
 from shoal.protocol.submission import Receipt, submission_digest
 from shoal.protocol.verdict import Audit, AuditReply, Outcome, Severity, Verdict, VerdictReport
-from shoal.runtime import crash
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import ensure_folder
+from shoal.runtime import SystemClock, crash, ensure_folder
 from shoal.runtime.stop import stop_on_signals
 
 DEADLINE_S = 240.0

@@ -4,7 +4,7 @@
     run       `shoal run`, `shoal demo`, and one command for each role
     upkeep    status, export, backup, restore, doctor       why       what happened to a unit or a node
     admin     the owner's orders, and keys                  ledger    verify, show, witness
-    data, eval (compare, filter and sft, done by `measuring` and `sft`)     plan      cast
+    data, eval (and compare, filter, sft)     plan      cast
     view      Display: what the person at the terminal sees of a run, live or as lines
     printing  tables and progress                           options   what several commands have: RUN, --wait, …
     help      Command, Group: what --help prints

@@ -8,8 +8,7 @@ from typer import Argument, Exit, Option, Typer
 
 from shoal.cli import options
 from shoal.cli.help import CONTEXT, Command, CommandGroup
-from shoal.runtime import logs
-from shoal.runtime.stop import StopToken, stop_on_signals
+from shoal.runtime import StopToken, logs, stop_on_signals
 
 cast = Typer(
     help="Broadcast files and folders to many machines: signed, verified, resumable. No run and no hub is needed.",
@@ -34,11 +33,11 @@ def publish(
     port: options.Port = 8471,
 ) -> None:
     """Publish a file or folder as the next version, and serve it. It prints the commands that others need."""
-    from shoal.cli.printing import CastTerminal
+    from shoal.cli.printing import CommandTerminal
     from shoal.shardcast.cast.serve import PublishRequest, run_publish
 
     request = PublishRequest(path, folder, key, name, keep, serve, host, port)
-    run_publish(request, lambda: _begin("cast"), CastTerminal())
+    run_publish(request, lambda: _begin("cast"), CommandTerminal())
 
 
 @cast.command(cls=Command, epilog="Example: shoal cast relay --upstream http://HOST:8471/#KEY --port 8472")
@@ -52,12 +51,12 @@ def relay(
     max_disk: options.MaxDisk = None,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it to others."""
-    from shoal.cli.printing import CastTerminal
+    from shoal.cli.printing import CommandTerminal
     from shoal.shardcast import RelayConfig
     from shoal.shardcast.cast.serve import run_cast_relay
 
     config = RelayConfig(folder, tuple(upstreams), "", "", host, port, tuple(peers or ()), keep, max_disk)
-    run_cast_relay(config, lambda: _begin("relay"), CastTerminal())
+    run_cast_relay(config, lambda: _begin("relay"), CommandTerminal())
 
 
 @cast.command(cls=Command, epilog="Example: shoal cast fetch http://HOST:8471/#KEY --out model.safetensors")
@@ -69,11 +68,11 @@ def fetch(
     force: Annotated[bool, Option("--force", help="Replace files that were not fetched by this command.")] = False,
 ) -> None:
     """Fetch the newest version. After Ctrl-C the same command resumes; what is here already is not fetched again."""
-    from shoal.cli.printing import CastTerminal
+    from shoal.cli.printing import CommandTerminal
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
     request = FetchRequest(tuple(sources), out, wait_s, patience_s, force)
-    raise Exit(run_fetch(request, lambda: _begin("fetch"), CastTerminal()))
+    raise Exit(run_fetch(request, lambda: _begin("fetch"), CommandTerminal()))
 
 
 def _begin(role: str) -> StopToken:

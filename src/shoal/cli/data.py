@@ -28,7 +28,7 @@ data = Typer(
     name="data", cls=CommandGroup, epilog="Schemas, options and a first try: docs/guides/data.md.",
     context_settings=CONTEXT,
 )  # fmt: skip
-WHERE = "A data file or folder, FORMAT:FILE, a recipe, or a run's folder."
+WHERE = "A data file or folder, ORG/NAME[:PART], FORMAT:FILE, a recipe, or a run's folder."
 SET = "Change an option of the data set, for example format=aime. Repeatable."
 ORDER = "Show the tasks of this many units of a run instead: unit, row and id."
 RUN_SEED = "With --order: the run's seed. (default: the recipe's, or 0)"
@@ -55,7 +55,7 @@ def check(
         raise UserError("--seed and --from go with --order N, which shows the tasks of N units")
     source, opening = source_at(where, settings or ()), logging.getLogger("shoal.environments.rows")
     before = opening.level
-    opening.setLevel(logging.ERROR)  # opening a data set warns of bad rows; here all are told, once, at the end
+    opening.setLevel(logging.ERROR)  # opening a data set warns of bad rows; this command lists all of them at the end
     try:
         found = list(_data_sets(source.settings))
     finally:
@@ -160,7 +160,7 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     from shoal.cli.printing import counted
 
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
-        report(0, 0)  # it begins here; how many rows there are is told with the first of them
+        report(0, 0)  # the clock starts here; the number of rows is known after the first batch
         findings = data.check(report)
     echo("\n  ".join([data.description, *data.kinds()]))
     for found in findings:
@@ -179,7 +179,7 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     if bad_rows == "refuse":
         outcome = f'a run refuses this data, as bad_rows = "refuse" says{without}'
     elif kinds and not bad_rows:
-        outcome = f"a run refuses this data, for no row can be used of {kinds}{without}"
+        outcome = f"a run refuses this data, because no row can be used of {kinds}{without}"
     echo(f"{count_of(bad, 'row')} cannot be used: {outcome}", err=True)
     return 0 if bad_rows == "skip" else UserError.exit_code
 
@@ -197,4 +197,4 @@ def _drawn(environment: Environment, seed: int, unit: int, count: int) -> str:
             continue
         row = inner.row_at("train", position) if isinstance(inner, DatasetEnvironment) else position
         return f"{row}\t{task.id}"
-    raise EnvironmentSetupError(f"none of the tasks that unit {unit} may be can be used: run shoal data check")
+    raise EnvironmentSetupError(f"unit {unit} has no usable candidate task: run shoal data check")

@@ -1,4 +1,4 @@
-"""`shoal eval`, `shoal compare`, `shoal filter` and `shoal sft`: what they are given; `measuring` and `sft` do it."""
+"""`shoal eval`, `compare`, `filter` and `sft`: what they are given; `run.models` does the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +7,7 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, UserError
-from shoal.runtime import extras
-from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
+from shoal.runtime import STOPPED_CODE, extras, stop_on_signals
 
 ENV = "The environment whose held-out tasks are left out, and which verifies; as `shoal eval --env`."
 SET = "Change a setting of the trainer (rate, clip, memory, …), or environment.KEY. Repeatable."
@@ -53,8 +52,9 @@ def evaluate(
     """Measure a model: avg@k and pass@k with confidence intervals. A Parquet file has the results by task. The same
     command resumes after Ctrl-C."""
     extras.require("trainer", "shoal eval")
-    from shoal.cli.measuring import Given, run_eval, run_rescore
+    from shoal.cli.printing import CommandTerminal
     from shoal.evaluation.records import refuse_unusable
+    from shoal.run.models.measuring import Given, run_eval, run_rescore
     from shoal.run.sources import task_source
 
     if rescore is not None:
@@ -67,13 +67,15 @@ def evaluate(
         }  # fmt: skip
         if wrong := [name for name, value in refused.items() if value]:
             raise UserError(f"--rescore {rescore} scores what is kept there: give it without {' and '.join(wrong)}")
-        return run_rescore(rescore, env, overrides or ())
+        raise Exit(run_rescore(rescore, env, overrides or (), CommandTerminal()))
     if model is None or env is None:
         raise UserError("give a MODEL and --env SPEC, or --rescore FOLDER (see: shoal eval --help)")
     refuse_unusable(out or Path("evals", "results"))
-    source, machine, stops = task_source(env, overrides or ()), (engine, device, dtype), options.stops(stop)
-    given = Given(model, source, samples, tasks, temperature, max_new_tokens, stops, seed, split, batch_rows, machine)
-    return run_eval(given, out, trained_on, allow_leaks)
+    source, kind, terminal = task_source(env, overrides or ()), (engine, device, dtype), CommandTerminal()
+    stops = options.stops(stop)
+    sampled = (samples, tasks, temperature, max_new_tokens, stops, seed, split, batch_rows)
+    given = Given(model, source, *sampled, kind, terminal)
+    raise Exit(run_eval(given, out, trained_on, allow_leaks))
 
 
 def compare(
@@ -120,9 +122,10 @@ def filter_tasks(
     """Measure how often a model solves each task, and write the tasks that are neither too easy nor too hard. The same
     command resumes after Ctrl-C."""
     extras.require("trainer", "shoal filter")
-    from shoal.cli.measuring import Given, run_filter, work_of
+    from shoal.cli.printing import CommandTerminal
     from shoal.evaluation.filter import RateBand, written_before
     from shoal.evaluation.records import refuse_unusable
+    from shoal.run.models.measuring import Given, run_filter, work_of
     from shoal.run.sources import task_source
 
     band, stops = RateBand.parse(keep), options.stops(stop)
@@ -132,9 +135,10 @@ def filter_tasks(
     refuse_unusable(work_of(out))
     source = task_source(data, overrides or ())
     part = split or ("all" if source.whole else "train")  # held-out rows of a recipe must stay out of training
-    machine = (engine, device, dtype)
-    given = Given(model, source, samples, tasks, temperature, max_new_tokens, stops, seed, part, batch_rows, machine)
-    run_filter(given, out, band, everything, name)
+    machine, terminal = (engine, device, dtype), CommandTerminal()
+    sampled = (samples, tasks, temperature, max_new_tokens, stops, seed, part, batch_rows)
+    given = Given(model, source, *sampled, machine, terminal)
+    raise Exit(run_filter(given, out, band, everything, name))
 
 
 def sft(
@@ -160,12 +164,15 @@ def sft(
     resumes."""
     stop = stop_on_signals()  # what follows takes a while to load
     extras.require("trainer", "shoal sft")
-    from shoal.cli.sft import WarmStartRequest
+    from shoal.cli.printing import CommandTerminal
+    from shoal.run.models.warm_start import WarmStartRequest
     from shoal.run.sources import model_source
     from shoal.trainer.demonstrations.selection import FilterOptions, Schedule, SelectionInterrupted
 
     choice = FilterOptions(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
-    request = WarmStartRequest(out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop)
+    request = WarmStartRequest(
+        out, env, choice, Schedule(epochs, steps, batch, seed, validation), stop, CommandTerminal()
+    )
     request.open(data, settings or ())
     with model_source(model) as found:
         try:

@@ -26,10 +26,8 @@ from shoal.cli.run import demo, hub, init, join, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
-from shoal.runtime import crash
-from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import SUPERVISED, end_at_start
-from shoal.runtime.text import printable, visible
+from shoal.runtime import SUPERVISED, crash, is_verbose, printable, visible
+from shoal.runtime.stop import end_at_start
 
 EXTEND = (
     "Begin with: shoal demo. RUN is a run's folder, its name under runs/, or its hub's URL. Your own reward is one "
@@ -43,7 +41,6 @@ app = Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code and lets no exception out."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     given = [*given[1:], "--help"] if given[0] == "help" else given
     if arguments is None and not end_at_start(given):
@@ -54,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], object], debug: bool) -> int:
-    """The exit code of what is run; an exception becomes a line and a code."""
     for stream in (sys.stdout, sys.stderr):  # what is not UTF-8 gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

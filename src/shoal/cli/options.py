@@ -79,13 +79,13 @@ OptionalLedger = Annotated[
 Index = Annotated[int, whole("--index", "Which one of several to start, counted from 0.")]
 WAIT_HELP = "How long to try to reach a server that does not answer."
 Wait = Annotated[float, number("--wait", "SECONDS", WAIT_HELP, 0, DAY_S)]
-PATIENCE_HELP = "Stop when nothing has happened for this long."
+PATIENCE_HELP = "Stop after this long without progress."
 Patience = Annotated[float, number("--patience", "SECONDS", PATIENCE_HELP, 1, 6_000_000)]
 DERIVED_PATIENCE_HELP = f"{PATIENCE_HELP} (default: 600, of large models more: `shoal plan`)"
 DerivedPatience = Annotated[float | None, number("--patience", "SECONDS", DERIVED_PATIENCE_HELP, 1, 6_000_000)]
 Json = Annotated[bool, Option("--json", help="Print everything as JSON, for programs.")]
 
-SPEC_HELP = "The tasks: an environment's name, a recipe, a run, a reward file, a data file, or FORMAT:FILE (aime, …)."
+SPEC_HELP = "The tasks: an environment's name, a recipe, a run, a reward file, a data file or ORG/NAME, or FORMAT:FILE."
 SET_HELP = "Change a setting; KEY= removes it from the recipe, KEY=none gives it no value. Repeatable."
 SET_ENVIRONMENT_HELP = "Change a setting of the environment. Repeatable."
 Settings = Annotated[list[str] | None, value("--set", "SECTION.KEY=VALUE", SET_HELP)]
@@ -94,7 +94,7 @@ Device = Annotated[str, value("--device", "DEVICE", "Compute on cpu, cuda, or au
 Dtype = Annotated[str, value("--dtype", "FORMAT", "Compute in float32, bfloat16, or auto.")]
 Engine = Annotated[str, value("--engine", "ENGINE", "Generate with torch, vllm or scripted (for tests).")]
 
-MODEL = Argument(metavar="MODEL", help="The model: tiny (built in), a Hugging Face folder, or a run.")
+MODEL = Argument(metavar="MODEL", help="The model: tiny (built in), a Hugging Face folder or ORG/NAME, or a run.")
 Model = Annotated[str, MODEL]
 OptionalModel = Annotated[str | None, MODEL]
 Samples = Annotated[int, whole("--samples", "Completions per task.", 1, 4096)]

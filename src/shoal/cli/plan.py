@@ -72,7 +72,6 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
 def planning(
     recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
 ) -> Planning:
-    """Also for benchmarks/plan_check.py."""
     from shoal.run.estimate import Planning
     from shoal.trainer.memory import available, plan, shape_of  # torch: only once the recipe is known to be sound
 
@@ -84,16 +83,16 @@ def planning(
 
 
 def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
-    from shoal.models.folder import model_folder
+    from shoal.models.folder import is_known, model_folder
     from shoal.run.estimate import usual_config
 
     if parameters is not None:
         return {"config.json": json.dumps(usual_config(parameters)).encode()}
-    if not Path(recipe.model.path).is_dir() and recipe.model.path != "tiny":
+    if not is_known(recipe.model.path):
         config = "put the model's config.json there (no weights are needed)"
         size = "say how large it is, and the GiB of each GPU: --parameters 32e9 --memory 141"
         raise ConfigError(f"there is no model folder {recipe.model.path}: {config}, or {size}")
-    return {"config.json": (model_folder(recipe.model.path) / "config.json").read_bytes()}
+    return {"config.json": (model_folder(recipe.model.path, weights=False) / "config.json").read_bytes()}
 
 
 def training_lines(found: Planning, guessed_from: float | None = None) -> Iterator[str]:

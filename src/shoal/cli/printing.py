@@ -4,18 +4,23 @@ evaluating  ━━━━━━━━━━╸━━━━━━━━━  52 %  
 publishing model.bin  ━━━━━━━━━━╸━━━━━━━━━  52 %  266.2/512.0 MB  118.3 MB/s  0:00:02
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import echo
 
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.text import duration, printable
+from shoal.runtime import duration, printable, show_bytes
+
+if TYPE_CHECKING:
+    from shoal.shardcast.cast import Report
 
 UNBOUND = 100_000
 EVERY_S = 10.0
@@ -36,10 +41,6 @@ def console() -> Console:
     """Where commands print: as wide as the terminal; what is no terminal has no edge, so that programs read it all."""
     found = Console()
     return found if found.is_terminal else Console(width=UNBOUND)
-
-
-class Report(Protocol):
-    def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 @contextmanager
@@ -80,14 +81,14 @@ def counted(
     yield report
 
 
-class CastTerminal:
-    def __init__(self) -> None:
-        self._out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-        self._error = Console(stderr=True)
+class CommandTerminal:
+    """Implements `shoal.shardcast.cast.Terminal`."""
 
     def say(self, text: str) -> None:
-        self._out.print(text)
-        self._out.file.flush()
+        echo(text)
 
-    def metered(self, what: str) -> AbstractContextManager[Report]:
-        return counted(what, self._error, unit=MB)
+    def note(self, text: str) -> None:
+        echo(text, err=True)
+
+    def metered(self, what: str, unit: str = MB) -> AbstractContextManager[Report]:
+        return counted(what, Console(stderr=True), unit=unit)

@@ -13,11 +13,8 @@ from typer import Argument, Context, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
+from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, is_verbose, shoal_command, stop_on_signals
 from shoal.runtime.extras import require
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken, stop_on_signals
-from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +64,7 @@ def run(
     """Start and supervise a whole run on this machine, or resume one. Ctrl-C stops it; the same command resumes it."""
     require("data" if dry_run or prepare else "trainer", "shoal run")
     recipe = None if source is None else Path(source)
-    from shoal.run.recipe import shipped_recipe
+    from shoal.run.recipe import pinned, shipped_recipe
 
     if recipe is not None and directory is None and recipe.suffix != ".toml" and not recipe.is_file():
         directory = options.run_folder(str(source))
@@ -78,6 +75,8 @@ def run(
     from shoal.runtime.config import dump_config
 
     resolved = resolve(recipe, directory, overrides or ())
+    place = directory or Path("runs") / resolved.run.name
+    resolved = pinned(resolved, RunFolder.stored(place), weights=not dry_run)
     environment = check_ingredients(resolved, _warn if dry_run else None)
     for line in advice(resolved, environment):
         _warn(line)
@@ -92,7 +91,7 @@ def run(
         return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
-    directory = directory or Path("runs") / resolved.run.name
+    directory = place
     made = RunFolder.prepare(directory.absolute(), resolved, changed=recipe is None)
     if not prepare:
         raise Exit(_launch(made, patience_s or patience_of(resolved)))
@@ -172,7 +171,7 @@ def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken,
 
     from shoal.run.demo.claims import check, participants_of
     from shoal.run.recipe import shipped
-    from shoal.runtime.files import write_atomically
+    from shoal.runtime import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
     found = []

@@ -9,10 +9,8 @@ from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import HubUnreachable, UserError
+from shoal.runtime import home, shoal_command, stop_on_signals, visible, visible_json
 from shoal.runtime.extras import require
-from shoal.runtime.files import home
-from shoal.runtime.stop import stop_on_signals
-from shoal.runtime.text import shoal_command, visible, visible_json
 
 PIPED_WIDTH = 200
 OUT = "The folder to write."

@@ -1,8 +1,8 @@
-"""Displays: what the person at the terminal sees of a run, as a picture that is drawn again and again, or as lines.
+"""Displays of a run at the terminal.
 
-    RunView ──► LiveDisplay   on a terminal: one frame, drawn in place about four times a second
-          ├─► PlainDisplay  elsewhere: a line when something happened, or to break a long silence
-          └─► frame         `shoal status`: the same, once
+    RunView ─┬─► LiveDisplay   on a terminal: one frame, drawn in place about four times a second
+             ├─► PlainDisplay  elsewhere: a line when something happened, and after a long silence
+             └─► frame         `shoal status`: the same frame, once
 
 Names, reasons and messages come from other people's machines: they are shown as text, never as markup or control codes.
 """
@@ -24,10 +24,10 @@ from shoal.runtime.text import duration, printable, visible
 from shoal.validator.settings import MEASURING
 
 SILENCE_S = 10.0
-LONG_WAIT_S = 10.0  # shorter ones are the ordinary course of things
+LONG_WAIT_S = 10.0  # shorter waits are normal
 LABEL_WIDTH, SPARK_WIDTH = 12, 40
 MAX_NOTICES, MAX_REJECTIONS, REJECTIONS_KEPT, VERDICTS_SHOWN = 4, 5, 3, 5
-MAX_WORKERS, MAX_NODES = 8, 40  # so few workers are in order of their names, so that rows do not jump
+MAX_WORKERS, MAX_NODES = 8, 40  # up to MAX_WORKERS are ordered by name, so that rows do not jump
 VERDICT_STYLES = {"rejected": "red", "accepted": ""}
 STATE_STYLES = {"active": "green", "probation": "green", "done": "dim", "starting": "dim"}  # all others are trouble
 
@@ -40,7 +40,7 @@ def choose_display(console: Console) -> Display:
 
 
 class LiveDisplay:
-    """One frame, drawn in place and cut off where the terminal ends. However it is left, the last frame stays."""
+    """One frame, drawn in place and cut off where the terminal ends. The last frame stays on the screen."""
 
     live = True
     every_s = 0.25
@@ -65,14 +65,14 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """Lines. The same line is said again only to break a long silence; whatever went wrong is said once."""
+    """Prints lines. An unchanged line is printed again only after `SILENCE_S`; each problem is printed once."""
 
     live = False
     every_s = 3.0
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._last, self._last_s, self._rejections = say, "", -SILENCE_S, 0
-        self._shown: set[str] = set()  # what was so at the last look
+        self._shown: set[str] = set()  # the facts of the previous view
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +98,7 @@ class PlainDisplay:
             self._say(f"and {len(new) - MAX_REJECTIONS} more rejections")
 
     def _facts(self, scene: RunView) -> Iterator[tuple[str, str]]:
-        """What is not as it should be: a key without times, which change; and what to say when it is new."""
+        """Each problem, as a key without times, which change, and the line that reports it when it is new."""
         found = progress.process_problems(scene.status, scene.processes, scene.silent_s)
         for process in scene.processes:
             if process.name in found:
@@ -199,7 +199,7 @@ def _numbers(scene: RunView, status: RunStatus) -> Iterator[Text]:
 
 
 def _workers(scene: RunView) -> Table:
-    """Those that the hub knows, and those started here that it does not know yet: bad states first, then by credit."""
+    """Workers that the hub knows, and those started here that it does not know: bad states first, then by credit."""
     nodes = [node for node in scene.status.nodes if node.role == "worker"] if scene.status is not None else []
     processes = {process.name: process for process in scene.processes if process.name.startswith("worker-")}
     names, found, most = labels(nodes), [], MAX_WORKERS if scene.processes else MAX_NODES
@@ -237,7 +237,6 @@ def _workers(scene: RunView) -> Table:
 
 
 def _doing(node: NodeView, scene: RunView) -> str:
-    """What a node says that it does, or what the hub says that it waits for."""
     waits = scene.status.waits if scene.status is not None else ()
     own = (node.name, f"{node.name} ({node.node[:8]})", f"{node.role} {node.name} ({node.node[:8]})")
     waiting = next((f"waits for {wait.what}" for wait in waits if wait.who in own), "")
@@ -259,7 +258,7 @@ def _processes(scene: RunView, width: int) -> Iterator[Text]:
     if status is not None:
         waits = progress.waits_line(status, LONG_WAIT_S, 1) if scene.processes else progress.waits_line(status)
         found = found[:MAX_NOTICES] + progress.notices(status)[:MAX_NOTICES] + ([("waiting", waits)] if waits else [])
-    for label, sentence in found:  # which one must be able to read to their end: over two lines if need be
+    for label, sentence in found:  # wrapped onto at most two lines
         style = {"waiting": "", "trouble": "yellow", "owner": "bold yellow"}.get(label, "bold red")
         for line in textwrap.wrap(printable(sentence), max(10, width - LABEL_WIDTH), max_lines=2, placeholder=" …"):
             yield _row(label, line, style)

@@ -30,8 +30,6 @@ ELSEWHERE = "held_out/"  # prefix of the ids of tasks from a separate held-out f
 
 @dataclass(frozen=True)
 class StoredTask(Task):
-    """A task whose answer is read from the data set on first use."""
-
     answer: str = field(init=False, repr=False, compare=False)
     load: Callable[[], str] = field(kw_only=True, repr=False, compare=False)
 
@@ -172,7 +170,6 @@ class DatasetEnvironment:
         return (digests[row].tobytes() for row in self._rows(split).tolist())
 
     def check(self, progress: Callable[[int, int], None]) -> tuple[OpenedData, ...]:
-        """Check every answer of each data set (a held-out file is one)."""
         for opened in self._opened:
             if opened.checked is None:
                 opened.checked = scanning.check(opened, self._grader, progress)
@@ -202,7 +199,6 @@ class DatasetEnvironment:
             yield detail if opened is self._main else f"{count_of(opened.table.rows, 'row')} in {opened.path}: {detail}"
 
     def kinds(self) -> Iterator[str]:
-        """A line for each kind: the number of its rows, of usable ones and of those to train on."""
         for opened in self._opened:
             good, trained = opened.good(), np.zeros(opened.table.rows, bool)
             trained[self.splits.train if opened is self._main else []] = True

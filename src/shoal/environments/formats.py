@@ -86,7 +86,6 @@ MESSAGES = TypeAdapter(list[ChatMessage])
 
 
 def conversation(value: object, column: str) -> tuple[str, Messages]:
-    """A prompt and its history, from a text or from a list of messages that ends with the user's."""
     if isinstance(value, str):
         return required(value, column), ()
     messages = messages_of(value, column)
@@ -135,7 +134,6 @@ def finite(value: object, column: str) -> None:
 
 
 def parsed(value: object, column: str) -> Any:
-    """The value of a column, decoded if it is JSON text."""
     try:
         return json.loads(value) if isinstance(value, str | bytes) else value
     except (ValueError, RecursionError) as error:
@@ -186,7 +184,6 @@ def kind_of(task_type: object) -> str:
 
 
 def known_kinds(problem: str) -> str:
-    """Advice for an unknown task type; empty for any other problem."""
     ways = f"known are {', '.join([*TASK_TYPES, *GRADERS])}; one for all rows: --set environment.options.grader=NAME"
     return f" ({ways})" if "task_type" in problem else ""
 
@@ -224,7 +221,6 @@ MISSING = frozenset({"n/a", "na", "none", "null", "nan", "?", "-", "unknown"})
 
 
 def columns_format(columns: Names, wanted: DatasetOptions) -> Format:
-    """Columns with usual names, or those that options.question and options.answer name."""
     question = _chosen(columns, wanted.question, QUESTIONS, "question")
     answer = _chosen(columns, wanted.answer, ANSWERS, "answer")
     grader, kinds = wanted.grader or "mathematics", "" if wanted.grader else first_of(columns, KINDS)
@@ -261,7 +257,6 @@ def _answer(column: str, grader: str, row: Row) -> str:
 
 
 def aime(columns: Names, wanted: DatasetOptions) -> Format:
-    """Question and answer columns; the answer is a whole number from 0 to 999."""
     layout = columns_format(columns, wanted.model_copy(update={"grader": "mathematics"}))
     (answer,) = layout.answers
 
@@ -316,7 +311,6 @@ ASK_STARTER = "Complete this Python code so that it solves the problem, and put 
 
 
 def code(columns: Names, wanted: DatasetOptions) -> Format:
-    """The tests are in any form that the code grader reads."""
     question = wanted.question or first_of(columns, PROBLEMS) or PROBLEMS[0]
     found = wanted.answer or first_of(columns, TESTS)
     contests = () if found else tuple(name for name in CONTESTS if name in columns)
@@ -406,13 +400,13 @@ FORMATS: dict[str, Callable[[Names, DatasetOptions], Format]] = {
     "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
     "gpqa": gpqa,
 }  # fmt: skip
+# Columns that identify a format. Other data has a column of tests, or question and answer columns.
 BY_COLUMNS: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
     ("code", frozenset({"description", "public_tests", "private_tests"})),
 )
-"""Columns that identify a format. Other data has a column of tests, or question and answer columns."""
 
 
 class DatasetOptions(Table):
@@ -443,7 +437,6 @@ class DatasetOptions(Table):
 
 
 def fit(columns: Names, options: DatasetOptions) -> Format:
-    """The format that the options name, or else the one that fits the columns."""
     if options.format and options.format not in FORMATS:
         raise EnvironmentSetupError(f"there is no format {options.format!r}; there are {', '.join(FORMATS)}")
     if options.id and options.id not in columns:

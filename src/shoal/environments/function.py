@@ -96,7 +96,6 @@ class FunctionEnvironment:
         return self._rows[task_id].task
 
     def columns(self, task_id: str) -> Mapping[str, Any]:
-        """What the task's row has beside its prompt."""
         return self._rows[task_id].columns
 
     @property
@@ -300,7 +299,6 @@ def _items(module: ModuleType, file: Path) -> tuple[list[Any], str]:
 
 
 def _rows(module: ModuleType, file: Path, data: Path) -> tuple[list[Any], str]:
-    """All rows of a data set as tasks, and its digest."""
     from shoal.environments.data.cache import data_digest
     from shoal.environments.data.locating import locate
     from shoal.environments.data.readers import Broken, DataTable, rows_of  # pyarrow takes a moment to load

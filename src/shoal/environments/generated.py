@@ -32,7 +32,6 @@ class Numbers:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out eighth, decided by its content."""
     return hashlib.sha256(b"shoal/split\n" + prompt.encode()).digest()[0] < HELD_OUT_PER_256
 
 

@@ -96,7 +96,6 @@ class GymEnvironment(IndexedEnvironment):
 
 
 def final_answer(completion: str) -> str:
-    """The answer within a completion: after the thinking, in the last pair of tags if there is one."""
     text = after_thinking(completion)
     before, closing, _rest = text.rpartition(CLOSING)
     if closing and OPENING in before:
@@ -138,7 +137,6 @@ class Generator:
         self._first = self._dataset(1, self._listed or 1)
 
     def entry(self, number: int) -> dict[str, Any]:
-        """The task of a number in [0, 2**31): `question`, `answer`, `metadata`."""
         with _lock:
             _own_random.seed(number)
             try:
@@ -198,7 +196,6 @@ def _refused() -> dict[str, str]:
 
 
 def example_answer(entry: Mapping[str, Any]) -> str:
-    """A right answer of an entry; empty if the generator knows none."""
     if entry["answer"] is not None:
         return str(entry["answer"])
     found = next((entry["metadata"][key] for key in EXAMPLES if entry["metadata"].get(key)), "")
@@ -262,8 +259,6 @@ def _fitted(default: Any, value: Any) -> Any:
 
 
 class _Patched:
-    """A module with a few of its names replaced."""
-
     def __init__(self, module: Any, **names: Any) -> None:
         self._module = module
         self.__dict__.update(names)
@@ -320,10 +315,9 @@ def _library() -> ModuleType:
     return library
 
 
-EVAL_MODULES = (
+EVAL_MODULES = (  # modules whose scorer calls `eval` on the answer
     "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
 )  # fmt: skip
-"""Modules whose scorer calls `eval` on the answer."""
 PARSER_MODULES = {
     "games.puzzle24": "parse_expr", "games.countdown": "parse_expr", "algebra.polynomial_multiplication": "sp",
     "algebra.simple_integration": "sympy", "algebra.intermediate_integration": "sympy",
@@ -331,11 +325,10 @@ PARSER_MODULES = {
 """Modules whose scorer passes the answer to sympy's parser, which evaluates it; and the parser's name there."""
 SET_MODULES = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
 """Modules that use the order of a set of texts, which differs between processes."""
-PRINTING_MODULES = (
+PRINTING_MODULES = (  # modules that write to the terminal
     "code.contrib.bfit.Compiler.Optimizer", "code.contrib.bfit.Compiler.FunctionCompiler",
     "games.tower_of_hanoi",
 )  # fmt: skip
-"""Modules that write to the terminal."""
 
 
 def _module(name: str) -> ModuleType:

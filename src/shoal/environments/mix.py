@@ -49,12 +49,10 @@ class MixSchedule:
             self._places[part].append(place)
 
     def turn(self, position: int) -> tuple[int, int]:
-        """The part of a position, and the number of earlier positions of that part."""
         part = self._cycle[position % len(self._cycle)]
         return part, self.counts(position)[part]
 
     def counts(self, positions: int) -> list[int]:
-        """How many of the first `positions` belong to each part."""
         rounds, place = divmod(positions, max(1, len(self._cycle)))
         return [rounds * len(places) + bisect_left(places, place) for places in self._places]
 
@@ -178,7 +176,6 @@ class MixedEnvironment:
         return frozenset(digest for digests in found for digest in digests) - self.aside
 
     def _positions_held_out(self, label: str) -> tuple[int, ...]:
-        """Positions in a part's train split that are left out, ascending; none if it generates."""
         part = self._by_label[label]
         if part.generates or not self.aside:
             return ()
@@ -187,7 +184,6 @@ class MixedEnvironment:
 
 
 def mixed(settings: EnvironmentSettings, build: Callable[[TaskSource], Environment]) -> MixedEnvironment:
-    """The mixture that the settings describe; an error names the part."""
     if settings.file or settings.data or settings.options:
         raise EnvironmentSetupError("environment.mix takes the place of name, file, data and options")
     # a label for each part: its own, or else its name, with a number if that is taken

@@ -115,15 +115,11 @@ class GeneratingEnvironment(Environment, Protocol):
 
 @runtime_checkable
 class TableEnvironment(Environment, Protocol):
-    """An environment whose tasks are rows of a table."""
-
     def columns(self, task_id: str) -> Mapping[str, Any]: ...  # of the task's row, beside its prompt
 
 
 @runtime_checkable
 class Demanding(Protocol):
-    """An environment or a grader whose scoring needs something on the machine, such as a sandbox."""
-
     def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
 
 

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.environments.protocol import Environment, Score, Split, Task, reads_tokens, require_scoring, score_of
 from shoal.errors import EnvironmentSetupError
+from shoal.runtime import hf
+
+AT_TARGET = 0.5  # of the reward: what hitting the target is worth in the form max
 
 
 class Table(BaseModel):
@@ -25,7 +28,10 @@ class TaskSource(Table):
 
     name: str = Field(default="sort", description="a built-in environment")
     file: Path | None = Field(default=None, description="a Python file with tasks and score(), instead of a name")
-    data: Path | None = Field(default=None, description="Parquet or JSON lines, or a folder of them")
+    data: Path | None = Field(
+        default=None,
+        description="Parquet or JSON lines, a folder of them, or a data set's name: ORG/NAME[@REVISION][:PART[/SPLIT]]",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="of the built-in environment")
     train_size: int | None = Field(
         default=None, ge=1, description="tasks of a generating environment, 100,000 if unset; or positions of a mixture"
@@ -45,7 +51,7 @@ class LengthSettings(Table):
     the number of generated tokens (with the end-of-sequence token if `count_eos`).
 
         exact   r_task − α·|target − l|
-        max     r_task · clip(α·(target − l) + δ, 0, 1)
+        max     r_task · clip(α·(target − l) + 0.5, 0, 1)
         clip    r_task if l ≤ target, else 0
     """
 
@@ -54,7 +60,6 @@ class LengthSettings(Table):
     )
     form: Literal["exact", "max", "clip"] = Field(default="exact", description="how the target counts")
     alpha: float = Field(default=0.0003, ge=0, le=1, description="what a token too many, or too few, costs")
-    delta: float = Field(default=0.5, ge=0, le=1, description="what hitting the target is worth in the form max")
     count_eos: bool = Field(default=False, description="the end-of-sequence token counts as a token of the length")
     text: str = Field(
         default="Think for {target} tokens before giving a response.", pattern=r"\{target\}",
@@ -74,7 +79,7 @@ class LengthSettings(Table):
         if self.form == "exact":
             value = task - self.alpha * abs(target - tokens)
         elif self.form == "max":
-            value = task * min(1.0, max(0.0, self.alpha * (target - tokens) + self.delta))
+            value = task * min(1.0, max(0.0, self.alpha * (target - tokens) + AT_TARGET))
         else:
             value = task if tokens <= target else 0.0
         parts = {**score.parts, "task": task, "length": value - task, "target": float(target)}
@@ -96,11 +101,12 @@ class JudgeSettings(Table):
     label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
     weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")
     use: Literal["score", "rank"] = Field(default="score", description="its number, or its rank in the group, 0 to 1")
-    path: Path | None = Field(default=None, description="folder of a classifier in Hugging Face's format")
+    path: Path | None = Field(
+        default=None, description="folder of a classifier in Hugging Face's format, or ORG/NAME[@REVISION] of its hub"
+    )
     url: str = Field(default="", description="or an OpenAI-compatible address, up to and including /v1")
     model: str = Field(default="", description="name of the judge's model at that address")
     prompt: str = Field(default="", description="what it is asked, with {prompt}, {completion} and {answer}")
-    timeout_s: float = Field(default=60.0, gt=0, le=3600, description="how long one answer of the judge may take")
 
     @property
     def kind(self) -> Literal["classifier", "openai"]:
@@ -191,7 +197,6 @@ def _digest(inner: Environment, settings: EnvironmentSettings) -> str:
         return inner.digest
     added = settings.model_dump(mode="json", include={"length", "prompt", "judges", "scoring"})
     for judge, given in zip(added["judges"], settings.judges, strict=True):
-        del judge["timeout_s"]  # changes no score
         judge["path"] = None if given.path is None else folder_digest(given.path)  # the content, not the place
     if added["scoring"] is not None:
         del added["scoring"]["processes"]
@@ -203,7 +208,11 @@ def folder_digest(folder: Path) -> str:
     """Hex SHA-256 over names and bytes of a model's files, without hidden ones."""
     from shoal.environments.data.cache import file_digest
 
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    if (hub := hf.parse(folder)) is not None:
+        found = hf.model(hub)
+        folder, names = found.folder, sorted(found.files)
+    else:
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not shown:
         raise EnvironmentSetupError(f"the classifier's folder {folder} is not there, or empty: check the judge's path")

@@ -40,7 +40,6 @@ def calculator(turns: Sequence[str]) -> str | None:
 
 
 def evaluate(text: str) -> Fraction:
-    """The exact value of an expression; `NoValue` if it has none."""
     tokens = _TOKEN.findall(text)
     if len(text) > MAX_CHARACTERS or "".join(tokens) != re.sub(f"[{_BLANK}]", "", text):
         raise NoValue
@@ -69,7 +68,6 @@ class _SumParser:
         self.tokens = tokens[::-1]
 
     def take(self, *wanted: str) -> str:
-        """Remove and return the next token if it is wanted, else empty."""
         return self.tokens.pop() if self.tokens and (not wanted or self.tokens[-1] in wanted) else ""
 
     def sum(self, depth: int, signs: str = "+-") -> Fraction:

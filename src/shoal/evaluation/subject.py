@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.engines import Engine, build, check_engine, is_out_of_memory, resolved
-from shoal.errors import ModelError, ResourceError
-from shoal.models.folder import DESCRIPTION_FILES, check_weights, model_folder, read_files
+from shoal.errors import ResourceError
+from shoal.models.folder import check_weights, model_digest, model_folder, read_files
 from shoal.protocol import TensorView
 
 NAME_LENGTH = 48
@@ -50,20 +50,6 @@ def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int)
                 weights = policy_views(load_model(folder, dtype).model)
             engine.load_policy(None, weights)
     return EvaluatedModel(name, model_digest(folder), files, engine)
-
-
-def model_digest(folder: Path) -> str:
-    from blake3 import blake3
-
-    whole = blake3(b"shoal/model/v1\n")
-    for path in sorted({*folder.glob("*.safetensors"), *(folder / name for name in DESCRIPTION_FILES)}):
-        if path.is_file():
-            try:
-                content = blake3(max_threads=blake3.AUTO).update_mmap(path)
-            except OSError as error:
-                raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-            whole.update(f"{path.name}\n{content.hexdigest()}\n".encode())
-    return whole.hexdigest()
 
 
 def plain_name(text: str) -> str:

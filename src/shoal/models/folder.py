@@ -7,14 +7,17 @@ arrays.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
 from shoal.errors import ModelError
 from shoal.protocol import ITEM_BYTES, Entry, ModelSize, TensorView
 from shoal.protocol.lease import MAX_END_TOKENS
+from shoal.runtime import hf  # before `locked`: it reads the user's own HF_HUB_OFFLINE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,17 +31,23 @@ MAX_FILES, MAX_FILE_BYTES = 16, 64 * 1024 * 1024
 MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 
-def model_folder(name: str | Path) -> Path:
-    """The folder of a built-in model by its name, or the given folder; it contains at least config.json."""
+def model_folder(name: str | Path, weights: bool = True) -> Path:
+    """The folder of a built-in model by its name, the given folder, or that of a model of the Hugging Face hub, which
+    is downloaded (without `weights`: only what describes it). It contains at least config.json."""
     if str(name) in BUILTIN:
         return Path(__file__).parent / "data" / str(name)
-    folder = Path(name).expanduser()
+    folder = hf.model_folder(name, weights)
     if not folder.is_dir():
-        named = f"a Hugging Face folder or a built-in name ({', '.join(BUILTIN)})"
+        named = f"a Hugging Face folder, a name on its hub (ORG/NAME), or a built-in name ({', '.join(BUILTIN)})"
         raise ModelError(f"there is no model folder {folder}: give {named}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"the model folder {folder} has no config.json; is it a Hugging Face folder?")
     return folder
+
+
+def is_known(name: str) -> bool:
+    """Whether there is such a model here, or it can be asked for at the Hugging Face hub."""
+    return name in BUILTIN or Path(name).is_dir() or hf.parse(name) is not None
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -131,6 +140,20 @@ def check_weights(folder: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the weights {file} are damaged or cut short: {error}; {REMEDY}") from error
+
+
+def model_digest(folder: Path, names: Collection[str] | None = None) -> str:
+    """Of the bytes of its weights and of what describes it, with their names; only of these `names` if they are given,
+    since a folder in a cache may have others."""
+    whole = blake3(b"shoal/model/v1\n")
+    for path in sorted({*folder.glob("*.safetensors"), *(folder / name for name in DESCRIPTION_FILES)}):
+        if path.is_file() and (names is None or path.name in names):
+            try:
+                content = blake3(max_threads=blake3.AUTO).update_mmap(path)
+            except OSError as error:
+                raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+            whole.update(f"{path.name}\n{content.hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 def check_targets(folder: Path, targets: Iterable[str]) -> None:

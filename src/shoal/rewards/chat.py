@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 KEY = "SHOAL_JUDGE_KEY"
 AT_ONCE, TRIES = 8, 5
 MAX_ANSWER_BYTES, MAX_TOKENS, LONGEST_LINE = 1 << 20, 1024, 500
+TIMEOUT_S = 60.0  # for one answer
 LONGEST_PAUSE_S = 30.0
 
 DEFAULT_PROMPT = """You judge how good an answer is.
@@ -72,9 +73,10 @@ class ChatJudge:
     """Implements `PartJudge`. At most `AT_ONCE` requests run; each has a deadline, and so have all together."""
 
     def __init__(
-        self, settings: JudgeSettings, stop: StopToken, backoff: Backoff = Backoff(first_s=0.5, most_s=LONGEST_PAUSE_S)
-    ) -> None:
-        self._settings, self._stop, self._backoff = settings, stop, backoff
+        self, settings: JudgeSettings, stop: StopToken, backoff: Backoff = Backoff(first_s=0.5, most_s=LONGEST_PAUSE_S),
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        self._settings, self._stop, self._backoff, self._timeout_s = settings, stop, backoff, timeout_s
         self._where = f"the judge {settings.label} at {settings.url}"
 
     def prepare(self) -> None:
@@ -99,7 +101,7 @@ class ChatJudge:
             check_address(self._settings)
         except EnvironmentSetupError as error:
             return [ScoringFailure(str(error))] * len(pieces)
-        all_s = (-(-len(pieces) // AT_ONCE) + TRIES) * self._settings.timeout_s
+        all_s = (-(-len(pieces) // AT_ONCE) + TRIES) * self._timeout_s
         ends_s = time.monotonic() + all_s
         with closing(HttpClient()) as http, ThreadPoolExecutor(AT_ONCE) as threads:
             found = list(threads.map(lambda piece: self._value(http, piece, ends_s), pieces))
@@ -145,7 +147,7 @@ class ChatJudge:
         }  # fmt: skip
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         headers |= {"authorization": f"Bearer {key}"} if key else {}
-        address, wait_s = settings.url.rstrip("/") + "/chat/completions", settings.timeout_s
+        address, wait_s = settings.url.rstrip("/") + "/chat/completions", self._timeout_s
         request = ClientRequest(
             "POST", address, headers, json.dumps(body).encode(), None, wait_s, wait_s, MAX_ANSWER_BYTES
         )

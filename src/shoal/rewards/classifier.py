@@ -18,6 +18,7 @@ from typing import Any
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models.prompts import CLOSING, OPENING
 from shoal.rewards.panel import JudgedText
+from shoal.runtime import hf
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +123,12 @@ class Classifier:
         locked.lock()  # no code of the folder is run, and nobody is asked
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        log.info("loading the classifier in %s", self._folder)
+        folder = hf.model_folder(self._folder)
+        log.info("loading the classifier in %s", folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             load = AutoModelForSequenceClassification.from_pretrained
-            model = load(self._folder, local_files_only=True, use_safetensors=True)
+            model = load(folder, local_files_only=True, use_safetensors=True)
         except Exception as error:  # a damaged file raises whatever the library that reads it does
             detail = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise EnvironmentSetupError(f"the classifier in {self._folder} does not load: {detail}") from error

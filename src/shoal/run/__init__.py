@@ -10,6 +10,7 @@
     join       run_joined_worker, run_standalone_relay: taking part in a run elsewhere; in a `sandbox`
     doctor     examine: is this machine fit              trials    the validator's checks on its own work
     owner      keys; signed orders of a run's owner      ledger    verified, exported, witnessed, rechecked
+    models     what `shoal eval`, `shoal filter` and `shoal sft` do
     demo       the recipe and the claims of `shoal demo`
 
 Nothing here imports torch when it is imported.

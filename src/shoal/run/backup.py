@@ -38,11 +38,8 @@ from shoal.ledger import verify
 from shoal.protocol import LedgerEntry, Message, canonical_json, first_problem
 from shoal.run.folder import RECIPE_MODE, RunFolder
 from shoal.run.recipe import Recipe
-from shoal.runtime import files
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import SystemClock, ensure_folder, files, point, resource_error, write_atomically
 from shoal.runtime.config import dump_config, parse_config
-from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.tree import parse_label
 from shoal.trainer.folder import Retention, scores_of
@@ -204,7 +201,6 @@ def _summary(path: Path, manifest: Manifest, database: Path) -> Summary:
 
 
 def _place(hidden: Path, hub: HubSettings, summary: Summary) -> None:
-    """Move submissions and rows to the places in `hub`, and put these into the recipe."""
     if hub.storage:
         here, store = (open_blobs(to, hub.storage_endpoint, hidden / BLOB_FOLDER) for to in ("", hub.storage))
         for _ in side_by_side(lambda name: store.get(store.put(here.get(name))), summary.submissions):

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.client import HubClient
-from shoal.engines import Engine, GenerationRequest, PrefillRequest, build, choose
-from shoal.engines.protocol import BoundedEngine, Groups
-from shoal.engines.registry import resolved
-from shoal.models.folder import read_config
+from shoal.engines import BoundedEngine, Engine, GenerationRequest, Groups, PrefillRequest, build, choose, resolved
+from shoal.models import read_config
 from shoal.protocol import ProofParameters, RunStatus, SamplingParameters
 from shoal.run.folder import hub_address
 from shoal.run.progress import tokens_credited
 from shoal.run.trials import HUB_S, TrialOptions, policy_of_folder, policy_of_run
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken
 
 if TYPE_CHECKING:
     from shoal.engines.torch import TorchEngine
@@ -137,8 +135,6 @@ class Bench:
         self.best: dict[str, float] = {}
 
     def run(self) -> None:
-        """Find a workload that takes about `CALL_S`, then measure."""
-
         def took_s() -> float:
             return self._timed("worker", lambda: self._drawn(self._proof))
 
@@ -245,7 +241,6 @@ def status_of(url: str, stop: StopToken) -> RunStatus:
 
 
 def share_of(before: RunStatus | None, after: RunStatus | None, worker: float) -> RunShare | None:
-    """By what the run credited between two looks at it."""
     if before is None or after is None:
         return None
     seconds = max((after.now_ms - before.now_ms) / 1000, 0.001)

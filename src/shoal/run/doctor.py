@@ -19,10 +19,7 @@ from shoal.client import ClientOptions, HubClient, TrustedRun
 from shoal.client.trust import parse_join_urls, pinned_root
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
 from shoal.protocol import MAX_SKEW_MS, RunInfo, SigningKey
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.stop import StopToken
+from shoal.runtime import MachineLimits, StopToken, SystemClock, ensure_folder
 from shoal.runtime.targets import Reach, proxy_of
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
@@ -60,7 +57,6 @@ def examine(
 
 
 def examine_worker(client: HubClient, folder: Path) -> list[MachineFinding]:
-    """The checks for a worker that has met its hub."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
     return [*machine, _clock(client), _weights(client.trusted_run())]
 
@@ -140,8 +136,7 @@ def _route(urls: Sequence[str], engine: str, device: str, dtype: str) -> Iterato
 
 def _compute(info: RunInfo, engine: str, device: str, dtype: str) -> MachineFinding:
     """What `shoal join` would compute in for the run, by the same functions. Loads torch."""
-    from shoal.engines import choose
-    from shoal.engines.memory import free_bytes
+    from shoal.engines import choose, free_bytes
     from shoal.worker.settings import refuse_too_large
 
     try:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import ceil, log, log2, pow
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.engines.memory import ALLOWANCE
 from shoal.hub.settings import CONCURRENT_UPLOADS
-from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
+from shoal.models.folder import is_known, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
 from shoal.run.recipe import Recipe
-from shoal.runtime import sizing
+from shoal.runtime import count_of, sizing
 from shoal.runtime.sizing import Derived, RunSize, Speeds, machines_needed, open_settings
-from shoal.runtime.text import count_of
-from shoal.shardcast.origin import DELTA_PAYS, DELTA_STRIDES, OriginSettings
+from shoal.shardcast import OriginSettings, RelayConfig
+from shoal.shardcast.origin import DELTA_PAYS, DELTA_STRIDES
 from shoal.trainer.folder import AWAITED
 from shoal.trainer.guards import LOOKBACK
 
@@ -39,9 +37,10 @@ ANCHORED = 1.7  # payloads of deltas in a row after which a version is whole: sh
 WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planning:
-    """`memory_bytes` is what one device has, of trainers, validators and workers alike."""
+    """`memory_bytes` is what one device has, of trainers, validators and workers alike. Each figure follows from those
+    before it."""
 
     recipe: Recipe
     shape: Shape
@@ -51,18 +50,54 @@ class Planning:
     memory_bytes: int
     speeds: Speeds = field(default_factory=Speeds)
 
-    @property
-    def size(self) -> RunSize:
-        announced = most_bytes(self.payload)
-        return run_size(self.recipe, ModelSize(parameters=self.shape.weights, payload_bytes=announced))
-
-    @cached_property
-    def chosen(self) -> Derived:
-        """The derived settings, unless the recipe sets them."""
-        found = sizing.derive(self.size, self.speeds)
-        sections = (self.recipe.hub, self.recipe.validator, self.recipe.trainer)
-        given = {name: value for one in sections for name, value in one if name in vars(found) and value is not None}
-        return Derived(**{**vars(found), **given})
+    def __post_init__(self) -> None:
+        recipe, speeds, shape = self.recipe, self.speeds, self.shape
+        run, trainer = recipe.run, recipe.trainer
+        adapters = 0 if trainer.lora is None else 4 * shape.trained
+        self.payload = shape.weights * WIDTHS[trainer.publish_dtype] + adapters
+        self.size = run_size(recipe, ModelSize(parameters=shape.weights, payload_bytes=most_bytes(self.payload)))
+        derived = vars(sizing.derive(self.size, speeds))
+        sections = (recipe.hub, recipe.validator, trainer)
+        given = {name: value for one in sections for name, value in one if name in derived and value is not None}
+        self.chosen = Derived(**{**derived, **given})  # the derived settings, unless the recipe sets them
+        self.delta = self._delta()
+        self._beside = self.delta if self.delta < self.payload else 0.0  # the delta stored beside a version, if any
+        self.checkpoint = 4 * shape.weights + 8 * shape.trained
+        rollouts, self._length = run.groups_per_step * run.group_size, run.max_new_tokens * speeds.length_share
+        self.tokens = rollouts * self._length
+        # bytes of a step's groups: of its tokens, and of what is proven beyond a rollout's last token
+        self.submitted = self.tokens * speeds.submission_bytes + rollouts * PROOF_BYTES * PROVEN_BEYOND
+        self.trained = self.tokens * (speeds.submission_bytes - PROOF_BYTES)
+        self.worker_dtype = trainer.publish_dtype if recipe.worker.dtype == "auto" else recipe.worker.dtype
+        each = shape.weights * WIDTHS[recipe.validator.dtype]
+        self.loaded = sizing.policies_loaded(self.chosen.keep_versions, each, int(self.room("validator")))
+        # an engine reserves for one sequence at its longest: keys and values, twice
+        self._row = max(1, shape.cached_bytes * run.max_new_tokens)
+        self._sequences = run.group_size * recipe.worker.units_per_lease
+        weights = shape.weights * WIDTHS[self.worker_dtype]
+        fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / self._row)
+        self._rows = max(1, min(fit, self._sequences))
+        # the time for one token of any number of sequences: kernels, and reading the weights once
+        self._token_s = speeds.decode_s + weights / 1e9 / speeds.generate_gb_s
+        drawn_s = self._batch_s(self._sequences)
+        self.worker_tokens_s = speeds.worker_tokens_s or self._sequences * self._length / drawn_s
+        self.audit_tokens_s = self._audit_tokens_s()
+        self._train_tflops = speeds.train_tflops if trainer.memory.compile else speeds.eager_tflops
+        self.train_s = self._train_s()
+        self.publish_s = speeds.publish_least_s + self.payload / 1e9 / speeds.publish_gb_s
+        self._transfer_s = self.size.transfer_s((speeds.workers_per_relay + 1) * self.delta, speeds)
+        self._saving_s = self.checkpoint / 1e9 / speeds.disk_gb_s / self.chosen.checkpoint_every
+        # generating and checking may take as long as everything else that a step waits for
+        most_s = self._batch_s(self._rows) / (run.max_staleness + 1)
+        wanted_s = max(self.train_s, self.publish_s + self._saving_s, self._transfer_s, most_s)
+        self.workers = machines_needed(self.tokens / self.worker_tokens_s, wanted_s, run.steps)
+        self.validators = machines_needed(self.tokens / self.audit_tokens_s, wanted_s, run.steps)
+        self.relays = ceil((self.workers + self.validators) / speeds.workers_per_relay)
+        # With enough machines the trainer limits a step; but a completion must not take longer than the allowed
+        # staleness. With staleness 0 the stages run one after the other.
+        tokens_s = min(self.workers * self.worker_tokens_s, self.validators * self.audit_tokens_s)
+        one_by_one = run.max_staleness == 0
+        self.step_s = sum(each[1] for each in self.stages()) if one_by_one else max(wanted_s, self.tokens / tokens_s)
 
     def room(self, role: str) -> float:
         """The memory that a role may take of a device; if roles share one (`memory_share`), the trainer has the
@@ -71,18 +106,7 @@ class Planning:
         taken = {name: share for name, share in shares.items() if share < 1}
         return self.memory_bytes * taken.get(role, 1.0 - sum(taken.values()) if role.startswith("trainer") else 1.0)
 
-    @property
-    def payload(self) -> int:
-        adapters = 0 if self.recipe.trainer.lora is None else 4 * self.shape.trained
-        return self.shape.weights * WIDTHS[self.recipe.trainer.publish_dtype] + adapters
-
-    @property
-    def _beside(self) -> float:
-        """The delta that is stored beside a version; 0 if versions are whole."""
-        return self.delta if self.delta < self.payload else 0.0
-
-    @property
-    def delta(self) -> float:
+    def _delta(self) -> float:
         """The size of most versions on a link. A bfloat16 payload changes more at higher learning rates and with more
         optimizer steps; in float32 nearly every value changes, and doubling the step changes one more bit."""
         trainer = self.recipe.trainer
@@ -93,25 +117,6 @@ class Planning:
         if trainer.publish_dtype == "float32":
             share = max(share, self.speeds.float32_delta_share + log2(trainer.learning_rate / 1e-6) / 32)
         return self.payload * (share if share <= DELTA_PAYS else 1.0)
-
-    @property
-    def checkpoint(self) -> int:
-        return 4 * self.shape.weights + 8 * self.shape.trained
-
-    @property
-    def tokens(self) -> float:
-        run = self.recipe.run
-        return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
-
-    @property
-    def submitted(self) -> float:
-        """Bytes of a step's groups: of its tokens, and of what is proven beyond a rollout's last token."""
-        rollouts = self.recipe.run.groups_per_step * self.recipe.run.group_size
-        return self.tokens * self.speeds.submission_bytes + rollouts * PROOF_BYTES * PROVEN_BEYOND
-
-    @property
-    def trained(self) -> float:
-        return self.tokens * (self.speeds.submission_bytes - PROOF_BYTES)
 
     def disk(self) -> Iterator[tuple[str, float, float, str]]:
         """Folder, largest size during the run, size after it, and what it contains."""
@@ -124,7 +129,7 @@ class Planning:
         finished = self._offered(sizing.kept_when_finished(run.max_staleness))
         what = "with the one that is being published"
         yield "origin", self._offered(kept), finished, f"{min(kept, versions)} versions, {what}"
-        mirrored = self.recipe.relay.keep_versions
+        mirrored = RelayConfig.keep_versions
         yield "each relay", self._offered(mirrored), 0, f"{min(mirrored, versions)} versions"
         for role, count in {"validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}.items():
             size = (held := min(versions, count)) * (payload + self._beside)
@@ -208,21 +213,10 @@ class Planning:
         return beside if self.kind == "cuda" and too_much else []
 
     def changed(self, section: str, **settings: object) -> Planning:
-        """With other settings of a section; the trainer's own memory stays as planned."""
         changed = getattr(self.recipe, section).model_copy(update=settings)
         return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
 
-    @property
-    def worker_dtype(self) -> str:
-        return self.recipe.trainer.publish_dtype if self.recipe.worker.dtype == "auto" else self.recipe.worker.dtype
-
-    @property
-    def loaded(self) -> int:
-        each = self.shape.weights * WIDTHS[self.recipe.validator.dtype]
-        return sizing.policies_loaded(self.chosen.keep_versions, each, int(self.room("validator")))
-
     def links(self) -> Iterator[tuple[str, float, float]]:
-        """Bytes of most versions, and of a whole one."""
         copies = self.speeds.workers_per_relay + 1
         yield "origin to each relay", self.delta, self.payload
         yield f"out of a relay ({copies:g} copies)", copies * self.delta, copies * self.payload
@@ -232,31 +226,6 @@ class Planning:
         """Bytes of a step's groups. All are submitted whole, checked, and trained on without proofs."""
         return {"workers to hub": self.submitted, "hub to validators": self.submitted, "hub to trainer": self.trained}
 
-    @property
-    def _length(self) -> float:
-        return self.recipe.run.max_new_tokens * self.speeds.length_share
-
-    @property
-    def _rows(self) -> int:
-        weights = self.shape.weights * WIDTHS[self.worker_dtype]
-        fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / self._row)
-        return max(1, min(fit, self._sequences))
-
-    @property
-    def _row(self) -> int:
-        """The memory that an engine reserves for one sequence at its longest: keys and values, twice."""
-        return max(1, self.shape.cached_bytes * self.recipe.run.max_new_tokens)
-
-    @property
-    def _token_s(self) -> float:
-        """The time for one token of any number of sequences: kernels, and reading the weights once."""
-        weights = self.shape.weights * WIDTHS[self.worker_dtype]
-        return self.speeds.decode_s + weights / 1e9 / self.speeds.generate_gb_s
-
-    @property
-    def _sequences(self) -> int:
-        return self.recipe.run.group_size * self.recipe.worker.units_per_lease
-
     def _batch_s(self, sequences: int) -> float:
         """A finished sequence is replaced at once; the last ones take as many tokens as the longest of them (lengths
         are exponentially distributed). For each token half of its sequence is read."""
@@ -265,13 +234,7 @@ class Planning:
         cached = sequences * self._length**2 / 2 * self.shape.cached_bytes
         return self.speeds.batch_s + steps * self._token_s + cached / 1e9 / self.speeds.cache_gb_s
 
-    @property
-    def worker_tokens_s(self) -> float:
-        drawn = self._sequences
-        return self.speeds.worker_tokens_s or drawn * self._length / self._batch_s(drawn)
-
-    @property
-    def audit_tokens_s(self) -> float:
+    def _audit_tokens_s(self) -> float:
         """The branches of a claim are decoded together, with the overhead of two for each token."""
         run, speeds = self.recipe.run, self.speeds
         claim = min(self.chosen.max_audits, run.groups_per_step)
@@ -281,8 +244,7 @@ class Planning:
         prefill_s = tokens * 2 * self.shape.weights / (speeds.audit_tflops * 1e12)
         return tokens / (prefill_s + claim * speeds.audit_group_s + branches)
 
-    @property
-    def train_s(self) -> float:
+    def _train_s(self) -> float:
         """Forward and backward; one more forward pass for a KL reference, and one for all but the first minibatch if
         log-probabilities are recomputed."""
         settings, operations = self.recipe.trainer, 6.0
@@ -291,49 +253,6 @@ class Planning:
             operations += 2.0 * (settings.minibatches - 1) / settings.minibatches
         computed_s = self.tokens * operations * self.shape.weights / (self.processes * self._train_tflops * 1e12)
         return computed_s + self.speeds.train_least_s
-
-    @property
-    def _train_tflops(self) -> float:
-        return self.speeds.train_tflops if self.recipe.trainer.memory.compile else self.speeds.eager_tflops
-
-    @property
-    def publish_s(self) -> float:
-        return self.speeds.publish_least_s + self.payload / 1e9 / self.speeds.publish_gb_s
-
-    @property
-    def step_s(self) -> float:
-        """With enough machines the trainer limits a step; but a completion must not take longer than the allowed
-        staleness. With staleness 0 the stages run one after the other."""
-        if self.recipe.run.max_staleness == 0:
-            return sum(seconds for _, seconds, _ in self.stages())
-        tokens_s = min(self.workers * self.worker_tokens_s, self.validators * self.audit_tokens_s)
-        return max(self._wanted_s, self.tokens / tokens_s)
-
-    @property
-    def _wanted_s(self) -> float:
-        """How long generating and checking may take: as long as everything else that a step waits for."""
-        most_s = self._batch_s(self._rows) / (self.recipe.run.max_staleness + 1)
-        return max(self.train_s, self.publish_s + self._saving_s, self._transfer_s, most_s)
-
-    @property
-    def _transfer_s(self) -> float:
-        return self.size.transfer_s((self.speeds.workers_per_relay + 1) * self.delta, self.speeds)
-
-    @property
-    def _saving_s(self) -> float:
-        return self.checkpoint / 1e9 / self.speeds.disk_gb_s / self.chosen.checkpoint_every
-
-    @property
-    def workers(self) -> int:
-        return machines_needed(self.tokens / self.worker_tokens_s, self._wanted_s, self.recipe.run.steps)
-
-    @property
-    def validators(self) -> int:
-        return machines_needed(self.tokens / self.audit_tokens_s, self._wanted_s, self.recipe.run.steps)
-
-    @property
-    def relays(self) -> int:
-        return ceil((self.workers + self.validators) / self.speeds.workers_per_relay)
 
     def stages(self) -> Iterator[tuple[str, float, str]]:
         speeds, gb, every = self.speeds, self.payload / 1e9, self.chosen.checkpoint_every
@@ -362,8 +281,9 @@ def announced_size(recipe: Recipe) -> ModelSize:
     """The size of policies, as the hub announces it; unknown while the model is not here."""
     trainer = recipe.trainer
     adapters = (trainer.lora.rank, trainer.lora.targets) if trainer.lora is not None else (0, ())
-    is_here = recipe.model.path in BUILTIN or Path(recipe.model.path).is_dir()
-    return model_size(model_folder(recipe.model.path), trainer.publish_dtype, *adapters) if is_here else ModelSize()
+    if not is_known(recipe.model.path):
+        return ModelSize()
+    return model_size(model_folder(recipe.model.path, weights=False), trainer.publish_dtype, *adapters)
 
 
 def patience_of(recipe: Recipe) -> float:

@@ -23,11 +23,8 @@ from typing import TYPE_CHECKING
 from shoal.errors import UserError
 from shoal.protocol import load_or_create_key
 from shoal.run.doctor import gpu_files, torch_version
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import FolderLock, ensure_folder
-from shoal.runtime.stop import StopToken, stop_on_signals
+from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, count_of, ensure_folder, stop_on_signals
 from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, RestartPolicy, Supervisor
-from shoal.runtime.text import count_of
 from shoal.worker.earnings import Standing
 
 if TYPE_CHECKING:
@@ -46,8 +43,6 @@ LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where one worker of several computes. `gpu` is its `CUDA_VISIBLE_DEVICES`."""
-
     name: str
     device: str
     gpu: str | None = None

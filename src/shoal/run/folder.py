@@ -18,11 +18,8 @@ from shoal.client import split_join_url
 from shoal.client.trust import pinned_root, run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe, shipped_recipes
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, meant, write_atomically
 from shoal.runtime.config import dump_config, load_config
-from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import meant
 from shoal.shardcast.server import public_url
 
 ADMIN = "admin"
@@ -91,6 +88,15 @@ class RunFolder:
             ways = f"its folder, its name under runs/{_runs_here()}, or its URL, http://{address[0]}"
             raise ConfigError(f"{path} {wrong}; a run is given by {ways}")
         return cls(path, _stored_recipe(stored))
+
+    @staticmethod
+    def stored(path: Path) -> Recipe | None:
+        """The recipe of the run in this folder, if there is one."""
+        return (
+            _stored_recipe(path / "recipe.toml")
+            if (path / "keys").is_dir() and (path / "recipe.toml").is_file()
+            else None
+        )
 
     @staticmethod
     def refuse_other(path: Path, recipe: Recipe, changed: bool = False) -> None:
@@ -233,7 +239,6 @@ def _stored_recipe(path: Path) -> Recipe:
 
 
 def hub_address(where: str, wait_s: float) -> tuple[str, float, str | None]:
-    """The hub's address, the wait, and its root key's fingerprint if known."""
     if "://" in where:
         url, pinned = split_join_url(where)
         return url, wait_s, pinned_root([url], pinned)
@@ -297,7 +302,6 @@ def port_of(url: str) -> int:
 
 
 def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
-    """Refuse changes that a begun run cannot resume with: a place without its rows, or fewer steps."""
     before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
         why = f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer"

@@ -22,10 +22,7 @@ from shoal.errors import ResourceError, UserError
 from shoal.run import fleet
 from shoal.run.folder import hub_address
 from shoal.run.roles import start_role
-from shoal.runtime.files import ensure_folder, home
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.logs import is_verbose
-from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
+from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, ensure_folder, home, is_verbose
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 if TYPE_CHECKING:

@@ -20,14 +20,11 @@ from shoal.protocol import RunStatus, fingerprint
 from shoal.run.folder import RunFolder, hub_address
 from shoal.run.progress import Display, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
-from shoal.runtime import logs
-from shoal.runtime.files import FolderLock
-from shoal.runtime.limits import folder_bytes, show_bytes
+from shoal.runtime import FolderLock, StopToken, logs, shoal_command, show_bytes
+from shoal.runtime.limits import folder_bytes
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import kept_when_finished
-from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec, Supervisor
-from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
 from shoal.shardcast.tree import HEAD
 from shoal.trainer.folder import scores_of
@@ -125,7 +122,6 @@ def ledger_line(path: Path) -> str:
 
 
 def kept_line(path: Path) -> str:
-    """What a finished run keeps on disk, the largest folders first."""
     sizes = {one.name: folder_bytes(one) for one in path.iterdir() if one.is_dir()}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {show_bytes(size)}" for name, size in largest)

@@ -18,8 +18,7 @@ from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
 from shoal.run.folder import ADMIN, RunFolder, hub_address
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.text import shoal_command
+from shoal.runtime import SystemClock, shoal_command
 
 NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024
@@ -60,7 +59,6 @@ def vouch_for(node: str, owner: protocol.SigningKey) -> protocol.SignedDocument:
 
 
 def vouch_of(key: protocol.SigningKey, owner: Path | None, vouch: Path | None) -> protocol.SignedDocument | None:
-    """The owner's vouch for a worker: signed here, read from a file, or None."""
     if owner is not None and vouch is not None:
         raise UserError("--owner and --vouch say the same thing: give one of them")
     if owner is not None:
@@ -164,7 +162,6 @@ def calibrate(order: Order) -> str:
 
 
 def add_validator(path: Path, public_key: str | None, out: Path | None, reason: str) -> Iterator[str]:
-    """Certify a validator's key (a given one, or a new one in the folder), and tell the hub."""
     folder = RunFolder.open(path)
     index = sum(name.startswith("validator-") for name in folder.trusted_roles)
     name = f"validator-{index}"

@@ -20,15 +20,14 @@ from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.http.limits import Addresses
 from shoal.hub.storage import check_places
-from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.models.folder import BUILTIN, check_targets, check_weights, read_config
+from shoal.models import TextTokenizer, model_folder, read_config, read_files
+from shoal.models.folder import check_targets, check_weights, is_known
 from shoal.rewards.chat import check_address
 from shoal.run.doctor import GPU_FILES
 from shoal.run.estimate import announced_size, run_size
 from shoal.run.recipe import Recipe
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import SystemClock, count_of, hf
 from shoal.runtime.sizing import Speeds, validators_needed
-from shoal.runtime.text import count_of
 from shoal.trainer.settings import OWN_CODE
 from shoal.validator.settings import measurable_kinds, profile_keys
 
@@ -46,7 +45,7 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
     check_places(recipe.hub.database, recipe.hub.storage, recipe.hub.storage_endpoint)
-    files = None if say is not None and not has_model(recipe) else _check_model(recipe)
+    files = None if say is not None and not is_known(recipe.model.path) else _check_model(recipe, say is None)
     length, most = recipe.environment.length, recipe.run.max_new_tokens
     if length is not None and max(length.targets) > most:
         why = f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}"
@@ -54,7 +53,7 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
     for judge in recipe.environment.judges:
         if judge.kind == "openai":
             check_address(judge)
-        if judge.path is not None and not judge.path.is_dir():
+        if judge.path is not None and not hf.model_folder(judge.path).is_dir():
             raise ConfigError(f"environment.judges: the path of {judge.label} is no folder: {judge.path}")
     environment = build(recipe.environment)
     asking = None if files is None else Asking(files, environment, most)
@@ -95,18 +94,16 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
     return environment
 
 
-def has_model(recipe: Recipe) -> bool:
-    return recipe.model.path in BUILTIN or Path(recipe.model.path).exists()
-
-
-def _check_model(recipe: Recipe) -> dict[str, bytes]:
-    """The files that describe the model. A token without an embedding would end a process in the middle of a step."""
-    folder = model_folder(recipe.model.path)
+def _check_model(recipe: Recipe, downloads: bool) -> dict[str, bytes]:
+    """The files that describe the model; its weights are checked if they are here, or to be downloaded. A token without
+    an embedding would end a process in the middle of a step."""
+    folder = model_folder(recipe.model.path, weights=downloads)
     files = read_files(folder)
     tokenizer, embedded = TextTokenizer(files), read_config(files).get("vocab_size")
-    check_weights(folder)
-    if recipe.trainer.lora is not None:
-        check_targets(folder, recipe.trainer.lora.targets)
+    if hf.is_whole(recipe.model.path):
+        check_weights(folder)
+        if recipe.trainer.lora is not None:
+            check_targets(folder, recipe.trainer.lora.targets)
     if not isinstance(embedded, int):
         return files
     if tokenizer.vocabulary_size > embedded:
@@ -121,7 +118,6 @@ def _check_model(recipe: Recipe) -> dict[str, bytes]:
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Names, number formats and profiles: a worker that no validator can judge would get no unit."""
     worker, validator, dtype = recipe.worker, recipe.validator, recipe.trainer.publish_dtype
     for section, engine, settings in (
         ("worker", worker.engine, worker), ("validator", worker.checked_with, validator),
@@ -203,8 +199,9 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
-    """What was not checked, too few held-out tasks, too few validators."""
-    if not has_model(recipe):
+    if not hf.is_whole(recipe.model.path):
+        yield f"the weights of {recipe.model.path} are not downloaded yet, and were not checked; a run downloads them"
+    if not is_known(recipe.model.path):
         unchecked = "weights, tokenizer, chat template, and whether prompts fit the model's context"
         yield f"there is no model folder {recipe.model.path}: what needs it was not checked ({unchecked}); all else was"
     tasks, wanted = len(environment.tasks("held_out")), recipe.trainer.evaluate_tasks

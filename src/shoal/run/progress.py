@@ -17,9 +17,8 @@ from typing import Protocol, Self
 from shoal.client import HubClient
 from shoal.errors import HubError, ProtocolError
 from shoal.protocol import NodeView, RecentVerdict, RunStatus
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime import Clock, SystemClock, duration, printable
 from shoal.runtime.supervise import Ending, ProcessView
-from shoal.runtime.text import duration, printable
 
 RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
 PACE_STEPS = 8
@@ -34,8 +33,6 @@ SUSPENDED_S = 5.0  # ticks come ten times a second
 
 @dataclass
 class History:
-    """What statuses have shown so far, by step; `elapsed_s` is the time since the run was started here."""
-
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
     staleness: float | None = None
@@ -213,7 +210,6 @@ def standstill_reasons(status: RunStatus | None, processes: Sequence[ProcessView
 
 
 def process_problems(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
-    """What is wrong with the processes of this machine: name → sentence."""
     heard_s = min((process.since_s for process in processes if process.name == "hub"), default=0.0)
     found = {}
     for process in processes:
@@ -261,14 +257,11 @@ class StatusPoller:
 
     def __init__(self, client: HubClient, every_s: float = POLL_S) -> None:
         self._client, self._every_s = client, every_s
-        self._ended, self._lock = threading.Event(), threading.Lock()
-        self._newest: RunStatus | None = None
+        self._ended, self._newest = threading.Event(), deque[RunStatus](maxlen=1)
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
     def take(self) -> RunStatus | None:
-        with self._lock:
-            newest, self._newest = self._newest, None
-        return newest
+        return self._newest.pop() if self._newest else None
 
     def ask(self) -> RunStatus | None:
         with contextlib.suppress(HubError, ProtocolError):
@@ -287,9 +280,8 @@ class StatusPoller:
 
     def _poll(self) -> None:
         while not self._ended.wait(self._every_s):
-            status = self.ask()
-            with self._lock:
-                self._newest = status or self._newest
+            if (status := self.ask()) is not None:
+                self._newest.append(status)
 
 
 @dataclass

@@ -6,6 +6,7 @@
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
 from shoal.hub.settings import NAME, HubSettings, RunSettings
-from shoal.runtime import extensions
+from shoal.runtime import ensure_folder, extensions, hf, write_atomically
 from shoal.runtime.config import load_config
-from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.trainer.settings import OWN_CODE, TrainerSettings, is_changeable
 from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
@@ -27,7 +27,9 @@ CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 
 class ModelSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-    path: str = Field("tiny", description="a built-in name, or a Hugging Face folder (from the recipe's folder)")
+    path: str = Field(
+        "tiny", description="a built-in name, a Hugging Face folder (from the recipe's folder), or ORG/NAME[@REVISION]"
+    )
 
 
 class ValidatorSection(ValidatorSettings):
@@ -49,7 +51,6 @@ class RelaySection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
-    keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
 
 
 class Recipe(BaseModel):
@@ -124,7 +125,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         return Path.cwd() / file if is_here else beside
 
     for name, holder, key in _places(given):
-        holder[key] = str(place_of(name, holder[key]))
+        if not _is_hub_name(key, holder[key]) or (folder / holder[key]).exists():
+            holder[key] = str(place_of(name, holder[key]))
     for setting, kind, holder, key in _own_code(given):
         file, _, name = str(holder[key]).rpartition(":")
         if extensions.file_of(holder[key]) is not None:
@@ -133,6 +135,44 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     if recipe.worker.dtype == "bfloat16":  # weights are never rounded on the way: they are published so
         given.setdefault("trainer", {}).setdefault("publish_dtype", "bfloat16")
     return Recipe.model_validate(given)
+
+
+def pinned(recipe: Recipe, before: Recipe | None = None, weights: bool = True) -> Recipe:
+    """The recipe with every name of the Hugging Face hub at its commit, downloaded (the model without `weights` only as
+    far as it describes itself). Names that `before`, the run's recipe, has pinned stay at its commits."""
+    from shoal.environments.data.locating import hub_data
+    from shoal.models.folder import model_digest
+
+    given = recipe.model_dump(exclude_unset=True)
+    kept = (
+        {}
+        if before is None
+        else {setting: hf.parse(holder[key]) for setting, holder, key in _places(before.model_dump())}
+    )
+    for setting, holder, key in _places(given):
+        name = hf.parse(holder[key]) if _is_hub_name(key, holder[key]) else None
+        if name is None:
+            continue
+        was = kept.get(setting)
+        if was is not None and (was.repo, was.part) == (name.repo, name.part) and name.revision in ("", was.revision):
+            name = was
+        if key != "path":
+            split = holder.get("options", {}).get("split", "") if key == "data" else ""
+            holder[key] = str(hub_data(name, str(split)).name)
+            continue
+        if name.part:
+            raise ConfigError(f"{setting}: {name}: only data sets have parts (:{name.part}); leave it out")
+        found = hf.model(name, weights or setting != "model.path")
+        digest = model_digest(found.folder, found.files) if weights and setting == "model.path" else name.digest
+        if name.digest and digest != name.digest:
+            why = f"the files of {found.name.repo} in {found.folder} are not those that the run began with"
+            raise ConfigError(f"{setting}: {why}: remove that folder, and they are downloaded again")
+        holder[key] = str(replace(found.name, digest=digest))
+    return Recipe.model_validate(given)
+
+
+def _is_hub_name(key: Any, value: str | Path) -> bool:
+    return key in ("path", "data", "held_out") and hf.parse(value) is not None
 
 
 def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -180,11 +220,10 @@ def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
-    """Paths in the recipe that do not exist here: a backup does not contain the data of a run."""
     given = recipe.model_dump()
     paths = [Path(holder[key]) for _, holder, key in _places(given)]
     paths += filter(None, (extensions.file_of(holder[key]) for _, _, holder, key in _own_code(given)))
-    return [str(path) for path in paths if not path.exists()]
+    return [str(path) for path in paths if not path.exists() and hf.parse(path) is None]
 
 
 def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:

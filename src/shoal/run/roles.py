@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConfigError
 from shoal.protocol import fingerprint
 from shoal.run.folder import RunFolder, port_of
-from shoal.runtime import logs
-from shoal.runtime.limits import UNLIMITED_BYTES, MachineLimits
-from shoal.runtime.stop import SUPERVISED, StopToken, stop_on_signals
+from shoal.runtime import SUPERVISED, UNLIMITED_BYTES, MachineLimits, StopToken, logs, stop_on_signals
 from shoal.runtime.supervise import close_standard_input, follow_supervisor
 
 if TYPE_CHECKING:
@@ -73,7 +71,8 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     environment = build(recipe.environment)
     retire_after = recipe.environment.retire_after
     trainer, scripted = recipe.trainer, recipe.worker.checked_with == "scripted"
-    asking = Asking(read_files(model_folder(recipe.model.path)), environment, recipe.run.max_new_tokens)
+    files = read_files(model_folder(recipe.model.path, weights=False))
+    asking = Asking(files, environment, recipe.run.max_new_tokens)
     evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
     kinds = profile_keys(recipe.validator)
     config = HubConfig(
@@ -106,7 +105,7 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
     config = RelayConfig(
         folder=folder.path / f"relay-{index}", upstreams=(endpoints.origin,), run=folder.run_id,
         trusted_key=folder.key("trainer").public_key, host=endpoints.bind, port=port_of(endpoints.relays[index]),
-        keep_versions=folder.recipe.relay.keep_versions, peers=endpoints.relays,
+        peers=endpoints.relays,
     )  # fmt: skip
     run_relay(config, stop, _ready("the relay"))
 

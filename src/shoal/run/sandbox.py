@@ -41,11 +41,8 @@ from shoal.client import HubClient
 from shoal.environments.sandbox.process import advice
 from shoal.environments.sandbox.view import INSTALL
 from shoal.errors import ResourceError, ShoalError
-from shoal.runtime import targets
-from shoal.runtime.files import write_atomically
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, printable, targets, write_atomically
 from shoal.runtime.targets import SANDBOX
-from shoal.runtime.text import printable
 
 if TYPE_CHECKING:
     from shoal.run.join import JoinRequest

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, build, require_scoring
@@ -15,11 +15,9 @@ from shoal.models import BUILTIN
 from shoal.protocol import PolicyManifest
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe, load_recipe, shipped_recipe
+from shoal.run.recipe import Recipe, load_recipe, pinned, shipped_recipe
+from shoal.runtime import StopToken, ensure_folder, hf, meant
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import meant
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key, parse_label
 from shoal.trainer.folder import MARK, refuse_foreign
@@ -63,6 +61,10 @@ def model_source(text: str) -> Iterator[ModelSource]:
     """Of a run's folder the newest policy, named after the folder, because all runs of one recipe have the same
     `run.name`."""
     path = Path(text).expanduser()
+    if (name := hf.parse(text)) is not None:
+        found = hf.model(name)
+        yield ModelSource(name.repo.partition("/")[2], found.folder)
+        return
     if text in BUILTIN or not (path / "recipe.toml").is_file():
         yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
         return
@@ -97,7 +99,10 @@ class CommandTasks:
     def label(self) -> str:
         settings = self.settings
         named = settings.file or settings.data
-        return "mix" if settings.mix else settings.name if named is None else named.name.partition(".")[0]
+        if named is None or settings.mix:
+            return "mix" if settings.mix else settings.name
+        hub = hf.parse(named)
+        return hub.repo.partition("/")[2] if hub else named.name.partition(".")[0]
 
     def scoring(self, environment: Environment, stop: StopToken) -> ScoringPool:
         """Started: processes beside this one score, because a reward function or a program may do anything."""
@@ -118,7 +123,13 @@ def scorable(source: CommandTasks) -> Environment:
 
 
 def task_source(spec: str, overrides: Sequence[str] = ()) -> CommandTasks:
-    """`sort`, `recipe.toml`, a run's folder, `reward.py`, `aime:FILE`, `dataset:FILE`, or a data file itself."""
+    """`sort`, `recipe.toml`, a run's folder, `reward.py`, `aime:FILE`, `dataset:FILE`, a data file, or the name of a
+    data set of the Hugging Face hub, which is downloaded."""
+    found = _task_source(spec, overrides)
+    return replace(found, settings=pinned(Recipe(environment=found.settings)).environment)
+
+
+def _task_source(spec: str, overrides: Sequence[str]) -> CommandTasks:
     path = Path(spec).expanduser()
     name, colon, file = spec.partition(":")
     if (path / "recipe.toml").is_file():
@@ -135,17 +146,17 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> CommandTasks:
         return CommandTasks(_settings(f"name = {json.dumps(spec)}", overrides))
     if path.suffix == ".py":
         return CommandTasks(_settings(f"file = {_quoted(path)}", overrides))
-    if path.exists() or (kind_of(path) is not None and not colon):
+    if path.exists() or hf.parse(spec) or (kind_of(path) is not None and not colon):
         return _of_file("dataset", path, overrides)
     what = f"format {name!r}" if colon else f"environment {spec!r}"
-    files = "a run's folder, a reward file (.py), a data file (.parquet or .jsonl: convert others first)"
+    files = "a run's folder, a reward file (.py), a data file (.parquet or .jsonl: convert others first), ORG/NAME"
     known = f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), {files}, or FORMAT:FILE with {', '.join(FORMATS)}"
     hint = meant(name, [*ENVIRONMENTS, *FORMATS])
     raise EnvironmentSetupError(f"there is no {what}{hint}; give one of {known}")
 
 
 def _of_file(name: str, file: Path, overrides: Sequence[str]) -> CommandTasks:
-    if not file.exists():
+    if not file.exists() and hf.parse(file) is None:
         raise EnvironmentSetupError(f"there is no data at {file}")
     named = f'name = "dataset"\noptions = {{ format = "{name}" }}' if name in FORMATS else f"name = {json.dumps(name)}"
     return CommandTasks(_settings(f"{named}\ndata = {_quoted(file)}", overrides), whole=True)
@@ -160,4 +171,4 @@ def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
 
 
 def _quoted(path: Path) -> str:
-    return json.dumps(str(path.absolute()))
+    return json.dumps(str(path if hf.parse(path) else path.absolute()))

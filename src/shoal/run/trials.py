@@ -9,8 +9,7 @@ from pathlib import Path
 
 from shoal.client import HubClient
 from shoal.client.weights import downloader_of
-from shoal.engines import build, choose, kind_of
-from shoal.engines.registry import resolved
+from shoal.engines import build, choose, kind_of, resolved
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import ConfigError, HubUnreachable
@@ -18,8 +17,7 @@ from shoal.models import BUILTIN, TensorView, TextTokenizer
 from shoal.protocol import ProofParameters, RunInfo
 from shoal.run.doctor import MachineFinding
 from shoal.run.folder import hub_address
-from shoal.runtime.files import write_atomically
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, write_atomically
 from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
 from shoal.validator.canary import SelfTest
 from shoal.validator.profiles import load_profiles, to_toml
@@ -30,8 +28,6 @@ HUB_S, POLICY_PATIENCE_S = 10.0, 600.0
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """A policy (of a run, or of a model folder), this machine as a worker, and who judges it."""
-
     url: str | None
     model: str
     device: str

@@ -214,9 +214,8 @@ class World:
         return self.hub.membership.register(registration).node
 
     def prove(self, node: str) -> None:
+        row = self.known(node)
         with self.storage.write() as transaction:
-            row = transaction.node(node)
-            assert row is not None, "actors register first"
             transaction.apply([Save(replace(row, passed=PROBATION_AUDITS), row.state)])
 
     def key(self, name: str) -> SigningKey:

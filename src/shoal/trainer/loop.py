@@ -180,7 +180,7 @@ class TrainingRun:
         step = self._info.steps - 1
         work = self._last or self._work(*self._batch_of(step))
         with self.activity.busy(doing := f"looking at version {self.version}, the last"):
-            seen = self._actions.check_policy(self._parts.learner, work, self._told(doing))
+            seen = self._actions.check_policy(self._parts.learner, work, self._reporting(doing))
         judged = self._watch.check_last_version(step, seen)
         self._record.amend(step, judged.numbers)
         self._report_alarms(judged)
@@ -242,14 +242,14 @@ class TrainingRun:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
             archived = beside.submit(self._archive.write, batch, rollouts)
             with self.activity.busy(doing := f"training step {batch.step}"), self._stopwatch.lap("train_s"):
-                metrics = self._actions.train(self._parts.learner, work, self._told(doing), self._watch.veto)
+                metrics = self._actions.train(self._parts.learner, work, self._reporting(doing), self._watch.veto)
             archived.result()
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
         return metrics
 
-    def _told(self, doing: str) -> Callable[[], bool]:
+    def _reporting(self, doing: str) -> Callable[[], bool]:
         """Whether to stop, asked before each pass: heartbeats count them, so nobody takes a long step for a standstill
         (`run/progress`)."""
         passes = itertools.count(1)

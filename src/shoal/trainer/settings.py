@@ -86,8 +86,8 @@ OWN_CODE: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class TrainerSettings(BaseModel):
-    """How the policy is trained, kept and published. What the run itself fixes (steps, group size, staleness,
-    temperature) comes from the hub: no fact has two homes."""
+    """How the policy is trained, kept and published. Steps, group size, staleness and temperature are settings of
+    [run], which the trainer gets from the hub."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerSettings(BaseModel):
-    """How a worker works. What it generates is all in the lease; `device` and `dtype` change no more than rounding."""
+    """How a worker works. The lease says what it generates; `device` and `dtype` change only the rounding."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -15,13 +15,19 @@ from shoal.client import ClientOptions, HubClient
 from shoal.errors import HubRefused, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import verify
-from shoal.protocol import SignedDocument, SigningKey, Vouch, load_key, load_or_create_key, open_document
-from shoal.protocol.lease import LeaseRequest
-from shoal.protocol.verdict import AuditRequest
+from shoal.protocol import (
+    AuditRequest,
+    LeaseRequest,
+    SignedDocument,
+    SigningKey,
+    Vouch,
+    load_key,
+    load_or_create_key,
+    open_document,
+)  # fmt: skip
 from shoal.run.folder import RunFolder
 from shoal.run.owner import node_of, vouch_of
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, SystemClock
 from shoal.validator.profiles import Profile, to_toml
 
 ALICE, BOB, CAROL = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2, 3))

@@ -18,7 +18,7 @@ from kit import Capture, Patch
 from kit.cast import DEAD, Lab, from_folder
 from kit.cli import told
 from shoal.cli.main import main
-from shoal.cli.printing import CastTerminal, counted
+from shoal.cli.printing import CommandTerminal, counted
 from shoal.errors import UserError
 from shoal.protocol import PolicyRef, SigningKey
 from shoal.runtime.stop import StopToken
@@ -168,7 +168,7 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
 def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.shardcast.server.own_address", lambda: "192.0.2.5")
     for everywhere in ("0.0.0.0", "::", ""):
-        say_commands(CastTerminal(), public_url(everywhere, 7), "ab" * 32, "my file")
+        say_commands(CommandTerminal(), public_url(everywhere, 7), "ab" * 32, "my file")
         assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} --out 'my file'\n" in capsys.readouterr().out
     assert public_url("127.0.0.1", 7) == "http://127.0.0.1:7"
     assert public_url("fe80::1", 7) == "http://[fe80::1]:7"

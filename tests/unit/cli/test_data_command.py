@@ -62,8 +62,8 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     caught = told(capsys, 2, "data", "check", path)
     said = caught.out.splitlines()
-    reason = "a run refuses this data, for no row can be used of kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot "
-    assert caught.err.startswith(f"2 rows cannot be used: {reason}")
+    reason = "because no row can be used of kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot "
+    assert caught.err.startswith(f"2 rows cannot be used: a run refuses this data, {reason}")
     without = "to run without them: --set environment.options.bad_rows=skip\n"
     assert caught.err.endswith(without)
     assert said[1:] == [

@@ -21,8 +21,7 @@ from shoal.run.demo import recount as module
 from shoal.run.demo.claims import MARK, Claim, Participants, learned, model_scores_as_claimed, replace_earlier_demo
 from shoal.run.demo.recount import Recount, recount, score
 from shoal.run.recipe import Recipe
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import FolderLock, StopToken
 from shoal.trainer.export import ModelCard, export_policy
 from shoal.trainer.folder import TrainerProgress
 

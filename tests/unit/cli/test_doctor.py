@@ -13,8 +13,7 @@ from kit.cli import NODE, status, told
 from shoal.cli.main import main
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.protocol import ProofParameters, RunStatus, SamplingParameters
-from shoal.protocol.node import ModelSize
+from shoal.protocol import ModelSize, ProofParameters, RunStatus, SamplingParameters
 from shoal.run import bench, doctor
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.validator.profiles import read_profile

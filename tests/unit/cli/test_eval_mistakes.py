@@ -74,7 +74,7 @@ def test_programs_refused_without_a_sandbox(command, tmp_path, monkeypatch, caps
     (tmp_path / "programs.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("shoal.cli.measuring.open_subject", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("shoal.run.models.measuring.open_subject", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
     error = told(capsys, 2, *command, "programs.jsonl").err
     assert "bwrap is not on the PATH; install bubblewrap" in error

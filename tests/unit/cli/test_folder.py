@@ -11,9 +11,8 @@ from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_create_key, open_document, sign_document
 from shoal.run.folder import Endpoints, RunFolder, masked, port_of, without_passwords
 from shoal.run.recipe import Recipe
+from shoal.runtime import FolderLock, StopToken
 from shoal.runtime.config import dump_config, parse_config
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import StopToken
 
 
 def recipe(*overrides: str) -> Recipe:

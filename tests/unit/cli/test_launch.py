@@ -23,11 +23,9 @@ from shoal.run.folder import RunFolder
 from shoal.run.launch import Launched, conclusion, kept_line, launch, process_spec
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, role_names, run_role, validator_config
+from shoal.runtime import SUPERVISED, FolderLock, StopToken, shoal_command
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
-from shoal.runtime.text import shoal_command
 from shoal.shardcast import Content, Origin
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"

@@ -6,8 +6,6 @@ import shlex
 import socket
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from kit import Patch, TempPaths
@@ -32,7 +30,6 @@ MAY_STAY = {"www.key", ".out.cast", ".lock", "out.work", ".shoal-sft"}
 
 MISTAKES: list[tuple[str, int, str]] = [
     ("run --nonsense", 2, "No such option: --nonsense (see: shoal run --help)"),
-    ("ledger nonsense", 2, "No such command 'nonsense'. (see: shoal ledger --help)"),
     ("swim", 2, "No such command 'swim'"),
     ("stat demo", 2, "No such command 'stat'. Did you mean 'status'? (see: shoal --help)"),
     ("--verson", 2, "No such option: --verson (Possible options: --version) (see: shoal --help)"),
@@ -41,7 +38,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run", 2, "which recipe? for example: shoal run"),
     ("run tinyy", 2, "there is no run folder runs/tinyy (did you mean 'tiny'?); to make one"),
     ("run none", 2, "there is no run folder runs/none; to make one: shoal run RECIPE runs/none"),
-    ("init mine", 2, "mine is there and is not an empty folder: choose another name"),
     ("init two words", 2, "unexpected extra argument"),
     ("init .", 2, "a run's name has letters, digits"),
     ("run hollow", 2, "hollow has no recipe.toml: it is not a run's folder"),
@@ -51,14 +47,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run TINY --patience soon", 2, "'--patience': 'soon' is not a number from 1 to 6,000,000 (see: shoal run --help)"),
     ("run TINY --set hub.port=99999", 2, "[hub] port = 99999: input should be less than or equal to 65535"),
     ("demo --steps -1", 2, "'--steps': '-1' is not a whole number from 1 to 100,000 (see: shoal demo --help)"),
-    ("demo file", 2, "file is not a folder; give another RUN"),
     ("hub none", 2, "runs/none is not there; a run is given by its folder, its name under runs/, or its URL"),
     (f"trainer {DEAD}", 2, "is a URL: this command needs the run's folder, or its name under runs/"),
-    ("validator . --index x", 2, "'--index': 'x' is not a whole number of at least 0"),
     (f"relay {DEAD} --origin", 2, "--origin: only for the run's folder"),
     (f"relay . --port 0 --upstream {DEAD}", 2, "--upstream, --port: only for a run's URL"),
     ("backup", 2, "give the run's folder and the file to write"),
-    ("backup --verify none.tar", 2, "there is no backup at none.tar"),
     ("restore file ./again", 1, "the backup file is damaged"),
     # hubs
     ("status localhost:8470", 2, "or its URL, http://localhost:8470"),
@@ -75,18 +68,12 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
     (f"admin pause {DEAD}", 2, "give --keys FOLDER with admin.key and admin.json"),
     ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
-    ("run none.toml", 2, "there is no recipe at none.toml"),
     *((f"run TINY --set run.{key}=1", 2, f"{key} is not supported: truncated sampling")
       for key in ("top_p", "top_k", "min_p")),
-    ("run TINY --set steps", 2, "expected section.key=value"),
     ("run TINY --set trainer.minibatches=many", 2, "--set trainer.minibatches=many: [trainer] mini"),
-    ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),
-    ("run TINY --set worker.engine=steam", 2, "there is no engine 'steam'"),
-    ("run TINY --set environment.name=sorting", 2, "there is no environment"),
     *((f"run TINY run --set 'trainer.lora.targets=[\"qproj\"]'{mode}", 2, "an adapter is called 'qproj'; there are: ")
       for mode in ("", " --dry-run", " --prepare")),
     *((f"run TINY {where}", 3, "a part of the path is a file, not a folder") for where in ("file", "file/run")),
-    ("run TINY .", 2, "is not empty and not a run's"),
     ("run TINY --set hub.database=mysql://x --prepare", 2, "hub.database is for mysql, not for PostgreSQL"),
     *((f"run TINY --set hub.storage={url} --prepare", 2, f"hub.storage = '{url}' is no bucket: write s3://BUCKET")
       for url in ("s3:/x", "http://x")),
@@ -94,11 +81,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run TINY fresh --prepare", 2, "or change it: shoal run {here}/fresh --set SECTION.KEY=VALUE"),
     ("run gym --dry-run --set environment.file=a.py", 2, "--set environment.options= takes away those of a recipe"),
     ("run gym", 2, "there is no model folder {here}/runs/gym-start"),
-    ("export . out", 2, "it is not a run's folder"),
     ("export fresh out", 2, "there is no checkpoint in fresh/trainer/checkpoints yet: export again once its trainer"),
     ("export . out --best --version 3", 2, "--best and --version name two checkpoints"),
     ("status .", 2, ". has no recipe.toml: it is not a run's folder; a run is given by its folder"),
-    ("admin pause none", 2, "runs/none is not there"),
     ("status", 2, "which run? give its folder, its name under runs/, or its hub's URL"),
     ("data check a.jsonl --from 3", 2, "--seed and --from go with --order N"),
     ("doctor --device tpu", 2, "there is no device 'tpu'; there are auto, cpu, cuda"),
@@ -129,9 +114,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("eval --rescore . --set environment.name=sort", 2, "say with --env what it changes"),
     ("eval tiny --env srot", 2, "there is no environment 'srot' (did you mean 'sort'?)"),
     ("eval tiny --env gqpa:x", 2, "there is no format 'gqpa' (did you mean 'gpqa'?)"),
-    ("eval tiny --env dataset:/none.toml", 2, "no data at /none.toml"),
-    ("eval tiny --env sort --samples 0", 2, "'0' is not a whole number from 1 to 4,096"),
-    ("eval tiny --env sort --samples 2 --temperature 0", 2, "draws the same completion 2"),
     ("eval tiny --env sort --split test", 2, "--split test: there are held_out, train, all"),
     ("eval tiny --env sort --set run.steps=1", 2, "only settings of [environment] matter"),
     ("eval /none/such --env sort", 2, "there is no model folder /none/such"),
@@ -141,21 +123,15 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("eval tiny --env none.jsonl --out mine/thesis.txt", 3, "is a file"),
     ("filter tiny none.jsonl --out free.parquet", 2, "holds thesis.txt"),
     ("filter tiny none.jsonl --out mine/thesis.txt/x.parquet", 3, "a file"),
-    ("filter tiny a.jsonl --out theirs.parquet", 2, "was not written by shoal filter: choose another --out"),
-    ("eval tiny --env sort --engine abacus", 2, "there is no engine 'abacus'"),
     ("filter tiny sort --out x.jsonl", 2, "let its name end in .parquet"),
     (f"{FILTER} --pass-rate half", 2, "--pass-rate half: give two rates"),
-    (f"{FILTER} --pass-rate 0.9:0.1", 2, "the lower first"),
     ("filter tiny /none.jsonl --out x.parquet", 2, "there is no data at /none.jsonl"),
-    ("data check none.parquet", 2, "there is no data at"),
     ("data check a.csv", 2, "convert it: python -c \"from pyarrow import csv, parquet; parquet.write_table("),
     ("data check mine.toml", 2, "trains on no data set: its environment is {here}/mine.py"),
     ("data check a.jsonl --set grader", 2, "expected OPTION=VALUE"),
     ("data check a.jsonl --set gradr=exact", 2, "did you mean 'grader'"),
-    ("data check a.jsonl --set format=amie", 2, "there is no format 'amie'; there are described, columns"),
     ("data check a.jsonl --set bad_rows=xyz", 2, "bad_rows is 'xyz'"),
     ("data check a.jsonl --set environment.optoins.x=1", 2, "--set environment.optoins.x=1: [environment] has no key"),
-    ("data check a.jsonl --set keep_solve_rate=[1,0]", 2, "dataset: options: keep_solve_rate must be two numbers"),
     ("data check sort", 2, "trains on no data set: its environment is sort"),
     ("data check a.jsonl --order 1 --set question=text", 2, "there is no column 'text' for the question"),
     ("data demos sort --out a.jsonl", 2, "give a file that is not there yet"),
@@ -171,13 +147,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"{SFT} --set run.steps=3", 2, "run.steps means nothing to a warm start"),
     (f"{SFT} --set environment.options.max_digits=9", 2, "there is no environment here; give one with --env"),
     (f"{SFT} --require (", 2, "--require (: no regular expression"),
-    (f"{SFT} --env srt", 2, "there is no environment 'srt' (did you mean 'sort'?)"),
     (f"{SFT} --max-tokens 2", 2, "no demonstration is left: read 1; - readable 0; - length 1 e.g. row 0 (demos.jsonl"),
     ("sft tiny --data chat.jsonl --out out", 2, "demonstrations are messages, but the model has no chat template"),
     ("sft tiny --data no.jsonl --out out", 2, "there is no data at"),
     ("sft tiny --data empty.jsonl --out out", 2, "is empty: there is nothing to train on; check --data"),
     ("sft tiny --data demos.jsonl --out mine", 2, "is not an export of shoal"),
-    ("sft tiny --data demos.jsonl --out file", 2, "is not an export of shoal"),
     ("sft tiny --data demos.jsonl --out begun", 2, "begun.work is there and is not of a warm start: move it away"),
     # planning
     ("plan TINY --set model.path=missing --memory 80", 2, "or say how large it is, and the GiB of each GPU: --param"),
@@ -192,11 +166,9 @@ MISTAKES: list[tuple[str, int, str]] = [
     *((f"doctor {one} --json", 2, "leave it out here") for one in ("--calibrate", "--selftest")),
     ("doctor --selftest --against cuda", 2, "write device/format"),
     ("doctor --selftest --against cpu/float32 --against cpu/bfloat16", 2, "give --against once"),
-    ("doctor --selftest --dtype int3", 2, "does not compute in 'int3'"),
     ("doctor --selftest --model no-such-folder", 2, "no-such-folder"),
     ("doctor --selftest --profile missing.toml", 2, "missing.toml"),
     ("doctor --calibrate http://127.0.0.1:1/", 2, "leave the URL away"),
-    ("doctor --calibrate --model no-such-folder", 2, "no-such-folder"),
     # broadcasts
     (f"{PUBLISH} missing", 2, "there is no file or folder missing to publish"),
     (f"{PUBLISH} empty.jsonl", 2, "empty.jsonl is empty: there is nothing to publish"),
@@ -213,8 +185,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"{PUBLISH} file --name a/b", 2, "a broadcast cannot be called 'a/b': it has a slash"),
     (f"{PUBLISH} file --folder zeros/a/www", 3, "a part of the path is a file, not a folder"),
     (PUBLISH, 2, "Missing argument"),
-    (f"{FETCH} host:8471 --out out", 2, "is not a URL such as http://host:8471"),
-    (f"{FETCH} http://host:1/#12 --out out", 2, "does not end in a key"),
     (f"{FETCH} {DEAD}", 2, "Missing option"),
     (f"{FETCH} {KEYED} --out pipe", 2, "neither a file nor a folder"),
     (f"{FETCH} {KEYED} --out /", 2, "cannot be the output"),
@@ -222,8 +192,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"{FETCH} {KEYED} --out out --wait 0", 1, "127.0.0.1:9 cannot be reached"),
     ("cast relay", 2, "Missing option"),
     ("cast relay --upstream host", 2, "is not a URL such as"),
-    (f"cast relay --upstream {KEYED} --peer host", 2, "is not a URL such as"),
-    (f"cast relay --upstream {KEYED} --keep-versions 0", 2, "'0' is not a whole number from 1 to 500"),
 ]  # fmt: skip
 
 
@@ -248,7 +216,6 @@ def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
         (tmp_path / name).write_bytes(b"")
     rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "theirs.parquet")
     (tmp_path / "mine.py").write_text(LEAKING)
     (tmp_path / "mine.toml").write_text('[environment]\nfile = "mine.py"\n')
     (tmp_path / "a.csv").write_text("question,answer\n1+1=,2\n")

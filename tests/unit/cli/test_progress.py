@@ -18,8 +18,7 @@ from shoal.client import ClientOptions, HubClient
 from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, Role, RunStatus, SigningKey
 from shoal.run import progress as progress
 from shoal.run.launch import steps_in, summary
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import ManualClock, StopToken
 from shoal.runtime.supervise import Ending
 
 

@@ -26,9 +26,9 @@ model: path
 environment: name file data options train_size held_out_size mix length prompt judges
 environment: scoring shuffle_rewards retire_after
 environment.mix: name file data options train_size held_out_size label weight
-environment.length: targets form alpha delta count_eos text
+environment.length: targets form alpha count_eos text
 environment.prompt: chat system thinking
-environment.judges: label weight use path url model prompt timeout_s
+environment.judges: label weight use path url model prompt
 environment.scoring: seconds memory_mb processes
 trainer: learning_rate betas weight_decay warmup_steps grad_clip minibatches advantage loss clip_epsilon clip_delta
 trainer: mask_truncated lora processes tracking micro_batch_tokens device threads publish_dtype checkpoint_every
@@ -41,7 +41,7 @@ hub: host port advertise trusted_proxies database storage storage_endpoint link_
 hub: newcomer_share refill_cap drop_equal leases_per_node requests_per_key_s requests_per_address_s
 validator: max_audits keep_versions profiles device dtype memory_share count
 worker: units_per_lease device dtype memory_share count engine
-relay: count keep_versions
+relay: count
 """
 MOST_SETTINGS = 123  # stop strings and trusted workers are to come; only goes down, unless a commit says why
 

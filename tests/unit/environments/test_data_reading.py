@@ -195,7 +195,7 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
     for data, options, said in [
         (Path("a\0b.jsonl"), {}, "cannot open the data"),
         (path, {"held_out": "a\0b.jsonl"}, "cannot open the data"),
-        (Path("some-org/some-data"), {}, "there is no data at"),
+        (Path("some/where/else"), {}, "there is no data at"),
         (tmp_path / "missing.parquet", {}, "there is no data at"),
         (path, {"split": "zz"}, "a.jsonl is one file and has no split 'zz'"),
         (named, {"split": "train"}, "is one file and has no split 'train'"),

@@ -289,7 +289,7 @@ def budget(**settings: Any) -> LengthSettings:
 ])  # fmt: skip
 def test_by_hand(form: str, reward: float, tokens: int, value: float) -> None:
     """α = 0.0003 and δ = 0.5 at a target of 1000, computed by hand."""
-    rule = budget(form=form, alpha=0.0003, delta=0.5)
+    rule = budget(form=form, alpha=0.0003)
     assert rule.worth(Score(reward), 1000, tokens).value == pytest.approx(value)
 
 
@@ -315,7 +315,7 @@ def test_targets_are_drawn_equally_often_and_end_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"targets": []}, {"targets": [0]}, {"text": "be brief"}, {"form": "min"}, {"alpha": -1}, {"delta": 2}]
+    "wrong", [{"targets": []}, {"targets": [0]}, {"text": "be brief"}, {"form": "min"}, {"alpha": -1}]
 )
 def test_contradicting_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

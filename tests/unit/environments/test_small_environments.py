@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.tables import table
-from shoal.environments import Environment, EnvironmentSettings, Score, build, dialogue_of, has_dialogues
-from shoal.environments.protocol import DialogueRule
+from shoal.environments import DialogueRule, Environment, EnvironmentSettings, Score, build, dialogue_of, has_dialogues
 from shoal.environments.settings import LengthSettings
 from shoal.environments.tools import MAX_BITS, MAX_CHARACTERS, MAX_DEPTH, TOOLS, NoValue, evaluate, shown
 from shoal.errors import EnvironmentSetupError, ScoringFailure

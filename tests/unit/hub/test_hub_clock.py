@@ -14,8 +14,7 @@ from shoal.client import HubClient
 from shoal.errors import SignatureError
 from shoal.hub.http.app import App
 from shoal.ledger import verify
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import ManualClock, StopToken
 
 HOUR_S = 3600.0
 LEASE_S = 60.0

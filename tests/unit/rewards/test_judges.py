@@ -66,9 +66,9 @@ def serving(reply: Reply) -> Iterator[Server]:
         yield server
 
 
-def judge(url: str, stop: StopToken | None = None, **changes: Any) -> ChatJudge:
-    settings = JudgeSettings(label="taste", url=url, model="m", **{"timeout_s": 5.0, **changes})
-    return ChatJudge(settings, stop or StopToken(), AT_ONCE_S)
+def judge(url: str, stop: StopToken | None = None, timeout_s: float = 5.0, **changes: Any) -> ChatJudge:
+    settings = JudgeSettings(label="taste", url=url, model="m", **changes)
+    return ChatJudge(settings, stop or StopToken(), AT_ONCE_S, timeout_s)
 
 
 def value(reply: Reply, **changes: Any) -> tuple[Any, Server]:

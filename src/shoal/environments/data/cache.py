@@ -43,7 +43,6 @@ def identity(path: Path) -> tuple[object, ...]:
 
 
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
-    """An entry's arrays and its JSON value; None if there is no intact entry."""
     import numpy as np
 
     try:
@@ -58,7 +57,6 @@ def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | N
 
 
 def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: Any) -> None:
-    """Write an entry atomically. A failure to write is only logged."""
     import numpy as np
 
     buffer, folder = io.BytesIO(), cache_folder()

@@ -39,8 +39,6 @@ TOO_LARGE = f"it has more than {ROW_LIMIT_BYTES // 2**20} MB"
 
 @dataclass
 class Problems:
-    """The first bad rows with their reasons, and how often each reason occurred."""
-
     first: list[tuple[int, str]] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -65,7 +63,6 @@ class Problems:
         return [*lines, *([f"and {self.count - len(shown):,} more"] if self.count > len(shown) else [])]
 
     def sentence(self, where: Callable[[int], str]) -> str:
-        """The first few in one sentence: `row 7 (a.jsonl line 8): prompt is empty; row 9 …; and 12 more`."""
         return "; ".join(self.lines(where, 3))
 
     def as_json(self) -> dict[str, object]:

@@ -30,8 +30,6 @@ class Grader(Protocol):
 
 @runtime_checkable
 class PatientGrader(Grader, Protocol):
-    """A grader that starts something with its own limits, such as a program in a sandbox."""
-
     def clock_s(self, answer: str) -> float:
         """The clock time that these limits allow; the caller must wait that long."""
         ...

@@ -19,8 +19,7 @@ _BEFORE, _AFTER = r"[\s*_)\]}.$`]*", r"[\s*_(\[{$`]*"
 SECOND = re.compile(
     rf"^{_BEFORE}(?:(?:or|and|nor|&|\+|/|,|;|\|){_AFTER}(?:[A-HJ]|I(?! [a-z]))|[-\u2013]?{_AFTER}[A-J](?! [a-z]))"
     r"(?![A-Za-z0-9'])"
-)
-"""A second letter after the chosen one. Without a word between them, "A" or "I" may begin a sentence."""
+)  # A second letter after the chosen one. Without a word between them, "A" or "I" may begin a sentence
 
 
 class ExactGrader:

@@ -115,7 +115,6 @@ def program(completion: str, functions: Collection[str] = ()) -> str:
 
 
 def blocks(completion: str) -> Iterator[tuple[str, str, bool]]:
-    """Code, info and whether it is closed, of each block."""
     fence, info, indent, lines = "", "", 0, list[str]()
     for line in completion.replace("\r\n", "\n").split("\n"):
         bare, left = line.strip(), len(line) - len(line.lstrip(" \t"))
@@ -135,7 +134,6 @@ def blocks(completion: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def _defines(code: str, name: str) -> bool:
-    """Whether the code seems to define this name: a function, a method, an assignment or an import."""
     quoted = re.escape(name)
     made, imported = rf"{quoted}[ \t]*(?::[^=\n]*)?=(?!=)", rf"(?:from|import)\b[^#\n]*\b{quoted}\b"
     kinds = rf"(?:async[ \t]+)?def[ \t]+{quoted}\b|{made}|{imported}"

@@ -114,7 +114,6 @@ def read_tests(answer: str) -> Tests:
 
 
 def _unwrapped(info: dict[str, Any]) -> dict[str, Any]:
-    """The object that holds the tests, where another one wraps it."""
     for field in ("test_cases", "ground_truth"):
         inner = _parsed(info[field], field) if info.get(field) else None
         if isinstance(inner, dict):

@@ -111,7 +111,6 @@ class Exchange:
         return int.from_bytes(self.reported[:8], "little"), int.from_bytes(self.reported[8:], "little") / 1e6
 
     def _served(self, file: Any, sink: bytearray | None) -> bool:
-        """Transfer some bytes; whether this stream is finished."""
         if file is self.control:
             part = self.control.recv(REPORT_BYTES - len(self.reported))
             if not part:
@@ -289,7 +288,6 @@ def require_sandbox() -> None:
 
 
 def advice(failure: str) -> str:
-    """What to do where bubblewrap fails with these words."""
     if "namespace" in failure or "not permitted" in failure or "Permission denied" in failure:
         return (
             "bubblewrap may not make namespaces: allow user namespaces"

@@ -125,7 +125,6 @@ def exactly(channel: _socket.socket, size: int) -> bytes:
 
 
 def next_test(channel: _socket.socket) -> tuple[bytes, list[int]]:
-    """The message, and the descriptors that came with it; an empty message when there are no more tests."""
     message, ancillary, _flags, _address = channel.recvmsg(2, _socket.CMSG_SPACE(4 * INT_BYTES))
     data = b"".join(part for _level, _type, part in ancillary)
     starts = range(0, len(data), INT_BYTES)
@@ -161,8 +160,6 @@ def take(given: list[int]) -> None:
 
 
 class Filter(ctypes.Structure):
-    """The kernel's form of a filter: the number of instructions, and a pointer to them."""
-
     _fields_ = (("count", ctypes.c_ushort), ("first", ctypes.c_char_p))
 
 
@@ -183,7 +180,6 @@ def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
 
 
 def run(code: bytes, *, called: bool) -> None:
-    """Run the program as a script, and end this process."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         stream = open(number, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)

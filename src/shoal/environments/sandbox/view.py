@@ -44,7 +44,6 @@ def interpreter() -> tuple[Path, Path]:
 
 
 def bubblewrap() -> str:
-    """The path of bubblewrap, or an error that says how to install it."""
     if not sys.platform.startswith("linux"):
         raise EnvironmentSetupError(f"programs cannot be run safely on {sys.platform}: the sandbox needs Linux")
     found = shutil.which("bwrap")

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 
 from shoal.hub.http.app import App
 from shoal.hub.settings import HubConfig, HubSettings
-from shoal.runtime.files import FolderLock
+from shoal.runtime import FolderLock, StopToken
 from shoal.runtime.http import OpenConnections, bind
 from shoal.runtime.limits import allow_files
-from shoal.runtime.stop import StopToken
 from shoal.shardcast.server import public_url
 
 GRACE_S = 4.0

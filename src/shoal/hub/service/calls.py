@@ -148,8 +148,8 @@ TABLE: dict[str, tuple[Call, ...]] = {
         WORKER("POST", "/leases",
                lambda hub, ask: hub.work.lease(ask.node, ask.said, ask.network, ask.address), wire.LeaseReply,
                "Up to `max_units` signed leases, waiting up to `wait_s` (at most 30) for one; or none, and why. The "
-               "same `request` id gets the same leases again, so a lost answer costs nothing. Who asks with an older "
-               "`policy` than the newest is told so at once.",
+               "same `request` id gets the same leases again, so a lost answer costs nothing. A worker whose "
+               "`policy` is not the newest gets an answer at once.",
                takes=wire.LeaseRequest, poll=FOR_LEASES, is_serial=True),
         WORKER("POST", "/leases/release", lambda hub, ask: hub.work.release(ask.node, ask.said), None,
                "Their units go to somebody else at once. Leases that have ended are ignored.", takes=wire.LeaseRelease),

@@ -32,9 +32,8 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.protocol import Document, NodeView, SignedDocument, open_document, sign_document, sign_values
+from shoal.runtime import ensure_folder, point, resource_error, write_atomically
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock
-from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
 D = TypeVar("D", bound=Document)
 T = TypeVar("T")

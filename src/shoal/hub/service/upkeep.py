@@ -18,8 +18,7 @@ from shoal.hub.service.measuring import Evaluating
 from shoal.hub.state import UNDECIDED_SUBMISSIONS, Moment, audits, credits, leases, nodes
 from shoal.hub.storage import Reader
 from shoal.protocol import MAX_SKEW_MS, LedgerEntry
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
+from shoal.runtime import Clock, SystemClock, point
 
 POSTED_AT_A_TIME = 500  # others wait while a page is posted, so a long outbox is posted in pages
 READ_POSTS_PER_S, READ_POSTS = 4.0, 40  # for readers, who may be anyone: posting makes all others wait for a moment

@@ -13,9 +13,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import submission_digest
-from shoal.runtime.clock import SystemClock
+from shoal.runtime import SystemClock, ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.extras import require
-from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 
 LEFT_OVER_S = 3600.0  # another hub that shares this folder may be writing a younger hidden file
 

@@ -26,10 +26,9 @@ from shoal.run.ledger.check import check_source, export_ledger
 from shoal.run.ledger.sources import FolderLedger
 from shoal.run.recipe import Recipe
 from shoal.run.roles import role_names
+from shoal.runtime import FolderLock, StopToken, ensure_folder, resource_error, write_atomically
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import FolderLock, ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
-from shoal.runtime.stop import StopToken
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key
 from shoal.trainer.folder import scores_of

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.environments import build
 from shoal.errors import DeadlineExceeded, ModelError, ShoalError
 from shoal.run.recipe import Recipe
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.stop import SUPERVISED, StopToken
+from shoal.runtime import SUPERVISED, StopToken, SystemClock
 from shoal.runtime.supervise import describe_exit, follow_supervisor
 
 POLL_S, PROMPTS_AT_ONCE = 0.05, 64
@@ -30,7 +29,6 @@ class Recount(BaseModel):
 
 
 def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> Recount:
-    """On the recipe's held-out tasks, as many as the trainer uses."""
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal.run.demo.recount", str(export.absolute()), recipe.model_dump_json()],
         stdin=subprocess.PIPE,  # closed when this process is gone, which ends the child

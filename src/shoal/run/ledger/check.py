@@ -14,8 +14,7 @@ from shoal.protocol import LedgerEntry
 from shoal.run.ledger import sources
 from shoal.run.ledger.sources import FolderLedger, LedgerSource, beside, open_ledger
 from shoal.run.ledger.witness import witness_pins
-from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
-from shoal.runtime.text import printable
+from shoal.runtime import ensure_folder, printable, resource_error, sync_folder, write_atomically
 
 LEAST_PREFIX = 4
 

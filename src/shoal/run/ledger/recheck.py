@@ -12,8 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.engines import build
-from shoal.engines.shelf import EngineShelf
+from shoal.engines import EngineShelf, build
 from shoal.environments import judges_of
 from shoal.errors import BroadcastError, LedgerError, ShoalError, UserError
 from shoal.protocol import Lease, LedgerEntry, PolicyRef, Verdict
@@ -22,7 +21,7 @@ from shoal.rewards.panel import panel_of
 from shoal.run.folder import RunFolder
 from shoal.run.ledger.sources import FolderLedger
 from shoal.run.roles import validator_config
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken
 from shoal.shardcast import Downloader, run_origin
 from shoal.validator.judge import Judge, KeptSubmission, Rechecked, SecondEngines, recheck
 from shoal.validator.limits import profiles_of

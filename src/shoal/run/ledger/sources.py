@@ -29,9 +29,7 @@ from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
 from shoal.ledger.evidence import LedgerReader
 from shoal.run.folder import RunFolder, hub_address
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import ensure_folder, home, write_atomically
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, SystemClock, ensure_folder, home, write_atomically
 from shoal.runtime.targets import Reach
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.lookup import get_document

@@ -22,9 +22,7 @@ from shoal.errors import HubUnreachable, LedgerError, ProtocolError, ShoalError,
 from shoal.ledger import Chain, Keys, Pin
 from shoal.run.folder import hub_address
 from shoal.run.ledger.sources import MAX_ROWS, LedgerSource, hub_pin, read_kept, save_proof, served_rows
-from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
-from shoal.runtime.stop import StopToken
+from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, write_atomically
 from shoal.shardcast.manifest import MAX_WITNESS_BYTES
 from shoal.shardcast.tree import Tree, witness_key
 

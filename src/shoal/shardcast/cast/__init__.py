@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,10 +13,18 @@ from shoal.protocol.identity import PUBLIC_KEY_HEX, check_public_key
 from shoal.shardcast.connection import Address
 
 
-class Terminal(Protocol):
-    def say(self, text: str) -> None: ...
+class Report(Protocol):
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
-    def metered(self, what: str) -> AbstractContextManager[Callable[[int, int], None]]: ...  # bytes done, bytes in all
+
+class Terminal(Protocol):
+    """What a command prints with: results, remarks beside them, and progress, of which `Report` is told."""
+
+    # fmt: off
+    def say(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def metered(self, what: str, unit: str = "MB") -> AbstractContextManager[Report]: ...
+    # fmt: on
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ _SHORT_WORDS = frozenset(
 _LABEL = re.compile(
     r"\\?[a-zA-Z]\w*(?:_\{?[\w,]+\}?)?'*|m?\\[a-zA-Z]+(?:\{\w+\}|[A-Z]+)?|[a-zA-Z]\w?'*(?:_\w)?\([^()=]*\)"
     r"|\\frac\{d[a-z]?\}\{d[a-z]\}"
-)
-"""A left side that names a value: x, a_1, \\angle ABC, f(x), a derivative."""
+)  # A left side that names a value: x, a_1, \angle ABC, f(x), a derivative
 _NOTHING = ("num", Fraction(0))
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _DIRECTED = ("\\to", "\\in", "\\equiv")
@@ -267,7 +266,6 @@ def _has_numbers(found: Tree) -> bool:
 
 
 def _distinct(items: Sequence[Form]) -> list[Form]:
-    """Without repetitions; 1 and 1.0 are the same."""
     kept: dict[object, Form] = {}
     for item in items:
         value = _number(item)

@@ -110,7 +110,6 @@ class _Parser:
         return value
 
     def met(self, sign: str) -> bool:
-        """Whether this sign comes next; if so, it is consumed."""
         found = self.peek() == sign
         self.here += found
         return found
@@ -311,7 +310,6 @@ def value_at(found: Tree, point: Point) -> Any:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Whether two numbers agree to 45 digits."""
     return a == b or bool(MP.mag(a - b) < max(MP.mag(a), MP.mag(b)) - 150)
 
 

@@ -67,8 +67,7 @@ _REALS = re.compile(r"\\mathbb ?\{? ?R ?\}?|\\text\{(?:all )?reals?(?: numbers)?
 _ALL_BUT = re.compile(r"(?:\\mathbb ?\{? ?R ?\}?) ?(?:\\setminus|-|\\ ) ?\\\{(.*)\\\}", re.DOTALL)
 _QUALIFIER = re.compile(
     r"(?<=\S) ?, ?\(? ?(?:\\text ?\{[a-z ]+\} ?)?[a-zA-Z] ?\\in ?\\mathbb ?\{? ?[ZNQ] ?\}?(?:\^?[+*])? ?\)?$"
-)
-"""The range of a variable after a formula: ", k \\in \\mathbb{Z}"."""
+)  # the range of a variable after a formula: ", k \in \mathbb{Z}"
 _BUILDER = re.compile(r"\\\{ ?[a-z](?: ?\\in ?\\mathbb ?\{? ?R ?\}?)? ?[:|] ?(.*)\\\}", re.DOTALL)
 _CASES = re.compile(r"(?:\\\{ ?)?\\begin ?\{(cases|aligned|align|gathered)\}([^&]*)\\end ?\{\1\}", re.DOTALL)
 _BRACKET = re.compile(r"[(\[]|\\\{|^[-\d,.]*$")

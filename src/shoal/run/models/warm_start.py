@@ -18,24 +18,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from typer import echo
-
-from shoal.cli.printing import counted
 from shoal.environments import Environment, build, prompt_settings_of
 from shoal.environments.protocol import refuse_tokens
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.evaluation.records import difference
-from shoal.evaluation.subject import model_digest
-from shoal.models.folder import model_folder, read_files
+from shoal.models import model_folder, read_files
+from shoal.models.folder import model_digest
 from shoal.rewards.classifier import Classifier
 from shoal.run.recipe import Recipe
 from shoal.run.sources import CommandTasks, ModelSource, scorable, task_source
+from shoal.runtime import STOPPED_CODE, FolderLock, StopToken, shoal_command, write_atomically
 from shoal.runtime.config import parse_config
-from shoal.runtime.files import FolderLock, write_atomically
-from shoal.runtime.stop import STOPPED_CODE, StopToken
-from shoal.runtime.text import shoal_command
+from shoal.shardcast.cast import Terminal
 from shoal.trainer.demonstrations import selection
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
 from shoal.trainer.demonstrations.selection import Corpus, FilterOptions, FilterReport, Schedule
@@ -55,6 +50,7 @@ class WarmStartRequest:
     choice: FilterOptions
     schedule: Schedule
     stop: StopToken
+    terminal: Terminal
     source: CommandTasks | None = None
     environment: Environment | None = None
 
@@ -119,7 +115,7 @@ class WarmStartRequest:
             environment_filters = (
                 selection.EnvironmentFilters(environment, pool, choice.min_reward) if environment else None
             )
-            progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
+            progress = around.enter_context(self.terminal.metered("choosing", "rows"))
             return selection.select(data, encoder, choice, environment_filters, judge, progress, self.stop.is_set)
 
     def train(self, model: ModelSource) -> int:
@@ -127,7 +123,7 @@ class WarmStartRequest:
         if (out / ABOUT).is_file():
             if (stored := json.loads((out / ABOUT).read_bytes())) != about:
                 raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
-            echo(f"this is done already: {out}", err=True)
+            self.terminal.note(f"this is done already: {out}")
             return 0
         with FolderLock(work).acquire(self.stop):
             self.refuse_foreign_work()
@@ -136,15 +132,15 @@ class WarmStartRequest:
                 raise ConfigError(f"{work} is of another warm start: {difference(begun, about)}")
             write_atomically(work / MARK, json.dumps(about, indent=2).encode())
             corpus, outcome = self.select(model)
-            echo("\n".join(["demonstrations:", *outcome.lines()]))
-            with counted("training", Console(stderr=True), unit="steps") as report:
+            self.terminal.say("\n".join(["demonstrations:", *outcome.lines()]))
+            with self.terminal.metered("training", "steps") as report:
                 finished = self._warm_start(model, about, corpus).run(report)
             if not finished:
-                echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
+                self.terminal.note(f"stopped; what is done is kept in {work}, and the same command resumes")
                 return STOPPED_CODE
             for folder in (work / "checkpoints", *(() if self.settings.tracking else (work,))):
                 shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
-        echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
+        self.terminal.say(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
         return 0
 
     def _warm_start(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> SftRun:

@@ -8,10 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from typer import Exit, echo
-
-from shoal.cli.printing import counted
 from shoal.environments import Environment, EnvironmentSettings, build
 from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import DataTable
@@ -23,12 +19,10 @@ from shoal.evaluation.plan import PARTS, Leaks, SamplingPlan, archived_ids, find
 from shoal.evaluation.records import UNUSABLE, dumped
 from shoal.evaluation.subject import EngineChoice, open_subject, plain_name
 from shoal.evaluation.summary import MAX_FAILURES, missing_lines, summary_of, table_lines
-from shoal.models import BUILTIN
-from shoal.models.folder import model_folder, read_config, read_files
+from shoal.models import BUILTIN, model_folder, read_config, read_files
 from shoal.run.sources import CommandTasks, ModelSource, model_source, scorable, task_source
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import STOPPED_CODE, stop_on_signals
-from shoal.runtime.text import count_of
+from shoal.runtime import STOPPED_CODE, FolderLock, count_of, stop_on_signals
+from shoal.shardcast.cast import Terminal
 
 RESCORE = "score them again: shoal eval --rescore {}"
 DEFAULT_TOKENS = 1024
@@ -47,6 +41,7 @@ class Given:
     split: str | None
     batch_rows: int
     machine: tuple[str, str, str]
+    terminal: Terminal
     environment: Environment = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,22 +83,21 @@ class Given:
 
 
 def worked(
-    what: str, folder: Path, source: CommandTasks, environment: Environment, work: Callable[..., Any],
-    kept: str = "what is done is kept in {}, and the same command continues",
+    terminal: Terminal, what: str, folder: Path, source: CommandTasks, environment: Environment,
+    work: Callable[..., Any], kept: str = "what is done is kept in {}, and the same command continues",
 ) -> Any:  # fmt: skip
-    """The result of `work(processes, folder, stop, report)`; told to stop, the command ends."""
+    """The result of `work(processes, folder, stop, report)`; None if it was stopped."""
     stop = stop_on_signals()
-    with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
-        echo(f"{what}, in {folder}", err=True)  # the first batch may take minutes
+    with FolderLock(folder).acquire(stop), terminal.metered(what, "tasks") as report:
+        terminal.note(f"{what}, in {folder}")  # the first batch may take minutes
         found = work(partial(source.scoring, environment, stop), folder, stop, report)
     if found is None:
-        echo(f"stopped; {kept.format(folder)}", err=True)
-        raise Exit(STOPPED_CODE)
+        terminal.note(f"stopped; {kept.format(folder)}")
     return found
 
 
-def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks: bool) -> None:
-    source, untold = given.source, [given.model not in BUILTIN]
+def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks: bool) -> int:
+    source, terminal, untold = given.source, given.terminal, [given.model not in BUILTIN]
 
     def look(chosen: job.ChosenTasks, model: ModelSource) -> Leaks:
         untold.append(model.run is None and trained_on is None and chosen.plan.split != "train")
@@ -121,18 +115,22 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
         digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
         out = Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(source.label)}-{digest[:8]}"
     if is_done := (summary := job.finished(out, evaluation.about)) is not None:
-        echo(f"this evaluation is done already: {out}", err=True)
+        terminal.note(f"this evaluation is done already: {out}")
     else:
-        summary = worked("evaluating", out, source, evaluation.chosen.environment, partial(job.evaluate, evaluation))
-    say(summary, source.label, leaks, out)
+        work = partial(job.evaluate, evaluation)
+        summary = worked(terminal, "evaluating", out, source, evaluation.chosen.environment, work)
+        if summary is None:
+            return STOPPED_CODE
+    terminal.say(about_results(summary, source.label, leaks, out))
     if all(untold):
-        echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
+        terminal.say("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
     if not is_done:
-        echo(f"wrote {out}")
+        terminal.say(f"wrote {out}")
     refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
+    return 0
 
 
-def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
+def run_rescore(out: Path, env: str | None, overrides: Sequence[str], terminal: Terminal) -> int:
     if not out.is_dir():
         raise UserError(f"--rescore {out}: there is no such folder")
     if env is not None:
@@ -146,17 +144,20 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> None:
             raise UserError(f"{out / job.ENVIRONMENT} cannot be read: say with --env what the tasks are") from error
     environment = scorable(source)
     rescoring = partial(job.rescore, source.settings, environment)
-    summary = worked("scoring", out, source, environment, rescoring, "{} is as it was")
-    say(summary, source.label, Leaks(tuple(summary["left_out"])), out)
+    summary = worked(terminal, "scoring", out, source, environment, rescoring, "{} is as it was")
+    if summary is None:
+        return STOPPED_CODE
+    terminal.say(about_results(summary, source.label, Leaks(tuple(summary["left_out"])), out))
     if not summary["left_out"] and summary["model"]["name"] not in BUILTIN and summary["plan"]["split"] != "train":
-        echo("  leaks were not looked for by scoring again: shoal eval --trained-on looks for them")
+        terminal.say("  leaks were not looked for by scoring again: shoal eval --trained-on looks for them")
     scored = f"{summary['scored_tasks']:,} of {summary['chosen']['tasks']:,} tasks"
     continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
-    echo(f"wrote {out}" if (out / job.SUMMARY).exists() else continues)
+    terminal.say(f"wrote {out}" if (out / job.SUMMARY).exists() else continues)
     refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
+    return 0
 
 
-def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
+def about_results(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> str:
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
     heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
     subject = f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']})"
@@ -165,7 +166,7 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     lines += [f"  left out: {leaks.sentence}"] if leaks.known else []
     if plan["split"] == "train":
         lines.append("  these are training tasks: the numbers say nothing about unseen ones")
-    echo("\n".join(lines))
+    return "\n".join(lines)
 
 
 def refuse_if_hollow(summary: dict[str, Any], source: CommandTasks, rescore: str, again: str) -> None:
@@ -186,8 +187,8 @@ def work_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.work")
 
 
-def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: str | None) -> None:
-    source, data = given.source, filtering.data_of(given.environment)
+def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: str | None) -> int:
+    source, terminal, data = given.source, given.terminal, filtering.data_of(given.environment)
     if data is not None and data.options.held_out is not None and given.split != "train":
         raise ConfigError("the held-out tasks are in a file of their own: filter that file, or give --split train")
     evaluation, _ = given.opened(lambda *_: Leaks())
@@ -195,17 +196,20 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     column = filtering.rate_columns(name)[0]
     about = {**evaluation.about, "band": str(band), "all": everything, "column": column}
     if filtering.written_before(out, about):
-        return echo(f"this is done already: {out}", err=True)
+        terminal.note(f"this is done already: {out}")
+        return 0
     table = None if data is None or path is None else DataTable(locate(path, data.options.split))
     if table is not None:
         filtering.refuse_taken(table.columns, name)
     work = work_of(out)
     environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
-    journal = worked("filtering", work, source, environment, partial(job.measure, evaluation))
+    journal = worked(terminal, "filtering", work, source, environment, partial(job.measure, evaluation))
+    if journal is None:
+        return STOPPED_CODE
     rates = filtering.rates_by_row(environment, plan.split, journal.records())
-    echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
+    terminal.say(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
     summary = summary_of(plan, journal.records())
-    echo("\n".join([*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)]))
+    terminal.say("\n".join([*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)]))
     if not rates:
         raise ConfigError("no task could be measured: nothing was written; fix what the lines above name")
     kept = None if everything else band
@@ -214,15 +218,16 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     else:
         rows = filtering.original_rows(table, rates, kept, name)
     count, inside = filtering.write_rows(out, rows, about), sum(band.holds(rate.value) for rate in rates.values())
-    echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
+    terminal.say(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
     if count == 0:
         again = "the same command with another band needs no new samples"
         raise ConfigError(f"no task is within --pass-rate {band}: nothing was written; {again}")
     again = f"remove {out} and filter again"
     if summary["unscored"]["samples"]:
         again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"
-        echo(f"  {again}")
+        terminal.say(f"  {again}")
     else:
         shutil.rmtree(work, ignore_errors=True)
-    echo(f"wrote {out}: {count_of(count, 'row')}; the rate is the column {column}")
-    return refuse_if_hollow(summary, source, again, again)
+    terminal.say(f"wrote {out}: {count_of(count, 'row')}; the rate is the column {column}")
+    refuse_if_hollow(summary, source, again, again)
+    return 0
