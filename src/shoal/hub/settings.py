@@ -44,9 +44,7 @@ class RunSettings(BaseModel):
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS, description="longest completion, in tokens")
-    stop: tuple[str, ...] = Field(  # not strict: where a validator has seen the table, its lists are lists
-        (), strict=False, description="texts that end a completion, such as </answer>; at most 8"
-    )
+    stop: tuple[str, ...] = Field((), description="texts that end a completion, such as </answer>; at most 8")
 
     @model_validator(mode="before")
     @classmethod
@@ -59,10 +57,12 @@ class RunSettings(BaseModel):
                 )
         return values
 
-    @field_validator("stop")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _stops(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if problem := stop_problem(stop):
+    def _stops(cls, given: Any) -> Any:
+        stop = tuple(given) if isinstance(given, list) else given  # strict: behind the validator above, a list is one
+        texts = isinstance(stop, tuple) and all(isinstance(each, str) for each in stop)
+        if texts and (problem := stop_problem(stop)):
             raise ValueError(problem)
         return stop
 
