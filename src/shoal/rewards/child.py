@@ -94,7 +94,7 @@ def _answer(environment: Environment, job: frames.SentJob, seconds: float, sink:
     task_id, completion, token_ids = job
     try:
         task = environment.task(task_id)
-        # A program in a sandbox has its own limits; the parent must wait at least so long.
+        # A program in a sandbox has its own limits; the parent must wait at least that long.
         known = TASK_TYPES.get(task.kind, task.kind) in GRADERS
         chosen = grader_of(task.kind) if known else None
         allowed_s = chosen.clock_s(task.answer) if isinstance(chosen, PatientGrader) else 0.0

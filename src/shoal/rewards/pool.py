@@ -32,10 +32,8 @@ from shoal.environments.settings import ScoringSettings, inner_of
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock, visible
 from shoal.runtime.supervise import describe_exit
-from shoal.runtime.text import visible
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +59,7 @@ class NotStarted(ScoringFailure):
 
 @dataclass(frozen=True)
 class Job:
-    """One completion to be scored: the task's id, the text that was generated for it, and the tokens of the text, if
-    the environment reads them and they are known."""
+    """`token_ids`: the tokens of the text, if the environment reads them and they are known."""
 
     task: str
     completion: str
@@ -125,7 +122,6 @@ class ScoringPatience:
 
 
 def process_count(settings: ScoringSettings) -> int:
-    """The number in the settings, or one for each core that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return settings.processes or min(MOST_PROCESSES, usable)
 
@@ -144,8 +140,6 @@ COMPLETION_CAUSES = frozenset({Cause.TIME, Cause.MEMORY, Cause.CRASH})
 
 
 class Ended(Exception):
-    """The process ended, or must be ended, during a job. `what` completes the sentence "the scoring process …"."""
-
     def __init__(self, cause: Cause, what: str) -> None:
         super().__init__(what)
         self.cause, self.what = cause, what
@@ -161,7 +155,7 @@ class StartFailed(ScoringFailure):
 
 @dataclass(frozen=True)
 class PoolContext:
-    """What all processes share. Each must build an environment with this `digest`."""
+    """Shared by all processes. Each must build an environment with this `digest`."""
 
     settings: EnvironmentSettings
     limits: ScoringSettings
@@ -185,7 +179,6 @@ class ScoringProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start a process without waiting for it."""
         if self._process is not None:
             return
         env = {name: value for name, value in os.environ.items() if name not in SECRETS} | CHILD_ENVIRONMENT
@@ -210,7 +203,6 @@ class ScoringProcess:
             raise
 
     def end(self) -> None:
-        """Kill it and its children; the next `ask` starts another."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -297,7 +289,6 @@ class ScoringProcess:
             yield from [ScoringFailure(str(error))] * len(jobs)
 
     def _how_it_ended(self) -> Ended:
-        """After its pipe has closed."""
         assert self._process is not None
         try:
             code = self._process.wait(REAP_S)
@@ -342,7 +333,6 @@ class ScoringPool:
         self._busy = threading.Lock()
 
     def start(self) -> None:
-        """Start the processes early, without waiting; `scores` starts missing ones."""
         try:
             for process in self._processes:
                 process.start()
@@ -358,7 +348,6 @@ class ScoringPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def scores(self, jobs: Sequence[Job]) -> Scores:
-        """The score of each job. `DeadlineExceeded` if this process is asked to stop meanwhile."""
         with self._busy:
             try:
                 results = ScoringRound(self._ground, jobs).run(self._processes)
@@ -391,7 +380,6 @@ class ScoringRound:
         return self._results | {job: next(iter(self._unready.values())) for job in self._open}
 
     def _serve(self, process: ScoringProcess) -> None:
-        """Give a process jobs until none is open, or it does not become ready."""
         most = 1
         while jobs := self._next(most):
             if self._is_late():

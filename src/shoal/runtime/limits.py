@@ -36,8 +36,8 @@ class MachineLimits:
         )
 
     def shared_by(self, count: int, on_processor: bool) -> MachineLimits:
-        """What each of `count` processes may take. A processor's memory is one for all, so that a share of what is free
-        now becomes a limit; each GPU has its own."""
+        """The limits of each of `count` processes. They share the processor's memory, so each gets a part of the free
+        memory; each GPU has its own."""
         memory, bandwidth = self.memory() if on_processor else self.memory_bytes, self.bandwidth_bytes_s
         if bandwidth is not None and bandwidth < count * LEAST_RATE_BYTES_S:
             raise ConfigError(f"--max-bandwidth is too little for {count} workers: give each at least 64kbit/s")
@@ -51,7 +51,7 @@ class MachineLimits:
         return int(FREE_SHARE * free_memory_bytes()) if self.memory_bytes is None else self.memory_bytes
 
     def disk(self, folder: Path) -> int:
-        """Bytes that `folder` may contain, what is there already included; it need not exist yet."""
+        """Bytes that `folder` may contain, including those already there; it need not exist yet."""
         if self.disk_bytes is not None:
             return self.disk_bytes
         existing = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
@@ -59,7 +59,6 @@ class MachineLimits:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes, from texts such as `8GB` and `1.5 GiB`."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kmgt]?i?)(b?)", text.strip().lower())
     if match is None or match[2] not in SCALES or not (match[2] or match[3]) or float(match[1]) <= 0:
         raise ConfigError(f"{option} {text!r} is no amount of bytes: write for example 500MB, 8GB or 16GiB")
@@ -90,7 +89,6 @@ def folder_bytes(folder: Path) -> int:
 
 
 def free_memory_bytes() -> int:
-    """What can be allocated without swapping, on the machine or in its container."""
     return min(_machine_bytes(), _container_bytes())
 
 
