@@ -192,6 +192,11 @@ def policy(version: int, incarnation: int = 0, digest: str | None = None) -> pro
     )
 
 
+def as_texts(ids: Sequence[list[int]]) -> list[str]:
+    """Token ids as letters: 0 is A."""
+    return ["".join(chr(65 + token) for token in each) for each in ids]
+
+
 @dataclass
 class Bench:
     """An app with a trainer, a validator and two workers registered."""

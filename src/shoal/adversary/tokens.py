@@ -14,16 +14,7 @@ import numpy.typing as npt
 from msgspec.structs import replace as changed
 
 from shoal.adversary import base
-from shoal.adversary.base import (
-    OTHER_TOKENS,
-    Cheat,
-    CheatContext,
-    EngineWrapper,
-    RewardOracle,
-    cheating,
-    each_completion,
-    each_rollout,
-)
+from shoal.adversary.base import OTHER_TOKENS, Cheat, CheatContext, EngineWrapper, RewardOracle, cheating
 from shoal.engines import Completion, Engine, GenerationRequest, Groups, TokenIds
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
 from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
@@ -43,10 +34,6 @@ def edited(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> Tok
     if tokens[middle] != eos:
         changed[middle] = next(token for token in tokens[middle] + (-1, 1, 2) if token not in (eos, -1))
     return changed
-
-
-def ended_early(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-    return np.append(tokens[: len(tokens) // 2], request.sampling.eos_token_id)
 
 
 def padded(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
@@ -69,7 +56,7 @@ def answering(engine: Engine, context: CheatContext) -> Engine:
         ids = [] if task is None else list(oracle.tokenizer.encode(task.answer))
         return np.array([*ids, sampling.eos_token_id]) if 0 < len(ids) < sampling.max_new_tokens else tokens
 
-    return EngineWrapper(engine, each_completion(answered))
+    return EngineWrapper(engine, base.each_completion(answered))
 
 
 def swapping(engine: Engine, _context: CheatContext) -> Engine:
@@ -141,8 +128,7 @@ def cooled(engine: Engine, requests: Requests, proof: ProofParameters | None) ->
 
 
 def loosest(profile: str, known: Sequence[str]) -> str:
-    engine, device, _ = profile.split("/")
-    claimed = f"{engine}/{device}/bfloat16"
+    claimed = f"{profile.rpartition('/')[0]}/bfloat16"
     return claimed if claimed in known else profile
 
 
@@ -224,6 +210,7 @@ class Sleeper(Cheat):
         return EngineWrapper(engine, draw)
 
 
+each_completion, each_rollout = base.each_completion, base.each_rollout
 CHEATS = (
     cheating("best-of", "draws 4 completions for every rollout by its own seeds, submits the best", OTHER_TOKENS,
         engine=choosing),
@@ -237,9 +224,9 @@ CHEATS = (
     cheating("edit", "changes one token in the middle", OTHER_TOKENS, draw=each_completion(edited)),
     cheating("answer", "writes the right answer", OTHER_TOKENS | COPIES, engine=answering),
     cheating("early-end", "ends halfway with the end-of-sequence token", OTHER_TOKENS,
-        draw=each_completion(ended_early)),
+        draw=each_completion(lambda _, asked, ids: np.append(ids[: len(ids) // 2], asked.sampling.eos_token_id))),
     cheating("cut-short", "stops halfway and claims the length limit", {"termination.early"},
-        draw=each_completion(lambda _engine, _request, ids: ids[: max(1, len(ids) // 2)])),
+        draw=each_completion(lambda _engine, _asked, ids: ids[: max(1, len(ids) // 2)])),
     cheating("pad", "continues after the end-of-sequence token, to be paid more", {"termination.past_eos"},
         draw=each_completion(padded)),
     cheating("run-on", "continues every completion to the limit, to be paid more", OTHER_TOKENS | {"duplicate.rollout"},

@@ -22,6 +22,7 @@ from shoal.cli.eval import compare, evaluate, filter_tasks, sft
 from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
+from shoal.cli.rollouts import plot, rollouts
 from shoal.cli.run import demo, hub, init, join, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
@@ -121,6 +122,8 @@ READERS: dict[str, dict[str, tuple[Callable[..., object], str] | Typer]] = {
         "sft": (sft, "shoal sft tiny --data demos.jsonl --out models/begun"),
         "eval": (evaluate, "shoal eval runs/demo --env sort --tasks 128 --samples 4 --out results/demo"),
         "compare": (compare, "shoal compare results/tiny results/demo"),
+        "rollouts": (rollouts, "shoal rollouts demo --order worst"),
+        "plot": (plot, "shoal plot demo mine --out report.svg"),
         "export": (export, "shoal export demo models/demo"),
     },
     "Contribute a machine": {

@@ -8,7 +8,7 @@ answers are ignored. Threads may share a client.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TypeVar
@@ -20,9 +20,8 @@ from shoal.client.transport import ClientOptions, HubCall, Hubs, SharedState, Tr
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, submission_digest, unpack
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime import Clock, StopToken, SystemClock
 from shoal.runtime.exchange import HttpClient
-from shoal.runtime.stop import StopToken
 
 M = TypeVar("M", bound=wire.Message)
 D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.LedgerHead, wire.Receipt, wire.Calibration)  # what a hub signs
@@ -179,8 +178,9 @@ class HubClient:
             raise CodecError("the hub's copies of submissions do not match their digests")
         return bodies
 
-    def verdicts(self, signed: Sequence[SignedDocument]) -> wire.VerdictReply:
-        return self._post("/verdicts", wire.VerdictReport(verdicts=tuple(signed)), wire.VerdictReply)
+    def verdicts(self, signed: Sequence[SignedDocument], traces: Mapping[str, str] | None = None) -> wire.VerdictReply:
+        report = wire.VerdictReport(verdicts=tuple(signed), traces=dict(traces or {}))
+        return self._post("/verdicts", report, wire.VerdictReply)
 
     def publish_calibration(self, signed: SignedDocument) -> None:
         self._transport.send(HubCall("POST", "/calibrations", signed.model_dump_json().encode()))

@@ -20,8 +20,9 @@ def generate(
     loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None,
     on_chunks: Callable[[Lease], OnChunks | None] | None = None, check: Callable[[], None] | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
-    """The groups of leases of one policy, with proofs as the leases want them. `on_tokens` hears now and then how many
-    tokens a lease has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes a sentence."""
+    """The groups of leases of one policy, with the leases' proofs. `on_tokens` gets the number of tokens of a lease now
+    and then; `on_chunks` returns the receiver of a lease's finished chunks. Failures of the engine become one-line
+    errors."""
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):

@@ -1,7 +1,7 @@
 """What an engine is: it holds one policy, draws completions from it and recomputes what others drew. Both sides of a
-proof come from here: who draws commits to the last hidden states (`Completion.proofs`), who recomputes has the points
-to compare with (`Prefill.points`). The hidden state of a token is the one that it was drawn from: at the position
-before it, after the final norm, cast to bf16."""
+proof come from here: `Completion.proofs` commit to the last hidden states, `Prefill.points` are compared with them. The
+hidden state of a token is the one that it was drawn from: at the position before it, after the final norm, cast to
+bf16."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Respond = Callable[[list[int]], tuple[int, ...] | None]
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The finished chunks of a completion that is being drawn: the first tokens (int32) and proofs of the later
-    `Completion`, bit for bit. The last chunk has fewer than `rows` tokens only if the completion is finished."""
+    """The finished chunks of a completion in progress: the first tokens (int32) and proofs of the later `Completion`,
+    bit for bit. The last chunk has fewer than `rows` tokens only if the completion is finished."""
 
     token_ids: npt.NDArray[np.int32]
     proofs: tuple[bytes, ...]
@@ -90,7 +90,7 @@ Groups = list[list[Completion]]
 
 @dataclass(frozen=True, eq=False)
 class PrefillRequest:
-    """A prompt and the tokens somebody claims to have drawn after it."""
+    """A prompt and the tokens that somebody claims to have drawn after it."""
 
     prompt_ids: tuple[int, ...]
     token_ids: npt.NDArray[np.int32]
@@ -125,13 +125,12 @@ class Engine(Protocol):
 
     @property
     def kind(self) -> str:
-        """What its rounding depends on, `engine path/device/number format`; known for sure once the policy is in
-        place."""
+        """What its rounding depends on: `engine path/device/number format`. Final once a policy is loaded."""
         ...
 
     @property
     def policy(self) -> PolicyRef | None:
-        """The policy whose weights are in place; None until the first `load_policy`, or after one that failed."""
+        """The policy whose weights are loaded; None before the first `load_policy`, or after one that failed."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -141,16 +140,16 @@ class Engine(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What its weights take of the device's memory."""
+        """The memory that its weights take on the device."""
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
-        """Put weights in place; names, shapes and types must be exactly the model's (`ModelError`)."""
+        """Names, shapes and types must be exactly the model's (`ModelError`)."""
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        """One list per request, one completion per seed, both in order; with proofs if `proof` says of what size."""
+        """One list per request, one completion per seed, both in order; with proofs if `proof` gives their size."""
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
-        """One result per request, in order; with points if `proof` says of what size."""
+        """One result per request, in order; with points if `proof` gives their size."""
 
     def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
         """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
@@ -158,10 +157,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class UpdatableEngine(Engine, Protocol):
-    """An engine whose weights can be changed where they lie, instead of being loaded again."""
+    """An engine whose weights can be changed in place, instead of being loaded again."""
 
     def update_policy(self, ref: PolicyRef, changes: Iterable[ChangedValues]) -> None:
-        """Turn the policy in place into `ref` by writing the values that differ, and no others."""
+        """Turn the loaded policy into `ref` by writing the values that differ, and no others."""
 
 
 @runtime_checkable
@@ -171,4 +170,4 @@ class BoundedEngine(Engine, Protocol):
     memory_bytes: int | None
 
     def rows_at_once(self, tokens_each: int) -> int:
-        """How many completions of so many tokens, prompts included, are drawn together; more are drawn in turns."""
+        """How many completions of so many tokens, prompts included, are drawn together; others are drawn later."""

@@ -97,7 +97,8 @@ class ScriptedEngine(DrawingEngine):
         return Prefill(logprobs_T, low_T, high_T, mean_T.astype(np.float32), variance_T.astype(np.float32), points)
 
     def _step(self, sequence: Sequence[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Logits and hidden state after a sequence: uniforms under a seed that is a hash of where we are."""
+        """Logits and hidden state after a sequence: uniforms under a seed that is a hash of digest, length and last
+        tokens."""
         context = np.array([len(sequence), *sequence[-CONTEXT_TOKENS:]], dtype="<i8").tobytes()
         seed = int.from_bytes(hashlib.sha256(self._digest + context).digest()[:8], "big")
         values = uniforms(seed, 0, self.vocabulary_size + HIDDEN_SIZE)

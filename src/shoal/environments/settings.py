@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from shoal.environments.protocol import Environment, Score, Split, Task, require_scoring
 from shoal.errors import EnvironmentSetupError
@@ -17,10 +17,8 @@ from shoal.runtime import hf
 AT_TARGET = 0.5  # of the reward: what hitting the target is worth in the form max
 
 
-class Table(BaseModel):
+class Table(BaseModel, frozen=True, extra="forbid"):
     """Base of every table of the section, and of an environment's own options: frozen, unknown names refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TaskSource(Table):

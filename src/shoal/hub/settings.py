@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from shoal.environments import Environment, Task
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
@@ -24,10 +24,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$"  # of a run
 PROFILES = (DEFAULT_PROFILE, "scripted/cpu/float32")
 
 
-class RunSettings(BaseModel):
+class RunSettings(BaseModel, frozen=True, extra="forbid"):
     """What is being trained. The same for everybody who takes part; it never changes during a run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("run", pattern=NAME, description="name of the run")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of the tasks")
@@ -50,10 +48,8 @@ class RunSettings(BaseModel):
         return values
 
 
-class HubSettings(BaseModel):
+class HubSettings(BaseModel, frozen=True, extra="forbid"):
     """How the hub behaves."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # fmt: off
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
@@ -78,6 +74,9 @@ class HubSettings(BaseModel):
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     drop_equal: Literal["task", "total"] = Field(
         "task", description="rewards that make a group useless if all of it have the same: the task's, or the total")
+    records_gb: float = Field(
+        10, ge=0, le=1e6, description="disk for records of all rollouts; beyond it texts and tokens of a sample are "
+        "kept; 0: none are written")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     requests_per_key_s: float = Field(50, ge=0, description="requests a second that one key may make; 0: no limit")
     requests_per_address_s: float = Field(
@@ -110,6 +109,7 @@ class HubConfig:
     evaluation: EvaluationPlan | None = None
     model: ModelSize = field(default_factory=ModelSize)
     proof: ProofParameters = field(default_factory=ProofParameters)
+    texts: Callable[[Sequence[list[int]]], list[str]] | None = None  # of token ids; None: no records are written
     credit_window_s: float = 600.0  # in which audits by reputation can still take credit back
     audit_s: float | None = None  # for one claim of audits; None: by the run's size
 

@@ -52,10 +52,11 @@ class BatchReply(Message):
 
 
 class TrainingRollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A verified rollout with the validator's reward, ready to train on; `given` as in `Rollout`."""
+    """A verified rollout with the validator's reward and its parts, ready to train on; `given` as in `Rollout`."""
 
     reward: float
     given: PackedTokens = b""
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class TrainingGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

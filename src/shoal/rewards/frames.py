@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.errors import CodecError, DeadlineExceeded
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock
 
 HEAD = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024

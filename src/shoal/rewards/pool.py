@@ -31,10 +31,8 @@ from shoal.environments.settings import ScoringSettings, inner_of
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock, visible
 from shoal.runtime.supervise import describe_exit
-from shoal.runtime.text import visible
 
 log = logging.getLogger(__name__)
 

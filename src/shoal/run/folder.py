@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from shoal import protocol
 from shoal.client import split_join_url
@@ -28,10 +28,9 @@ LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
 RECIPE_MODE = 0o600  # hub.database may hold a password
 
 
-class Endpoints(BaseModel):
+class Endpoints(BaseModel, frozen=True, extra="forbid"):
     """`bind` is the address that the run's servers listen on; the URLs are how others reach them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     run: str
     root_key: str
     bind: str

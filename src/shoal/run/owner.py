@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
+from shoal.hub.service.stories import Stories
 from shoal.run.folder import ADMIN, RunFolder, hub_address
 from shoal.runtime import SystemClock, shoal_command
 
@@ -128,7 +129,7 @@ def _client(run: str) -> HubClient:
     return HubClient.of_a_person(*hub_address(run, WAIT_S))
 
 
-def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:
+def find_node(client: HubClient | Stories, what: str, kinds: str = "unit and no node") -> str:
     """The id of a node from its id, the start of it, or its name. `kinds` is for the error message."""
     if len(what) == NODE_HEX and set(what) <= set("0123456789abcdef"):
         return what

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.graders import GRADERS, TASK_TYPES
@@ -25,8 +25,7 @@ from shoal.worker.settings import WorkerSettings
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 
 
-class ModelSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ModelSettings(BaseModel, frozen=True, extra="forbid"):
     path: str = Field(
         "tiny", description="a built-in name, a Hugging Face folder (from the recipe's folder), or ORG/NAME[@REVISION]"
     )
@@ -46,15 +45,13 @@ class WorkerSection(WorkerSettings):
         return "scripted" if self.engine == "scripted" else "torch"
 
 
-class RelaySection(BaseModel):
+class RelaySection(BaseModel, frozen=True, extra="forbid"):
     """Relays that mirror the origin on this machine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
 
 
-class Recipe(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Recipe(BaseModel, frozen=True, extra="forbid"):
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)

@@ -5,8 +5,7 @@
                                                                                            └─ accepted: CanaryMissed
 
 Without them a profile that is far too wide, or a broken check, could let cheats pass unnoticed. A validator that misses
-its canary reports nothing of that round and ends; its claims return to the hub. `SelfTest` does the same with this
-machine's own work, before a contributor joins.
+its canary reports nothing of that round and ends. `SelfTest` does the same with this machine's own work.
 """
 
 import hashlib
@@ -40,7 +39,6 @@ class Original:
     case: Case
 
     def twin(self, rollouts: Sequence[Rollout]) -> AuditJob:
-        """The audit with other rollouts."""
         body = pack(msgspec.structs.replace(self.case.claim, rollouts=list(rollouts)))
         changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}
         return replace(self.job, audit=self.job.audit.model_copy(update=changes), body=body)
@@ -85,7 +83,7 @@ class Canary:
         return name
 
     def _twin(self, original: Original) -> tuple[str, AuditJob]:
-        """The next way of cheating that surely shows with this submission."""
+        """The next cheat that surely shows with this submission."""
         names = list(CANARY_CHEATS)
         for turn in range(self._turn, self._turn + len(names)):
             name = names[turn % len(names)]
@@ -178,8 +176,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """A policy, what this machine generates with, and the validator to judge it."""
-
     files: Mapping[str, bytes]
     tensors: Mapping[str, TensorView]
     worker: Machine

@@ -301,8 +301,7 @@ def sampling(case: Case) -> Finding:
 
 def logprobs(case: Case) -> Finding:
     """The reported log-probabilities are the policy's, also on average over each rollout: training divides by them."""
-    delta_T = np.where(case.drawn, case.claimed - case.replayed.logprobs, 0.0)
-    error_T = np.where(np.isfinite(delta_T), np.abs(delta_T), np.inf)
+    error_T = np.where(case.drawn, np.abs(case.logprob_errors), 0.0)
     far = log_evidence("accidents", case.accidents(case.outliers.logprobs))
     off, channel = case.evidence("logprobs", "bias")
     mean, most = float(error_T.sum()) / case.generated, float(error_T.max())

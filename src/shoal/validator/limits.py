@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0  # after a measurement failed
-LATEST_S = 60.0  # how long a measurement that can wait waits for a time without audits
+LATEST_S = 60.0  # a measurement that is not urgent waits so long for a time without audits
 PROBE_SHARE = 0.02  # at most this share of the time goes into probes and into refused kinds
 CPU_SEQUENCES = 64  # the time of a CPU grows with the rows; that of a GPU hardly does
 MOST_ON_CPU = 20_000_000  # weights: larger models take minutes to measure on a CPU; they use built-in limits
@@ -59,7 +59,7 @@ class Calibrator:
         self._unable: set[str] = set()
         self._probed: PolicyRef | None = None
         self._retry_s = self._next_probe_s = self._next_refused_s = 0.0
-        self._waits_s: float | None = None  # since when there is something to measure that can wait
+        self._waits_s: float | None = None  # the time since which a measurement that is not urgent has waited
         self._unpublished: UnpublishedLimits | None = None
         self._tested: dict[str, Measurement] = {}  # by kind, under the limits that it was tested with last
 
@@ -94,7 +94,7 @@ class Calibrator:
         if newest is None or now_s < self._retry_s or not self._kind.startswith(f"{ENGINES['torch'].profile}/"):
             return None
         in_force, digest = self._calibration(reply.calibration), reply.calibration
-        is_lost = bool(digest) and in_force is None  # its signer was revoked, say: nothing can be judged by it
+        is_lost = bool(digest) and in_force is None  # for example its signer was revoked: nothing can be judged by it
         found = self._unpublished
         if found is not None and found.policy.incarnation == newest.incarnation:
             return partial(self._publish, found, in_force, digest)
@@ -138,10 +138,16 @@ class Calibrator:
         return {kind for kind, each in made.kinds.items() if self.machine in seen_by(each)}
 
     def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
-        """The kinds that this machine has to measure, the coarsest format first. A refused kind is measured again with
-        a later policy."""
+        """The kinds that this machine has to measure, the coarsest format first. For a kind that it cannot compute as,
+        it measures its own kind of that number format, by which the other is judged. A refused kind is measured again
+        with a later policy."""
         run, known, own = self._client.run_info(), self._judge.profiles, format_of(self._kind)
-        asked, device = (*asked, *self._judge.plain_kinds), self.machine.partition("/")[0]
+        device, measured = self.machine.partition("/")[0], set[str]()
+        if in_force is not None and in_force.policy.incarnation == newest.incarnation:
+            measured = set(in_force.kinds)
+        others = [each for each in asked if not self._computes(each) and each not in measured]
+        others = [each for each in others if not limits_for(each, own, {}, known)]
+        asked = (*asked, *self._judge.plain_kinds, *(f"torch/{device}/{format_of(each)}" for each in others))
         open_formats = set(map(format_of, (*run.profiles, *asked)))
         usual = [f"torch/{device}/{each}" for each in self._formats if each in open_formats]
         kinds = [each for each in dict.fromkeys([*usual, *asked]) if self._computes(each) and each not in self._unable]

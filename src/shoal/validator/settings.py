@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from shoal.client import Intervals
 from shoal.engines.registry import DTYPES
@@ -14,14 +14,13 @@ from shoal.runtime.exchange import HttpClient
 from shoal.runtime.sizing import DERIVED
 
 KINDS_ON_REQUEST = ("torch/cpu/bfloat16", "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16")
+ENGINE_PATHS = ("torch/cpu", "torch/cuda", "torch-plain/cuda", "vllm/cpu", "vllm/cuda")
 MEASURING = "measuring the limits of honest work"
 """Reported to the hub while a validator calibrates; it judges nothing meanwhile."""
 
 
-class ValidatorSettings(BaseModel):
+class ValidatorSettings(BaseModel, frozen=True, extra="forbid"):
     """How a validator works. It measures by itself how much honest work may deviate."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_audits: int | None = Field(
         None, ge=1, le=256, description=f"submissions claimed at once, for one batched prefill; {DERIVED} 32"
@@ -51,7 +50,7 @@ def measurable_kinds(settings: ValidatorSettings, published: str) -> tuple[str, 
     """Further kinds that such a validator can measure, or judge by measurements of their number format, in a run that
     publishes weights in the format `published`: nobody computes in a coarser one."""
     formats = DTYPES if published == "bfloat16" else ("float32",)
-    kinds = [f"{path}/{each}" for path in ("torch/cpu", "torch/cuda", "torch-plain/cuda") for each in formats]
+    kinds = [f"{path}/{each}" for path in ENGINE_PATHS for each in formats]
     known = profile_keys(settings)
     return tuple(kind for kind in kinds if kind not in known)
 

@@ -15,20 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shoal import errors
 from shoal.client import Activity, HubClient
 from shoal.engines import EngineShelf, GenerationRequest, LoadedPolicy, build
 from shoal.engines.dialogue import Talks, greedy_answers, texts_of
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.environments import Environment
-from shoal.errors import (
-    BroadcastError,
-    CanaryMissed,
-    DeadlineExceeded,
-    HubRefused,
-    ProtocolError,
-    ResourceError,
-    ScoringFailure,
-)
+from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
 from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, SignedDocument, pack, sign_document
 from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
@@ -188,7 +181,7 @@ class UnitGenerator:
 
 
 WAIT_S = 5.0  # for a later policy; audits of the earlier one may arrive
-CHUNKS = 2  # of each rehearsed rollout: a whole one, and what follows it
+CHUNKS = 2  # of each rehearsed rollout
 PROMPT_TOKENS = 32
 
 
@@ -276,7 +269,7 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
     except ENGINE_ERRORS as error:
         log.warning("the rehearsal of an audit failed; audits will show whether that matters: %s", error)
     if found.severity is Severity.CERTAIN and format_of(engine.kind) == "float32":
-        raise CanaryMissed(
+        raise errors.CanaryMissed(
             f"this validator rejects a group that it has drawn itself ({found.result.message}): it must not judge; "
             f"look at this machine and its engine, {engine.kind}"
         )

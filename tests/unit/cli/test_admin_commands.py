@@ -74,7 +74,7 @@ def test_pause_resume_and_relays_are_orders_of_the_owner(folder: RunFolder, caps
 
 def test_node_is_named_by_its_name_or_the_start_of_its_id_and_an_unknown_one_is_a_user_error(folder, capsys):
     assert order(folder, "ban", "alice", "--reason", "a bot") == 0
-    said = told(capsys, 0, "why", ALICE.node[:6], folder.path).out
+    said = told(capsys, 0, "why", ALICE.node[:6], folder.path, "--all").out
     assert f"node {ALICE.node} (alice), worker: banned: a bot; only the run's owner can pardon it" in said
     assert "order of the run's owner: verb ban, target" in said
     assert order(folder, "pardon", ALICE.node) == 0

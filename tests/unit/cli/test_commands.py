@@ -66,17 +66,17 @@ COMMANDS: Any = typer.main.get_command(app)
 OPTIONS = """
     against all allow-leaks assume batch batch-rows bench best calibrate chat cheat check count data device devices
     dry-run dtype engine env epochs every folder for force form from gpu gpu-hour-price head host index json
-    keep-versions key keys max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
-    name once order origin out owner parameters pass-rate patience peer port prepare profile rank
-    reason recheck require rescore samples sandbox seed selftest serve set split staleness step steps tasks
-    temperature trained-on upstream validation verify version vouch wait without-evidence witness workers
+    keep-versions key keys limit max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
+    name node once order origin out outcome owner parameters pass-rate patience peer port prepare profile rank
+    reason recheck require rescore samples sandbox seed selftest serve set split staleness step steps task tasks
+    temperature text trained-on unit upstream validation verify version vouch wait without-evidence witness workers
 """
 
 
 def test_commands_are_these_and_one_thing_has_one_word_in_all() -> None:
     expected = (
-        "admin backup cast compare data demo doctor eval export filter hub init join key ledger plan relay "
-        "restore run sft status trainer validator why"
+        "admin backup cast compare data demo doctor eval export filter hub init join key ledger plan plot relay "
+        "restore rollouts run sft status trainer validator why"
     )
     assert sorted(COMMANDS.commands) == expected.split()
     assert len(list(leaves(COMMANDS))) <= MOST_COMMANDS

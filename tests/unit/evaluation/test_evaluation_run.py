@@ -3,7 +3,6 @@ scored again without a model or torch.
 """
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -298,40 +297,6 @@ def test_a_folder_of_other_files_and_a_file_are_refused(tmp_path: Path) -> None:
         run(tmp_path)
     with pytest.raises(ResourceError, match="a part of the path is a file"):
         run(tmp_path / "thesis.tex" / "out")
-
-
-# kill -9 in the middle, in a process of its own: what was written down counts, the rest is done again
-
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from kit.evaluation import SortingEngine, evaluation
-from shoal.evaluation.job import evaluate
-from shoal.rewards import DirectScorer
-from shoal.runtime.stop import StopToken
-
-class Killing(SortingEngine):
-    def generate(self, requests, proof=None):
-        while len(self.asked) >= 6:
-            if (Path(sys.argv[1]) / "progress.jsonl").read_bytes().count(b"\\n") == 2:  # the third is in scoring
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().generate(requests, proof)
-
-given = evaluation(engine=Killing())
-evaluate(given, lambda: DirectScorer(given.chosen.environment), Path(sys.argv[1]), StopToken())
-"""
-
-
-def test_killed_and_resumed_gives_the_same_file(tmp_path: Path) -> None:
-    run(tmp_path / "whole")
-    out, tests = tmp_path / "killed", Path(__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-c", CHILD, str(out)], cwd=tests, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert (out / COMPLETIONS).read_bytes().count(b"\n") == 3
-    engine = SortingEngine()
-    run(out, evaluation(engine=engine))
-    assert len(engine.asked) == SAMPLING.tasks - 3 * SAMPLING.tasks_per_batch
-    assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
 
 
 def test_an_unknown_engine_and_too_little_memory_are_refused_with_what_to_do() -> None:

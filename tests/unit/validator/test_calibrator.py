@@ -16,17 +16,10 @@ from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import HubRefused, ModelError, ResourceError, SignatureError
+from shoal.hub.state.calibrations import CalibrationTerms, InForce, terms
 from shoal.models.load import load_model
-from shoal.protocol import (
-    Calibration,
-    Lease,
-    MeasuredKind,
-    ModelSize,
-    PolicyRef,
-    SignedDocument,
-    SigningKey,
-    pack_logprobs,
-)
+from shoal.protocol import Calibration, Lease, MeasuredKind, ModelSize, PolicyRef, SignedDocument, SigningKey
+from shoal.protocol.submission import pack_logprobs
 from shoal.protocol.verdict import AuditReply, Outcome, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
@@ -37,16 +30,7 @@ from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, prompts_of, replayed, weights_of
 from shoal.validator.judge import Judge
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
-from shoal.validator.profiles import (
-    BUILT_IN,
-    LogprobLimits,
-    Measured,
-    Profile,
-    Profiles,
-    limits_for,
-    load_profiles,
-    widest,
-)
+from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profile, limits_for, load_profiles, widest
 from shoal.validator.verdicts import AuditJob
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
@@ -259,6 +243,13 @@ def test_order_of_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = calibrator(hub, "float32")
     assert mine._missing(None, POLICY, ()) == [], "float32 has limits already"
     assert mine._missing(None, POLICY, (FLOAT32,)) == [FLOAT32]
+    for elsewhere in ("torch/cuda/bfloat16", "vllm/cuda/bfloat16"):
+        assert mine._missing(None, POLICY, (elsewhere,)) == [BFLOAT16], "nobody else's format is judged by it"
+        publish(mine, hub, 0.1, ["bfloat16"])
+        assert mine._missing(hub.in_force, POLICY, (elsewhere,)) == []
+        assert terms(InForce(kinds=tuple(hub.in_force.kinds)), elsewhere, ()) == CalibrationTerms(measured=False)
+        hub.in_force = None
+    assert mine._missing(None, POLICY, ("torch/cuda/float32",)) == [], "built-in limits judge it"
     hub.weights = 135_000_000
     assert mine._missing(None, POLICY, (FLOAT32, BFLOAT16)) == [BFLOAT16], "a large model on a processor takes minutes"
     mine, paged, plain = on_gpu(monkeypatch), "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"
@@ -358,7 +349,7 @@ def test_a_hub_that_takes_no_calibration_is_not_asked_again_for_a_minute() -> No
 OURS, THEIRS = "scripted/cpu/float32", "scripted/gpu/float32"
 
 
-def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
+def by_limits(measured: profiles.Profiles, known: profiles.Profiles | None = None) -> Judge:
     calibrations = {DIGEST: measured}
     return Judge(
         LengthEnvironment(), load_profiles() if known is None else known, clock=ManualClock(),

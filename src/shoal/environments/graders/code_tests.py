@@ -7,13 +7,15 @@
      "metadata": {"func_name": "add"}}                              LiveCodeBench
 
 The list of cases may stand alone, lists may be JSON text, and `test_cases` and `ground_truth` may hold an object in any
-of the three forms. Each may have `limits`.
+of the three forms. Each may have `limits`. A case may also be a pair (input, output), or the text of an assert that
+compares a call with a value: "assert add(2, 3) == 5". Input and output that are printed may be numbers.
 
 Printed text is compared line by line; the amount of white space does not matter. Returned values are compared as JSON.
 If an expected number has a point or an exponent, the result may differ by 10⁻⁶, or by 10⁻⁹ of its size if that is more;
 from a whole number (5.0) by less than one half, and from a very small one by a hundredth, or half of its last digit.
 """
 
+import ast
 import json
 import math
 import re
@@ -124,6 +126,10 @@ def _unwrapped(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _case(case: Any, function: Any, field: str) -> Test:
+    if isinstance(case, str):
+        return _asserted(case)
+    if isinstance(case, list) and len(case) == 2:
+        return _returned(function, *case) if function else _printed(*case)
     if not isinstance(case, dict) or "input" not in case or "output" not in case:
         raise BadTests(f"{field}: a test has no input or no output")
     named = case.get("fn_name") or _metadata(case).get("func_name")
@@ -133,6 +139,18 @@ def _case(case: Any, function: Any, field: str) -> Test:
     if kind in ("function_call", "functional"):
         return _returned(named or function, case["input"], case["output"], or_alone=kind == "function_call")
     raise BadTests(f"a test is of type {str(kind)[:40]!r}; there are stdin_stdout (stdin), function_call (functional)")
+
+
+def _asserted(text: str) -> Test:
+    try:
+        match ast.parse(text.strip()).body:
+            case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), given, []), [ast.Eq()], [wanted]))]:
+                values = [ast.literal_eval(each) for each in (*given, wanted)]
+                *arguments, value = json.loads(json.dumps(values))
+                return _returned(name, arguments, value)
+    except (SyntaxError, ValueError, TypeError, MemoryError):
+        pass
+    raise BadTests(f"{text[:60]!r} does not compare a call with a value: assert name(value, …) == value")
 
 
 def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = False) -> Test:
@@ -151,10 +169,10 @@ def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = Fa
 def _printed(given: Any, wanted: Any) -> Test:
     texts = []
     for value, what in ((given, "input"), (wanted, "output")):
-        text = "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else value
-        if not isinstance(text, str):
+        lines = value if isinstance(value, list) else [value]
+        if not all(type(line) in (str, int, float) for line in lines):
             raise BadTests(f"a test's {what} is no text")
-        texts.append(text.encode("utf-8", errors="replace"))
+        texts.append("\n".join(map(str, lines)).encode("utf-8", errors="replace"))
     return Test(texts[0], texts[1])
 
 

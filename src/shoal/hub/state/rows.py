@@ -240,6 +240,14 @@ class SubmissionRow(Movable, ByPolicy):
 
 
 @dataclass(frozen=True)
+class TraceRow:
+    """A packed `TokenTrace` of a judged submission, until it is among the records."""
+
+    submission: str
+    body: bytes
+
+
+@dataclass(frozen=True)
 class NodeRow(Movable):
     """`certain` and `statistical` are strikes by severity; `streak` counts full audits passed since the last rejection,
     `passed` since the last strike; `record` sums what passed audits saw recently. `pending` is credit that a failed

@@ -94,6 +94,7 @@ class Reader:
     # fmt: off
     nodes = _all(table.NODES, "ORDER BY registered_at_ms, node")
     nodes_named = _by_name(table.NODES)
+    leases_named = _by_name(table.LEASES)
     nodes_after = _all(table.NODES, "WHERE node > :node ORDER BY node LIMIT :limit")
     # Workers of one kind heard of since then that have failed this check since then, or passed an audit.
     same_kind = _all(table.NODES, f"""{_SEEN} WHERE kind = :kind AND role = 'worker'
@@ -348,6 +349,17 @@ class Reader:
         size = table.UNITS.size
         found = self._rows(query, node=node)
         return [rows.Filled(table.UNITS.read(row), table.SUBMISSIONS.read(row[size:])) for row in found]
+
+    def decided_after(self, at_ms: int, submission: str, until_ms: int, limit: int) -> list[rows.SubmissionRow]:
+        """In the order of their decisions: those after a decision, up to a time."""
+        later = "decided_at_ms > :at_ms OR (decided_at_ms = :at_ms AND submission > :submission)"
+        where = f"WHERE decided_at_ms <= :until_ms AND decided_at_ms >= :at_ms AND ({later})"
+        order = "ORDER BY decided_at_ms, submission LIMIT :most"
+        values = {"at_ms": at_ms, "submission": submission, "until_ms": until_ms, "most": limit}
+        return self._find(table.SUBMISSIONS, f"{where} {order}", **values)
+
+    def traces_of(self, submissions: Sequence[str]) -> dict[str, bytes]:
+        return {row.submission: row.body for row in self._named(table.TRACES, submissions)}
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[rows.SubmissionRow]:
         ends = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)
