@@ -227,8 +227,7 @@ def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
 
 
 def columns_of(environment: Environment, task_id: str) -> dict[str, Any]:
-    """What the row of a task has beside its prompt, if its environment has rows: values that a message can hold, none
-    of more than `MOST_COLUMN_BYTES`."""
+    """The other columns of a task's row: values that a message can hold, up to `MOST_COLUMN_BYTES` each."""
     inner, found = inner_of(environment), dict[str, Any]()
     if isinstance(inner, MixedEnvironment):
         part, name = inner.part(task_id)
