@@ -216,7 +216,7 @@ def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArc
         "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
         "prompt": "31=", "completion": "13", "prompt_ids": list(TOKENIZER.encode("31=")),
         "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "given": [0, 1], "finish": "eos",
-        "reward": 1.0, "audit": "full",
+        "reward": 1.0, "parts": [], "audit": "full",
     }  # fmt: skip
     seen = [(row["unit"], row["sample"], row["node"], row["staleness"], row["completion"]) for row in rows[1:]]
     assert seen == [(40, 1, "node-40", 1, ""), (41, 0, "node-41", 0, "0 2 ")]
