@@ -2,7 +2,6 @@
 
     folder     model_folder, read_files, check_weights, as_numpy: find, read and check a Hugging Face folder (no torch)
     tokenizer  TextTokenizer: text to ids and back, from tokenizer.json alone (no torch)
-    peft       PeftAdapter, parts: adapters in PEFT's format, ADAPTERS+BASE (no torch)
     prompts    PromptEncoder: a task as a prompt, by the model's chat template if it has one (no torch)
     ending     EndRule: where a completion ends, by its tokens and by stop strings in its text (no torch)
     state      policy_state, apply_state, to_torch, to_view: a model's weights by name, tied ones once

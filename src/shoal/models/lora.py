@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.models import peft
-from shoal.models.folder import refuse_unknown_targets
-from shoal.models.peft import PeftAdapter
+from shoal.models.folder import PEFT_DOWN, PEFT_PREFIX, PEFT_UP, PEFT_WEIGHTS, PeftAdapter, refuse_unknown_targets
 
 ADAPTER_FILE = "adapter.json"
 DOWN, UP = "lora_a", "lora_b"
@@ -126,9 +124,9 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
 
 def peft_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapters of a policy by the names that PEFT gives them."""
-    ends = {DOWN: peft.DOWN, UP: peft.UP}
+    ends = {DOWN: PEFT_DOWN, UP: PEFT_UP}
     split = {name: name.rpartition(".")[::2] for name in tensors}
-    return {f"{peft.PREFIX}{layer}{ends[end]}": tensors[name] for name, (layer, end) in split.items() if end in ends}
+    return {f"{PEFT_PREFIX}{layer}{ends[end]}": tensors[name] for name, (layer, end) in split.items() if end in ends}
 
 
 def merge_adapter(model: nn.Module, adapter: PeftAdapter) -> None:
@@ -154,9 +152,9 @@ def continue_adapter(model: nn.Module, adapter: PeftAdapter) -> None:
 def _read_pairs(model: nn.Module, adapter: PeftAdapter, kind: type[Any]) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B by layer; `ModelError` for one that is not of this model, or whose shape is not the layer's."""
     layers, modules = adapter.layers(), dict(model.named_modules())
-    head, tensors = cast(Any, model).get_output_embeddings(), load_file(adapter.folder / peft.WEIGHTS)
+    head, tensors = cast(Any, model).get_output_embeddings(), load_file(adapter.folder / PEFT_WEIGHTS)
     found = {
-        name: (tensors[f"{peft.PREFIX}{name}{peft.DOWN}"], tensors[f"{peft.PREFIX}{name}{peft.UP}"]) for name in layers
+        name: (tensors[f"{PEFT_PREFIX}{name}{PEFT_DOWN}"], tensors[f"{PEFT_PREFIX}{name}{PEFT_UP}"]) for name in layers
     }
     for name, (down, up) in found.items():
         layer = modules.get(name)

@@ -110,7 +110,7 @@ def make_project(path: Path) -> list[Path]:
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Paths in a recipe are relative to its folder, those in overrides to the working directory. What a recipe of
     shoal's names and does not bring along, such as a model, is looked for there, too."""
-    from shoal.models.peft import parts
+    from shoal.models.folder import parts
 
     path = shipped_recipe(path) or path
     recipe = load_config(path, Recipe, overrides)
@@ -159,8 +159,7 @@ def pinned(recipe: Recipe, before: Recipe | None = None, weights: bool = True) -
 
 def _pinned_model(value: str, was: str, weights: bool) -> str:
     """A model, or adapters with their base: each with its commit and the digest of its files."""
-    from shoal.models.folder import BUILTIN, files_digest
-    from shoal.models.peft import parts, read_adapter
+    from shoal.models.folder import BUILTIN, files_digest, parts, read_adapter
 
     def one(value: str, was: str) -> str:
         if (name := _same_name(value, was)) is None:
@@ -239,8 +238,7 @@ def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
-    from shoal.models.folder import BUILTIN
-    from shoal.models.peft import parts
+    from shoal.models.folder import BUILTIN, parts
 
     given = recipe.model_dump()
     paths = [Path(holder[key]) for _, holder, key in _places(given)]

@@ -12,7 +12,7 @@ from shoal.environments.data.locating import kind_of
 from shoal.environments.formats import FORMATS
 from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
 from shoal.models import BUILTIN, model_folder
-from shoal.models.peft import parts
+from shoal.models.folder import parts
 from shoal.protocol import PolicyManifest
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.folder import RunFolder

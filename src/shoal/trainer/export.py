@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.models import peft
-from shoal.models.folder import read_config
+from shoal.models.folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_config, read_config
 from shoal.models.load import DTYPES
 from shoal.models.lora import adapter_shape, merged, peft_tensors
 from shoal.protocol import LedgerHead, PolicyManifest
@@ -149,8 +148,8 @@ def export_policy(
     elif (shape := adapter_shape(files)) is None:
         raise ConfigError("--adapter: this run trains all weights and has no adapters: leave it out")
     else:
-        tensors, dtype, large = peft_tensors(tensors), "float32", peft.WEIGHTS
-        files = {peft.CONFIG: peft.config_file(shape.rank, shape.alpha, shape.targets, adapters_of)}
+        tensors, dtype, large = peft_tensors(tensors), "float32", PEFT_WEIGHTS
+        files = {PEFT_CONFIG: peft_config(shape.rank, shape.alpha, shape.targets, adapters_of)}
     there = destination.is_dir()
     ensure_folder(destination if there else destination.parent)
     hidden = destination / HIDDEN if there else destination.parent / f".{destination.name}{HIDDEN}"
@@ -166,7 +165,7 @@ def export_policy(
         write_card(hidden, card, dtype)
         sync_folder(hidden)
         if there:  # one after the other; the mark is always there, weights never beside another's configuration
-            for name in (MODEL, peft.WEIGHTS, *sorted(set(written_files(destination)) - {*card.files})):
+            for name in (MODEL, PEFT_WEIGHTS, *sorted(set(written_files(destination)) - {*card.files})):
                 (destination / name).unlink(missing_ok=True)
             sync_folder(destination)
             for name in sorted(card.files, key=lambda name: (name == large, name == MARK)):
