@@ -5,7 +5,7 @@
        └─── GET /view/events ──► server-sent events: the overview, each time that it has changed
 
 Who sees what: `none` nothing, `overview` no prompt and no completion, `all` the rollouts of units that nobody can get
-any more, `owner` (this machine itself) everything. Nobody sees seeds of undecided units, or held-out tasks.
+any more, `owner` (this machine itself) everything. Seeds of undecided units and held-out tasks are shown to no one.
 """
 
 from shoal.dashboard.settings import DashboardSettings

@@ -55,7 +55,7 @@ class Site:
         return path in static_files() or path.startswith("/view/")
 
     def level(self, request: HttpRequest) -> Level:
-        """The owner is whoever asks from this machine by one of its own names, and through no proxy: a page elsewhere
+        """The owner is who asks from this machine by one of its own names, and through no proxy: a page elsewhere
         whose name was bound to this machine's address is a stranger."""
         host = request.headers.get("host", "").rpartition(":")
         name = host[0] if host[1] and host[2].isdigit() else request.headers.get("host", "")

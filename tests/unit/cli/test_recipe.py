@@ -42,6 +42,7 @@ hub: newcomer_share refill_cap drop_equal records_gb leases_per_node requests_pe
 validator: max_audits keep_versions profiles device dtype memory_share count
 worker: units_per_lease device dtype memory_share count engine
 relay: count
+dashboard: public
 """
 MOST_SETTINGS = 123  # stop strings and trusted workers are to come; only goes down, unless a commit says why
 

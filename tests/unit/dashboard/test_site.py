@@ -98,7 +98,7 @@ def test_strangers_never_see_undecided_units_seeds_or_numbers_of_single_tokens(b
         {"x-real-ip": "1.2.3.4"},
     ],
 )
-def test_who_comes_by_another_name_or_through_a_proxy_is_not_the_owner(bench: Bench, headers: dict[str, str]) -> None:
+def test_request_by_another_name_or_through_a_proxy_is_not_the_owners(bench: Bench, headers: dict[str, str]) -> None:
     shows(bench, "overview")
     assert seen(bench, "/view/rollouts", **headers).status_code == 403
 
@@ -170,7 +170,7 @@ def test_ledger_rows_have_the_text_that_their_hash_is_of(bench: Bench) -> None:
     assert page["head"]["hash"] == page["rows"][-1]["hash"]
 
 
-def test_what_a_browser_loads_is_small_and_makes_no_html_of_texts() -> None:
+def test_static_files_are_small_and_make_no_html_of_texts() -> None:
     sources = {path: data for path, (data, _) in static_files().items()}
     assert sum(len(gzip.compress(data)) for data in sources.values()) < 100_000
     own = b"".join(data for path, data in sources.items() if path.endswith(".js") and "uplot" not in path)
