@@ -273,7 +273,7 @@ def test_scripted_work_only_where_validators_are_scripted(tmp_path: Path, engine
     folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"worker.engine={engine}"]))
     folder.assign_endpoints()
     taken: list[HubConfig] = []
-    monkeypatch.setattr("shoal.hub.http.server.run_hub", lambda config, _stop, _ready: taken.append(config))
+    monkeypatch.setattr("shoal.hub.http.server.run_hub", lambda config, *_: taken.append(config))
     run_role(folder, "hub", StopToken())
     assert ("scripted/cpu/float32" in taken[0].profiles) == (engine == "scripted")
     assert "torch/cpu/float32" in taken[0].profiles
