@@ -49,6 +49,7 @@ GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
 WORKERS = "This many workers on the processor. (default: 1)"
 BANDWIDTH = "Fastest download, for example 20Mbit/s. (default: no limit)"
 OWNER = "The file with your owner's key: what this machine earns is yours."
+TRUSTED = "The certificate that the run's owner made (shoal admin add-worker): this machine is checked by sample."
 JOIN_WAIT = f"{options.WAIT_HELP} (default: 10; for a run on this machine, until its hub answers)"
 VOUCH = "The same, by a file that `shoal key vouch` wrote, without your key on this machine."
 
@@ -277,6 +278,7 @@ def join(
     max_bandwidth: Annotated[str | None, options.value("--max-bandwidth", "RATE", BANDWIDTH)] = None,
     gpu: Annotated[str | None, options.value("--gpu", "LIST", GPUS)] = None,
     workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
+    trusted: Annotated[Path | None, options.value("--trusted", "FILE", TRUSTED)] = None,
 ) -> int:
     """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""
     require("worker", "shoal join")
@@ -301,7 +303,7 @@ def join(
     from shoal.run.join import JoinRequest, run_joined_worker
 
     given = (tuple(urls), folder, engine, device, dtype, name, 10 if wait_s is None else wait_s, cheat, owner, vouch)
-    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers))
+    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers, trusted))
 
 
 def _refuse_others(context: Context, where: str, *taken: str) -> None:

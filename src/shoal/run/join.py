@@ -22,7 +22,16 @@ from shoal.errors import ResourceError, UserError
 from shoal.run import fleet
 from shoal.run.folder import hub_address
 from shoal.run.roles import start_role
-from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, ensure_folder, home, is_verbose
+from shoal.runtime import (
+    STOPPED_CODE,
+    SUPERVISED,
+    MachineLimits,
+    StopToken,
+    ensure_folder,
+    home,
+    is_verbose,
+    write_atomically,
+)  # fmt: skip
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 if TYPE_CHECKING:
@@ -48,6 +57,7 @@ class JoinRequest:
     sandbox: bool = False
     gpu: str | None = None
     workers: int | None = None
+    trusted: Path | None = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -60,7 +70,7 @@ def run_joined_worker(request: JoinRequest) -> int:
     """Returns the exit code: a supervised process that a signal stops is not done."""
     from shoal.engines import ENGINES, check_engine
     from shoal.engines.registry import TorchEntry
-    from shoal.run.owner import vouch_of
+    from shoal.run.owner import certificate_of, vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 
@@ -86,6 +96,10 @@ def run_joined_worker(request: JoinRequest) -> int:
     with ending_quietly(stop):
         folder, root_fingerprint, profiles = meet_hub(urls, pinned, request, stop)
         on_gpus = f"{ENGINES[request.engine].profile}/cuda/"
+        certificate = None if request.trusted is None else certificate_of(identity(folder), request.trusted)
+        if certificate is not None:  # where a sandbox shows it, too
+            request = replace(request, trusted=(folder / "certificate.json").absolute())
+            write_atomically(folder / "certificate.json", certificate.model_dump_json().encode())
         if places and places[0].gpu is not None and not any(kind.startswith(on_gpus) for kind in profiles):
             log.warning("the run takes no work of GPUs: one worker computes on the processor (--workers: more)")
             places = []
@@ -101,6 +115,7 @@ def run_joined_worker(request: JoinRequest) -> int:
             root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
             cheat=request.cheat, further_hubs=urls[1:],
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
+            certificate=certificate,
         )  # fmt: skip
         run_worker(config, stop)
     return STOPPED_CODE if supervised and stop.is_set() else 0
@@ -138,7 +153,7 @@ def meet_hub(
             first = "the URL has no root key, so the first answer is trusted: root key %s; does the run's owner agree?"
             log.warning(first, trusted.root_fingerprint)
         remember_root(client.url, trusted.root_fingerprint)
-        folder = request.folder or run_home(trusted.run) / "worker"
+        folder = request.folder or run_home(trusted.run) / ("worker" if request.trusted is None else "trusted")
         findings = examine_worker(client, folder) if request.check else []
     for finding in findings:
         if not finding.ok and finding.stops:
