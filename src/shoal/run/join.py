@@ -24,6 +24,7 @@ from shoal.run.folder import hub_address
 from shoal.run.roles import start_role
 from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, ensure_folder, home, is_verbose
 from shoal.runtime.targets import SANDBOX, endpoint_of
+from shoal.worker.allowance import ALL_DAY, Hours, give_way
 
 if TYPE_CHECKING:
     from shoal.shardcast import RelayConfig
@@ -48,6 +49,8 @@ class JoinRequest:
     sandbox: bool = False
     gpu: str | None = None
     workers: int | None = None
+    hours: Hours = ALL_DAY
+    idle: bool = False
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -76,6 +79,9 @@ def run_joined_worker(request: JoinRequest) -> int:
     fleet.refuse_one_vouch(places, request)
     supervised, stop = SUPERVISED in os.environ, start_role("worker", None, is_verbose())
 
+    if request.idle and SANDBOX not in os.environ and not supervised:
+        give_way()
+
     def say_when_stopping() -> None:
         """At once, because the group that is being generated may take long."""
         while not stop.wait(60):
@@ -102,6 +108,7 @@ def run_joined_worker(request: JoinRequest) -> int:
             root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
             cheat=request.cheat, further_hubs=urls[1:],
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
+            hours=request.hours, idle=request.idle,
         )  # fmt: skip
         run_worker(config, stop)
     return STOPPED_CODE if supervised and stop.is_set() else 0

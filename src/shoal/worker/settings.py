@@ -18,6 +18,7 @@ from shoal.errors import ResourceError
 from shoal.protocol import MAX_LEASES_PER_REQUEST, Lease, RunInfo, SignedDocument, SigningKey, load_or_create_key
 from shoal.runtime.exchange import HttpClient
 from shoal.runtime.limits import MachineLimits, show_bytes
+from shoal.worker.allowance import ALL_DAY, Hours
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class WorkerSettings(BaseModel, frozen=True, extra="forbid"):
 class WorkerConfig:
     """Without `root_fingerprint` the first hub that answers is believed. `http` and `pace` are for tests and
     one-process runs. `cheat` makes the worker dishonest (`adversary`), to attack one's own run. `further_hubs` are
-    addresses of the same run; `vouch` is the owner's signed statement that this machine is theirs."""
+    addresses of the same run; `vouch` is the owner's signed statement that this machine is theirs. `hours` and
+    `idle`: when it may work."""
 
     folder: Path
     settings: WorkerSettings
@@ -52,6 +54,8 @@ class WorkerConfig:
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
+    hours: Hours = ALL_DAY
+    idle: bool = False
     pace: Intervals = field(default_factory=Intervals)
 
 
