@@ -81,7 +81,7 @@ def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[
     return HubConfig(
         folder=folder, run_id=RUN_ID, run=RunSettings(**{**sizes, **(run or {})}),
         settings=HubSettings(**{"port": 0, **(settings or {})}), environment=FakeEnvironment(),
-        encode=lambda task: list(task.prompt.encode()), eos_token_id=0, key=HUB, root_key=ROOT.public_key,
+        encode=lambda task: list(task.prompt.encode()), eos_token_ids=(0,), key=HUB, root_key=ROOT.public_key,
         certificates=(certificate(HUB, "hub"), certificate(TRAINER, "trainer"), certificate(VALIDATOR, "validator")),
         sources=("http://127.0.0.1:1",),
     )  # fmt: skip

@@ -15,6 +15,8 @@ from shoal.runtime.extras import require
 PIPED_WIDTH = 200
 OUT = "The folder to write."
 VERSION = "Write the checkpoint of this version. (default: the newest)"
+PUSH = "Push it to the Hugging Face hub, with metrics and ledger; log in before (hf auth login), or set HF_TOKEN."
+ROLLOUTS = "With --push: what was trained on as well, as the data set ORG/NAME-rollouts."
 VERIFY = "Check this backup instead of making one."
 MADE = "The run's folder to make, or a name for it under runs/."
 PLACES = "Where rows and submissions go instead of the folder: database, storage or storage_endpoint. Repeatable."
@@ -60,12 +62,21 @@ def export(
     out: Annotated[Path, Argument(metavar="OUT", help=OUT)],
     best: Annotated[bool, Option("--best", help="Write the checkpoint with the best held-out score.")] = False,
     version: Annotated[int | None, options.whole("--version", VERSION)] = None,
+    push: Annotated[str | None, options.value("--push", "ORG/NAME", PUSH)] = None,
+    private: Annotated[bool, Option("--private", help="With --push: into private repositories.")] = False,
+    rollouts: Annotated[bool, Option("--rollouts", help=ROLLOUTS)] = False,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder."""
+    """Write a checkpoint of a run as a Hugging Face folder, and push it to the hub if asked to."""
     require("trainer", "shoal export")
-    from shoal.run.sources import export_run
+    from shoal.run.sources import export_run, push_export
+    from shoal.runtime import hf
 
+    if push is None and (private or rollouts):
+        raise UserError(f"{'--private' if private else '--rollouts'} goes with --push ORG/NAME")
+    name = None if push is None else hf.check_push(push)
     echo(f"wrote {export_run(directory, out, best, version)}")
+    for line in () if name is None else push_export(directory, out, name, private, rollouts):
+        echo(line)
 
 
 def backup(

@@ -20,9 +20,8 @@ from shoal.client.transport import ClientOptions, HubCall, Hubs, SharedState, Tr
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, submission_digest, unpack
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime import Clock, StopToken, SystemClock
 from shoal.runtime.exchange import HttpClient
-from shoal.runtime.stop import StopToken
 
 M = TypeVar("M", bound=wire.Message)
 D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.LedgerHead, wire.Receipt, wire.Calibration)  # what a hub signs

@@ -36,9 +36,8 @@ from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolE
 from shoal.protocol import HubClock, Problem, Registration, SignedDocument, SigningKey, open_document, sign_request
 from shoal.protocol.node import HEADER_PROTOCOL, PROTOCOL_VERSION
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME, Message, first_problem
-from shoal.runtime.clock import Backoff, Clock
+from shoal.runtime import Backoff, Clock, StopToken
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, ClientRequest, ClientResponse, HttpClient, Limit
-from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, Reach, TargetRefused, check_url, nearness_of_hub
 
 M = TypeVar("M", bound=Message)

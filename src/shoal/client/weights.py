@@ -10,9 +10,7 @@ from shoal.client.hub import HubClient
 from shoal.client.trust import TrustedRun
 from shoal.errors import ShoalError
 from shoal.protocol import PolicyRef
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, MachineLimits, StopToken, SystemClock
 from shoal.shardcast import Downloader, DownloadSettings, Payload
 from shoal.shardcast.connection import PoolSettings
 

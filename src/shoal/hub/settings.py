@@ -5,12 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from shoal.environments import Environment, Task
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
 from shoal.protocol import BodyLimits, ModelSize, SignedDocument, SigningKey
-from shoal.protocol.lease import DEFAULT_PROFILE, MAX_GROUP, MAX_NEW_TOKENS, ProofParameters, SamplingParameters
+from shoal.protocol.lease import (
+    DEFAULT_PROFILE,
+    MAX_GROUP,
+    MAX_NEW_TOKENS,
+    ProofParameters,
+    SamplingParameters,
+    stop_problem,
+)
 from shoal.protocol.node import LINK_MBIT
 from shoal.runtime.sizing import DERIVED, RunSize, settle
 
@@ -35,6 +42,7 @@ class RunSettings(BaseModel, frozen=True, extra="forbid"):
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS, description="longest completion, in tokens")
+    stop: tuple[str, ...] = Field((), description="texts that end a completion, such as </answer>; at most 8")
 
     @model_validator(mode="before")
     @classmethod
@@ -46,6 +54,15 @@ class RunSettings(BaseModel, frozen=True, extra="forbid"):
                     "use run.temperature"
                 )
         return values
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, given: Any) -> Any:
+        stop = tuple(given) if isinstance(given, list) else given  # strict: behind the validator above, a list is one
+        texts = isinstance(stop, tuple) and all(isinstance(each, str) for each in stop)
+        if texts and (problem := stop_problem(stop)):
+            raise ValueError(problem)
+        return stop
 
 
 class HubSettings(BaseModel, frozen=True, extra="forbid"):
@@ -96,7 +113,7 @@ class HubConfig:
     settings: HubSettings
     environment: Environment
     encode: Callable[[Task], Sequence[int]]
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     key: SigningKey
     root_key: str
     certificates: tuple[SignedDocument, ...] = ()
@@ -140,5 +157,8 @@ class HubConfig:
     @property
     def sampling(self) -> SamplingParameters:
         return SamplingParameters(
-            temperature=self.run.temperature, max_new_tokens=self.run.max_new_tokens, eos_token_id=self.eos_token_id
+            temperature=self.run.temperature,
+            max_new_tokens=self.run.max_new_tokens,
+            eos_token_ids=self.eos_token_ids,
+            stop=self.run.stop,
         )

@@ -20,7 +20,7 @@ from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, PRINTABLE, ProofPara
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Document, Message, Milliseconds, PublicKey, SignedDocument, open_document
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEADER_PROTOCOL = "shoal-protocol"
 UPGRADE = "pip install -U shoal-rl"
 LINK_MBIT = 1000.0  # of the slowest machine, unless a recipe says so (hub.link_mbit)

@@ -23,9 +23,8 @@ from contextlib import closing, suppress
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import JudgedText
-from shoal.runtime.clock import Backoff
+from shoal.runtime import Backoff, StopToken
 from shoal.runtime.exchange import ClientRequest, HttpClient, Limit
-from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import is_address
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.errors import CodecError, DeadlineExceeded
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock
 
 HEAD = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -42,8 +41,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
+SentJob = tuple[str, bytes, tuple[int, ...] | None]  # task, completion, and its tokens if they are known
+
+
 class Jobs(msgspec.Struct, frozen=True, tag=True):
-    jobs: list[tuple[str, bytes]]  # task and completion
+    jobs: list[SentJob]
 
 
 class Allows(msgspec.Struct, frozen=True, tag=True):

@@ -17,8 +17,7 @@ from shoal.environments.graders import after_thinking
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import ScoringFailure
 from shoal.rewards.pool import NotStarted
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock
 
 PART, ALL_S = "judge.", 600.0
 

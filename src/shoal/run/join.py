@@ -60,8 +60,7 @@ class JoinRequest:
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """Returns the exit code when the run has ended or this process is stopped; a supervised process that a signal stops
-    is not done."""
+    """Returns the exit code: a supervised process that a signal stops is not done."""
     from shoal.engines import ENGINES, check_engine
     from shoal.engines.registry import TorchEntry
     from shoal.run.owner import vouch_of
@@ -136,8 +135,7 @@ def run_standalone_relay(hub: str, wait_s: float, folder: Path | None, given: "R
 def meet_hub(
     urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken
 ) -> tuple[Path, str, tuple[str, ...]]:
-    """Meet the hub, then check this machine; the folder to work in, the run's root fingerprint, and the kinds of
-    workers that it takes."""
+    """Meet the hub, then check this machine. Returns folder, the run's root fingerprint, the kinds that it takes."""
     from shoal.run.doctor import examine_worker
 
     known = pinned_root(urls, pinned)

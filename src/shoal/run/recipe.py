@@ -196,8 +196,7 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """Every value of a recipe that names code of the owner's: its setting, its kind, and the table or list with its
-    key. Words of shoal are left out."""
+    """Every value that names the owner's code: its setting, its kind, and the table or list with its key."""
     trainer, environment = given.get("trainer", {}), given.get("environment", {})
     found: list[tuple[str, str, Any, Any, Iterable[str]]] = [
         (f"trainer.{key}", *OWN_CODE[key][:1], trainer, key, OWN_CODE[key][1]) for key in ("advantage", "loss")

@@ -79,7 +79,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         folder=folder.path / "hub", run_id=folder.run_id, run=recipe.run,
         settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=environment,
         encode=asking.ids, frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
-        eos_token_id=asking.encoder.tokenizer.eos_token_id, texts=asking.encoder.tokenizer.decode_many,
+        eos_token_ids=asking.encoder.tokenizer.eos_token_ids, texts=asking.encoder.tokenizer.decode_many,
         key=folder.key("hub"), root_key=folder.root_key,
         certificates=folder.certificates, sources=endpoints.sources, last_resort=endpoints.last_resort,
         profiles=tuple(kind for kind in kinds if scripted or not kind.startswith("scripted/")),

@@ -28,9 +28,8 @@ from blake3 import blake3
 
 from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
+from shoal.runtime import MachineLimits, ensure_folder, open_in_place, resource_error, show_bytes, write_atomically
 from shoal.runtime.extras import require
-from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
-from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.lookup import Route, Step
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, os_errors, read_fully

@@ -21,9 +21,7 @@ from typing import Self
 
 from shoal.errors import BroadcastError, ChunkCorrupt, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
-from shoal.runtime.files import write_atomically
-from shoal.runtime.limits import MachineLimits, show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import MachineLimits, StopToken, show_bytes, write_atomically
 from shoal.shardcast.cache import PartFiles, PayloadCache
 from shoal.shardcast.connection import Deadline, PoolSettings
 from shoal.shardcast.lookup import Lookup, Route, find_route

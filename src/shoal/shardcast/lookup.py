@@ -19,8 +19,7 @@ from itertools import count
 
 from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, Delta, PolicyManifest, PolicyRef
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import count_of
+from shoal.runtime import StopToken, count_of
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest

@@ -25,10 +25,7 @@ from pydantic import BaseModel, Field
 from shoal.errors import DeltaRefused, ManifestRefused, PolicyMismatch, VersionNotFound
 from shoal.protocol import BroadcastHead, Chunk, Delta, LedgerHead, PolicyManifest, PolicyRef, SigningKey, TensorView
 from shoal.protocol.policy import content_digest
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, point
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.content import THREADS, Content, chunk_of, in_order
 from shoal.shardcast.lookup import Route, find_route

@@ -23,8 +23,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import Chunk, PolicyManifest
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, show_bytes
 from shoal.shardcast.connection import Connection, Connections, Deadline, PoolSettings, Timeouts
 from shoal.shardcast.lookup import ABSENT, get_document
 from shoal.shardcast.scheduler import PAUSE, UNKNOWN_S, Attempt, Kind, MapRequest, Scheduler, SourceScores

@@ -29,10 +29,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
-from shoal.runtime.clock import Backoff
-from shoal.runtime.files import FolderLock
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Backoff, FolderLock, StopToken, show_bytes
 from shoal.runtime.targets import Reach
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Address, Connection, Deadline, PoolSettings, Timeouts

@@ -22,6 +22,7 @@ from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
 from shoal.models.lora import merged
 from shoal.protocol import LedgerHead, PolicyManifest
+from shoal.runtime import hf
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import MODEL, CheckpointStore, StoredCheckpoint, save_tensors
@@ -89,7 +90,8 @@ class ModelCard:
     def as_readme(self, dtype: str) -> str:
         """For people and for the Hugging Face hub, which refuses unknown model names in `base_model`."""
         progress, head, base = self.progress, self.ledger_head, self.base_model or "not recorded"
-        on_the_hub = bool(ON_THE_HUB.fullmatch(self.base_model))
+        named = self.base_model.partition("@")[0]
+        on_the_hub = bool(ON_THE_HUB.fullmatch(named))
         facts = {"run": f"`{progress.run}`", "version": f"{progress.version} (incarnation {progress.incarnation})"}
         facts |= {"this version is": self.chosen} if self.chosen else {}
         facts["trained from"] = base if on_the_hub or not self.base_model else f"{base} (a local model)"
@@ -98,7 +100,7 @@ class ModelCard:
             facts["policy digest"] = f"`{self.digest}`" if self.digest else "not recorded"
             facts["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
         return README.format(
-            base=f"base_model: {self.base_model}\n" if on_the_hub else "",
+            base=f"base_model: {named}\n" if on_the_hub else "",
             title=f"{progress.run}, version {progress.version}",
             kind=KINDS[self.trained_on] if progress.version else "The model that the run began with: not trained yet.",
             facts=_table("fact", facts),
@@ -111,11 +113,13 @@ def _table(title: str, rows: Mapping[str, str]) -> str:
 
 
 def hub_name(path: str | Path) -> str:
-    """A model's name on the Hugging Face hub if the path contains it, else the name of its folder.
+    """A model's name on the Hugging Face hub, with its commit if the path is pinned; else the name of its folder.
 
     >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899d")
     'Qwen/Qwen3-0.6B'
     """
+    if (name := hf.parse(path)) is not None:
+        return f"{name.repo}@{name.revision}" if name.revision else name.repo
     cached = next((match for part in Path(path).parts if (match := CACHED.fullmatch(part))), None)
     return f"{cached[1]}/{cached[2]}" if cached else Path(path).name
 

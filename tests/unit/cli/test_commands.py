@@ -220,7 +220,7 @@ RUN_INFO = sign_document(
     RunInfo(
         run=RUN, name="demo", root_key=ROOT.public_key, certificates=(sign_document(CERTIFICATE, ROOT),),
         sources=(DEAD,), environment="sort", environment_digest="e" * 64, group_size=2, max_staleness=1, steps=3,
-        sampling=SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0),
+        sampling=SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_ids=(0,)),
     ), HUB,
 )  # fmt: skip
 

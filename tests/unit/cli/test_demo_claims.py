@@ -164,7 +164,7 @@ def recipe(environment: EnvironmentSettings = SORT, tasks: int = TASKS) -> Recip
 
 def trainers_score(environment: EnvironmentSettings, tasks: int = TASKS) -> float:
     loaded = load_model("tiny")
-    sampling = SamplingParameters(temperature=1, max_new_tokens=NEW_TOKENS, eos_token_id=loaded.eos_token_id)
+    sampling = SamplingParameters(temperature=1, max_new_tokens=NEW_TOKENS, eos_token_ids=loaded.eos_token_ids)
     made = build(environment)
     held_out = list(made.tasks("held_out"))[:tasks]
     prompts = [loaded.tokenizer.encode(task.prompt) for task in held_out]

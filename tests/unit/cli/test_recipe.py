@@ -21,7 +21,7 @@ from shoal.runtime.config import dump_config, parse_config
 ROOT = Path(__file__).parents[3]
 
 SETTINGS = """
-run: name seed steps groups_per_step group_size max_staleness temperature max_new_tokens
+run: name seed steps groups_per_step group_size max_staleness temperature max_new_tokens stop
 model: path
 environment: name file data options train_size held_out_size mix length prompt judges
 environment: scoring shuffle_rewards retire_after
@@ -127,6 +127,7 @@ def test_a_shipped_recipe_looks_here_for_what_it_does_not_bring(tmp_path: Path, 
 @pytest.mark.parametrize(("text", "message"), [
     ("[trainer]\nclip_delta = 1.1", r"clip_delta \(1.1\) must be above 1 \+ clip_epsilon"),
     ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
+    ("[run]\nstop = ['']", r"a stop string has 1 to 64 characters, none of them U\+FFFD; '' has 0"),
     ("[run]\ntop_p = 0.9", r"top_p is not supported: truncated sampling biases the importance ratio"),
     ('[trainer]\nloss = "cross_entropy"', r'\[trainer\]: loss = "cross_entropy" is for demonstrations.*shoal sft'),
     ("[worker]\ndtype = 'int8'", r"\[worker\] dtype = \"int8\": input should be 'auto', 'float32' or 'bfloat16'"),

@@ -33,7 +33,7 @@ from shoal.worker.settings import WorkerSettings, units_that_fit
 HUB = protocol.SigningKey.from_seed(b"h" * 32)
 KEY = protocol.SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
-SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_ids=(1,))
 PROOFS = (protocol.ProofParameters(topk=8, rows=2), protocol.ProofParameters())
 NOON_MS = int(time.mktime((2026, 1, 15, 12, 0, 0, 0, 0, -1))) * 1000
 FAST = Intervals(poll_s=0, heartbeat_s=0.05, patience_s=20)
@@ -512,7 +512,7 @@ def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(t
 
 
 def long_lease(prompt: int, seeds: int) -> protocol.Lease:
-    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1)
+    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_ids=(1,))
     sizes = {"prompt_ids": (5,) * prompt, "seeds": tuple(f"{i:016x}" for i in range(seeds))}
     return lease(1).model_copy(update={"sampling": sampling, **sizes})
 

@@ -218,6 +218,7 @@ class Context:
                 point("hub.start.before_commit")
                 return
         remedies = {
+            "eos_token_id": "an earlier shoal began it: finish it with that one",
             "environment_digest": "the environment (tasks, options or reward file) has changed: put it back",
             "secret_hash": f"copy {folder / 'secret'} from the hub that began the run, or restore it from a backup",
         }
@@ -233,7 +234,7 @@ class Context:
         return {
             "run": config.run_id, "root_key": config.root_key, "environment_digest": config.environment.digest,
             "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
-            "eos_token_id": config.eos_token_id, "audit": config.settings.audit,
+            "eos_token_ids": list(config.eos_token_ids), "audit": config.settings.audit,
             "pools": None if config.pools is None else asdict(config.pools),
             **config.run.model_dump(mode="json", exclude={"steps", "name"}),
         }  # fmt: skip
