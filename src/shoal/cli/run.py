@@ -15,6 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, is_verbose, shoal_command, stop_on_signals
 from shoal.runtime.extras import require
+from shoal.runtime.limits import ALL_DAY, Hours
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -303,7 +304,6 @@ def join(
     if len(urls) != len(where):
         raise UserError(f"{' '.join(where)}: give one run on this machine, or the join URLs of one run")
     from shoal.run.join import JoinRequest, run_joined_worker
-    from shoal.worker.allowance import ALL_DAY, Hours
 
     open_hours = ALL_DAY if hours is None else Hours.parse(hours)
     given = (tuple(urls), folder, engine, device, dtype, name, 10 if wait_s is None else wait_s, cheat, owner, vouch)

@@ -23,8 +23,8 @@ from shoal.run import fleet
 from shoal.run.folder import hub_address
 from shoal.run.roles import start_role
 from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, ensure_folder, home, is_verbose
+from shoal.runtime.limits import ALL_DAY, Hours, give_way
 from shoal.runtime.targets import SANDBOX, endpoint_of
-from shoal.worker.allowance import ALL_DAY, Hours, give_way
 
 if TYPE_CHECKING:
     from shoal.shardcast import RelayConfig

@@ -37,9 +37,9 @@ from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError
 from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, count_of, point
+from shoal.runtime.limits import Allowance, OtherLoad
 from shoal.shardcast import Prefetch
 from shoal.worker import settings as worker_settings
-from shoal.worker.allowance import Allowance, OtherLoad
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.outbox import KeptHeads, Outbox, Parcel, Uploader
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, fitted, identity, units_that_fit

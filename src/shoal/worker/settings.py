@@ -17,8 +17,7 @@ from shoal.engines import ENGINES, BoundedEngine, Engine, check_engine, choose, 
 from shoal.errors import ResourceError
 from shoal.protocol import MAX_LEASES_PER_REQUEST, Lease, RunInfo, SignedDocument, SigningKey, load_or_create_key
 from shoal.runtime.exchange import HttpClient
-from shoal.runtime.limits import MachineLimits, show_bytes
-from shoal.worker.allowance import ALL_DAY, Hours
+from shoal.runtime.limits import ALL_DAY, Hours, MachineLimits, show_bytes
 
 log = logging.getLogger(__name__)
 

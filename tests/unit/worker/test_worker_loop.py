@@ -22,9 +22,9 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.environments.tools import TOOLS
 from shoal.protocol import NodeState, unpack_spans
 from shoal.runtime import ManualClock, StopToken
+from shoal.runtime.limits import PAUSED, Allowance, Hours
 from shoal.toploc import split_proofs
 from shoal.worker import loop
-from shoal.worker.allowance import PAUSED, Allowance, Hours
 from shoal.worker.earnings import Earnings
 from shoal.worker.loop import NotTaken, Worker
 from shoal.worker.outbox import Outbox

@@ -9,9 +9,8 @@ import pytest
 
 from kit import Patch
 from shoal.errors import ResourceError
-from shoal.runtime import ManualClock
-from shoal.worker import allowance
-from shoal.worker.allowance import Allowance, Hours, OtherLoad
+from shoal.runtime import ManualClock, limits
+from shoal.runtime.limits import Allowance, Hours, OtherLoad
 
 SUMMER, WINTER = 1774746000, 1792890000
 """2026-03-29 01:00 UTC, when clocks of Berlin go from 2:00 to 3:00; 2026-10-25 01:00 UTC, when they go back."""
@@ -66,11 +65,11 @@ def test_others_load_closes_above_a_quarter_and_opens_after_a_quiet_minute(monke
 def test_time_of_others_leaves_out_niced_programs_and_this_ones_kernel_time(tmp_path: Path, monkeypatch: Patch) -> None:
     """Ticks of 1/100 s: user 300, nice 9000, system 200, idle 5000, iowait 70, irq 4, softirq 6, steal 90."""
     (tmp_path / "stat").write_text("cpu  300 9000 200 5000 70 4 6 90 0 0\ncpu0 300 9000 200 5000 70 4 6 90 0 0\n")
-    monkeypatch.setattr(allowance, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(limits, "STAT", tmp_path / "stat")
     monkeypatch.setattr(os, "sysconf", lambda _name: 100)
     monkeypatch.setattr(os, "times", lambda: os.times_result((8.0, 1.5, 0.0, 0.0, 10.0)))
-    assert allowance.others_busy_s() == pytest.approx(3.0 + 2.0 + 0.04 + 0.06 - 1.5)
-    monkeypatch.setattr(allowance, "STAT", tmp_path / "none")
+    assert limits.others_busy_s() == pytest.approx(3.0 + 2.0 + 0.04 + 0.06 - 1.5)
+    monkeypatch.setattr(limits, "STAT", tmp_path / "none")
     with pytest.raises(ResourceError, match=r"--idle needs .*none of Linux .*: use --hours, or shoal leave RUN"):
         OtherLoad()
 
