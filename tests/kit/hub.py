@@ -69,9 +69,13 @@ def worker_key(number: int) -> protocol.SigningKey:
 
 
 def certificate(
-    key: protocol.SigningKey, role: protocol.Role, run: str = RUN_ID, signer: protocol.SigningKey = ROOT
-) -> protocol.SignedDocument:
-    document = protocol.RoleCertificate(run=run, role=role, public_key=key.public_key, issued_at_ms=0)
+    key: protocol.SigningKey, role: protocol.Role, run: str = RUN_ID, signer: protocol.SigningKey = ROOT,
+    expires_at_ms: int | None = None,
+) -> protocol.SignedDocument:  # fmt: skip
+    document = protocol.RoleCertificate(
+        run=run, role=role, public_key=key.public_key, issued_at_ms=0,
+        expires_at_ms=2**52 if role == "trusted" and expires_at_ms is None else expires_at_ms,
+    )  # fmt: skip
     return protocol.sign_document(document, signer)
 
 

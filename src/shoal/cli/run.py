@@ -52,6 +52,7 @@ IDLE = "Work only while other programs leave the processor idle (Linux); their u
 WORKERS = "This many workers on the processor. (default: 1)"
 BANDWIDTH = "Fastest download, for example 20Mbit/s. (default: no limit)"
 OWNER = "The file with your owner's key: what this machine earns is yours."
+TRUSTED = "The certificate that the run's owner made (shoal admin add-worker): this machine is checked by sample."
 JOIN_WAIT = f"{options.WAIT_HELP} (default: 10; for a run on this machine, until its hub answers)"
 VOUCH = "The same, by a file that `shoal key vouch` wrote, without your key on this machine."
 
@@ -280,6 +281,7 @@ def join(
     max_bandwidth: Annotated[str | None, options.value("--max-bandwidth", "RATE", BANDWIDTH)] = None,
     gpu: Annotated[str | None, options.value("--gpu", "LIST", GPUS)] = None,
     workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
+    trusted: Annotated[Path | None, options.value("--trusted", "FILE", TRUSTED)] = None,
     hours: Annotated[str | None, options.value("--hours", "HOURS", HOURS)] = None,
     idle: Annotated[bool, Option("--idle", help=IDLE)] = False,
 ) -> int:
@@ -307,7 +309,7 @@ def join(
 
     open_hours = ALL_DAY if hours is None else Hours.parse(hours)
     given = (tuple(urls), folder, engine, device, dtype, name, 10 if wait_s is None else wait_s, cheat, owner, vouch)
-    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers, open_hours, idle))
+    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers, trusted, open_hours, idle))
 
 
 def _refuse_others(context: Context, where: str, *taken: str) -> None:

@@ -272,7 +272,7 @@ def _own_score(module: ModuleType, file: Path) -> tuple[Callable[..., Any], int]
 def _dialogue_rule(module: ModuleType, file: Path) -> DialogueRule | None:
     tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", protocol.DEFAULT_TURNS)
     if (tool is not None and not isinstance(tool, str)) or isinstance(getattr(module, "tools", None), list | tuple):
-        why = "tools run on the machines of contributors, which run no code of others"
+        why = "tools run on workers, which run no code of others, trusted ones neither"
         names = ", ".join(sorted(TOOLS))
         remedy = f'name a built-in one (tool = "{names}"), add yours to shoal (CONTRIBUTING.md), or rename it'
         raise EnvironmentSetupError(f"{file} defines a tool of its own, which is not possible: {why}; {remedy}")

@@ -88,6 +88,9 @@ class HubSettings(BaseModel, frozen=True, extra="forbid"):
         "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample")
     newcomer_share: float = Field(
         0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together")
+    trusted_audit: float = Field(
+        0.05, gt=0, le=1, description="part of the trusted workers' groups (`shoal admin add-worker`) that is checked "
+        "fully; the rest earns nothing")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     drop_equal: Literal["task", "total"] = Field(
         "task", description="rewards that make a group useless if all of it have the same: the task's, or the total")
@@ -141,7 +144,7 @@ class HubConfig:
             leases_per_node=settings.leases_per_node, lease_ms=round(chosen.lease_s * 1000),
             audit_ms=round((self.audit_s or chosen.audit_s) * 1000), audit=settings.audit,
             drop_equal=settings.drop_equal, newcomer_share=settings.newcomer_share,
-            credit_window_ms=round(self.credit_window_s * 1000),
+            trusted_audit=settings.trusted_audit, credit_window_ms=round(self.credit_window_s * 1000),
             lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000), proof_rows=self.proof.rows,
             pools=self.pools, evaluation=self.evaluation,
         )  # fmt: skip

@@ -107,6 +107,9 @@ def refuse_one_vouch(places: Sequence[WorkerPlace], request: JoinRequest) -> Non
     if request.vouch is not None and len(places) > 1:
         alone = "start each with its own (--gpu 0, --gpu 1, …), or give --owner" if places[0].gpu else "give --owner"
         raise UserError(f"a vouch is for one node, and these are {len(places)} workers: {alone}")
+    if request.trusted is not None and len(places) > 1:
+        alone = "with its own --folder and certificate (--gpu 0, --gpu 1, …, or --workers 1)"
+        raise UserError(f"a certificate is for one node, and these are {len(places)} workers: start each {alone}")
 
 
 def run_fleet(

@@ -34,7 +34,7 @@ from shoal.engines import BoundedEngine, Engine, build, check_policy, keep_to_sh
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
-from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
+from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef, Role
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, count_of, point
 from shoal.runtime.limits import Allowance, OtherLoad
@@ -83,8 +83,10 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
     worker_settings.refuse_too_little_disk(run, config.folder, config.limits)
     warm_up(config.engine, config.settings.device)
     fit = _fit(config, client)
+    role: Role = "worker" if config.certificate is None else "trusted"
+    view = client.register(config.name, role, config.certificate, config.vouch)  # only a fitting machine registers
+    refusal = shut_out(view)
     allowance = Allowance(config.folder, config.hours, OtherLoad() if config.idle else None)
-    refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # only a fitting machine registers
     if refusal is not None:
         raise refusal
     log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)

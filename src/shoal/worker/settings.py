@@ -39,8 +39,8 @@ class WorkerSettings(BaseModel, frozen=True, extra="forbid"):
 class WorkerConfig:
     """Without `root_fingerprint` the first hub that answers is believed. `http` and `pace` are for tests and
     one-process runs. `cheat` makes the worker dishonest (`adversary`), to attack one's own run. `further_hubs` are
-    addresses of the same run; `vouch` is the owner's signed statement that this machine is theirs. `hours` and
-    `idle`: when it may work."""
+    addresses of the same run; `vouch` is the owner's signed statement that this machine is theirs; `certificate` makes
+    it a trusted worker. `hours` and `idle`: when it may work."""
 
     folder: Path
     settings: WorkerSettings
@@ -52,6 +52,7 @@ class WorkerConfig:
     cheat: str | None = None
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None
+    certificate: SignedDocument | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
     hours: Hours = ALL_DAY
     idle: bool = False

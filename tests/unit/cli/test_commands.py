@@ -67,9 +67,10 @@ OPTIONS = """
     against all allow-leaks assume batch batch-rows bench best calibrate chat cheat check count data device devices
     dry-run dtype engine env epochs every folder for force form from gpu gpu-hour-price head host hours idle index json
     keep-versions key keys limit max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
-    name node once order origin out outcome owner parameters pass-rate patience peer port prepare profile rank
-    reason recheck require rescore samples sandbox seed selftest serve set split staleness step steps task tasks
-    temperature text trained-on unit upstream validation verify version vouch wait without-evidence witness workers
+    name node once order origin out outcome owner parameters pass-rate patience peer port prepare private profile
+    push rank reason recheck require rescore rollouts samples sandbox seed selftest serve set split
+    staleness step steps stop task tasks temperature text trained-on trusted unit upstream validation verify
+    version vouch wait without-evidence witness workers
 """
 
 

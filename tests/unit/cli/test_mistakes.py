@@ -66,6 +66,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("ledger witness demo", 2, "a witness watches a hub: give its URL"),
     ("admin puase .", 2, "there is no order 'puase' (did you mean 'pause'?): shoal admin --help lists them"),
     ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
+    ("admin add-worker .", 2, "this order is given so: shoal admin add-worker RUN KEY"),
+    ("admin add-worker . abc", 2, "'abc' is no public key: it has 64 hex digits"),
     (f"admin pause {DEAD}", 2, "give --keys FOLDER with admin.key and admin.json"),
     ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     *((f"run TINY --set run.{key}=1", 2, f"{key} is not supported: truncated sampling")

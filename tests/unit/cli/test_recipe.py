@@ -38,7 +38,8 @@ trainer.memory: precision recompute compile
 trainer.guards.NAME: limit action
 trainer.lora: rank alpha targets
 hub: host port advertise trusted_proxies database storage storage_endpoint link_mbit lease_s lease_hard_s audit
-hub: newcomer_share refill_cap drop_equal records_gb leases_per_node requests_per_key_s requests_per_address_s
+hub: newcomer_share trusted_audit refill_cap drop_equal records_gb leases_per_node
+hub: requests_per_key_s requests_per_address_s
 validator: max_audits keep_versions profiles device dtype memory_share count
 worker: units_per_lease device dtype memory_share count engine
 relay: count

@@ -32,6 +32,7 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.protocol import Document, NodeView, SignedDocument, open_document, sign_document, sign_values
+from shoal.protocol.node import titled
 from shoal.runtime import ensure_folder, point, resource_error, write_atomically
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock
 
@@ -314,12 +315,12 @@ def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: in
     derived = {
         "strikes": node.strikes, "on_probation": node.on_probation, "doing": presence.doing if presence else "",
         "last_seen_ms": last_seen_ms, "liveness": nodes.liveness(last_seen_ms, now_ms),
-        "window": nodes.window(rules, node) if node.role == "worker" else 0,
+        "window": 0 if node.is_ours else nodes.window(rules, node),
     }  # fmt: skip
     return NodeView(**{**shared(node, NodeView), **derived})
 
 
 def node_label(node: NodeRow) -> str:
     """`worker alice (1f2e3d4c)`, `worker-0 (1f2e3d4c)`, `trainer`."""
-    name = node.name if node.name.startswith(node.role) else f"{node.role} {node.name}".strip()
-    return f"{name} ({node.node[:8]})" if node.role == "worker" else name
+    name = node.name if node.name.startswith(node.role) else f"{titled(node.role)} {node.name}".strip()
+    return name if node.is_ours else f"{name} ({node.node[:8]})"
