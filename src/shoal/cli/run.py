@@ -15,6 +15,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, is_verbose, shoal_command, stop_on_signals
 from shoal.runtime.extras import require
+from shoal.runtime.limits import ALL_DAY, Hours
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,8 @@ PROJECT = "The folder to make; the run gets its name."
 SANDBOX = "Hide network, home folder and other processes from the worker; needs bubblewrap."
 MEMORY = "Most memory for the model, for example 8GB. (default: 80 % of the free)"
 GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
+HOURS = "Work only at these hours of the local time, for example 22-7 or 12:30-14,20-24. (default: all day)"
+IDLE = "Work only while other programs leave the processor idle (Linux); their use of a GPU is not seen."
 WORKERS = "This many workers on the processor. (default: 1)"
 BANDWIDTH = "Fastest download, for example 20Mbit/s. (default: no limit)"
 OWNER = "The file with your owner's key: what this machine earns is yours."
@@ -279,6 +282,8 @@ def join(
     gpu: Annotated[str | None, options.value("--gpu", "LIST", GPUS)] = None,
     workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
     trusted: Annotated[Path | None, options.value("--trusted", "FILE", TRUSTED)] = None,
+    hours: Annotated[str | None, options.value("--hours", "HOURS", HOURS)] = None,
+    idle: Annotated[bool, Option("--idle", help=IDLE)] = False,
 ) -> int:
     """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""
     require("worker", "shoal join")
@@ -302,8 +307,9 @@ def join(
         raise UserError(f"{' '.join(where)}: give one run on this machine, or the join URLs of one run")
     from shoal.run.join import JoinRequest, run_joined_worker
 
+    open_hours = ALL_DAY if hours is None else Hours.parse(hours)
     given = (tuple(urls), folder, engine, device, dtype, name, 10 if wait_s is None else wait_s, cheat, owner, vouch)
-    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers, trusted))
+    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers, trusted, open_hours, idle))
 
 
 def _refuse_others(context: Context, where: str, *taken: str) -> None:
