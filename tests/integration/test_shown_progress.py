@@ -6,7 +6,6 @@ An honest one shows its work, keeps its lease and is accepted. Those who lie abo
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from test_loop_scripted import DEADLINE_S, URL, Run, check_accounts
 from kit import Patch, eventually
 from shoal.adversary import CHEATS
 from shoal.client import HubClient
-from shoal.engines.registry import ENGINES
+from shoal.engines import Engine
+from shoal.engines.registry import ENGINES, EngineEntry
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import HubRefused
 from shoal.hub import RunSettings
@@ -43,14 +43,23 @@ class Slow(Long):
         return super()._step(sequence)
 
 
+class LongEntry(EngineEntry):
+    def make(self, files: Mapping[str, bytes], _device: str, _dtype: str) -> Engine:
+        return Long(files)
+
+
+class SlowEntry(EngineEntry):
+    def make(self, files: Mapping[str, bytes], _device: str, _dtype: str) -> Engine:
+        return Slow(files)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: Patch) -> Iterator[Run]:
     """With a secret that is known, so that seeds and lengths are the same every time."""
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "secret").write_text("ab" * 32)
-    entry = ENGINES["scripted"]
-    monkeypatch.setitem(ENGINES, "scripted", replace(entry, make=lambda files, *_: Long(files)))
-    monkeypatch.setitem(ENGINES, "slow", replace(entry, make=lambda files, *_: Slow(files)))
+    monkeypatch.setitem(ENGINES, "scripted", LongEntry("scripted"))
+    monkeypatch.setitem(ENGINES, "slow", SlowEntry("scripted"))
     Slow.hurry.clear()
     run = Run(tmp_path, SETTINGS, lease_s=LEASE_S, proof=ProofParameters(rows=8))
     yield run
