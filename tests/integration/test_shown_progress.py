@@ -69,9 +69,10 @@ def run(tmp_path: Path, monkeypatch: Patch) -> Iterator[Run]:
 
 ONE = WorkerSettings(units_per_lease=1)
 LIES = {  # how deep the audit is that finds it, and by which reason
-    "show-random": ("progress", "progress.seed"),
-    "show-other": ("progress", "progress.seed"),
-    "show-swap": ("full", "progress.prefix"),  # submits otherwise than it showed
+    "show-random": ("progress", ("progress.seed",)),
+    "show-other": ("progress", ("progress.seed",)),
+    # submits otherwise than it showed; on a busy machine perhaps before it has shown anything
+    "show-swap": ("full", ("progress.prefix", "sampling.seed")),
 }
 
 
@@ -87,8 +88,8 @@ def test_slow_newcomers_who_lie_about_progress_are_banned(run: Run) -> None:
 
     eventually(is_over, DEADLINE_S, run.status)
     Slow.hurry.set()
-    for cheat, (_, reason) in LIES.items():
-        with pytest.raises(HubRefused, match=f"banned.*{re.escape(reason)}"):
+    for cheat, (_, reasons) in LIES.items():
+        with pytest.raises(HubRefused, match=f"banned.*({'|'.join(map(re.escape, reasons))})"):
             liars[cheat].result(DEADLINE_S)
     run.stop.set("nothing changes any more")
     honest.result(DEADLINE_S)
@@ -96,11 +97,10 @@ def test_slow_newcomers_who_lie_about_progress_are_banned(run: Run) -> None:
     nodes = run.nodes()
     assert_kept_its_lease(nodes["honest"], run.trainer.node(nodes["honest"].node))
     client = HubClient(URL, run.validator_key, run.stop, run.fingerprint, run.http)
-    for cheat, (depth, reason) in LIES.items():
-        view = nodes[cheat]
-        assert reason in CHEATS[cheat].reasons
+    for cheat, (depth, reasons) in LIES.items():
+        view, (reason, _, _) = nodes[cheat], nodes[cheat].reason.partition(": ")
+        assert reason in {*reasons} & {*CHEATS[cheat].reasons}
         assert (view.accepted, view.credit, view.strikes) == (0, 0, 1)
-        assert view.reason.startswith(f"{reason}: ")
         [refused] = run.trainer.node(view.node).refused
         assert (refused.depth, refused.state, refused.reason) == (depth, "rejected", reason)
         assert refused.verdict.document["severity"] == "certain"
