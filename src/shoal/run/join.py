@@ -32,6 +32,7 @@ from shoal.runtime import (
     is_verbose,
     write_atomically,
 )  # fmt: skip
+from shoal.runtime.limits import ALL_DAY, Hours, give_way
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class JoinRequest:
     gpu: str | None = None
     workers: int | None = None
     trusted: Path | None = None
+    hours: Hours = ALL_DAY
+    idle: bool = False
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -84,6 +87,9 @@ def run_joined_worker(request: JoinRequest) -> int:
     places = fleet.plan_workers(fleet.visible_gpus() if counts else [], request.device, request.gpu, request.workers)
     fleet.refuse_one_vouch(places, request)
     supervised, stop = SUPERVISED in os.environ, start_role("worker", None, is_verbose())
+
+    if request.idle and SANDBOX not in os.environ and not supervised:
+        give_way()
 
     def say_when_stopping() -> None:
         """At once, because the group that is being generated may take long."""
@@ -116,6 +122,7 @@ def run_joined_worker(request: JoinRequest) -> int:
             cheat=request.cheat, further_hubs=urls[1:],
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
             certificate=certificate,
+            hours=request.hours, idle=request.idle,
         )  # fmt: skip
         run_worker(config, stop)
     return STOPPED_CODE if supervised and stop.is_set() else 0

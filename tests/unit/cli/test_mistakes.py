@@ -96,6 +96,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("join http://host:1/#abc", 2, "is not a root fingerprint"),
     (f"join {DEAD} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
     (f"join {DEAD} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
+    *((f"join {DEAD} --hours {hours}", 2, f"--hours '{hours}': {why}: write for example 22-7, or ")
+      for hours, why in (("22", "'22' is no part of a day"), ("25-3", "a day has 0:00 to 24:00"),
+        ("1:60-3", "a day has 0:00 to 24:00"), ("9-12,7-7", "'7-7' ends when it begins"),
+        ("9-12,", "'' is no part of a day"))),
+    ("join . --hours 22-7 --idle", 2, "--hours, --idle: only for a run's URL; what is in . is set by its recipe"),
     ("join . --max-disk 1GB", 2, "--max-disk: only for a run's URL; what is in . is set by its recipe"),
     ("join . --folder out --engine torch --device auto --dtype auto --name a --owner a --vouch b --no-check", 2,
         "--folder, --engine, --device, --dtype, --name, --owner, --vouch, --no-check: only for a run's URL"),
