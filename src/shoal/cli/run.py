@@ -216,7 +216,7 @@ def init(name: Annotated[Path | None, Argument(metavar="NAME", help=PROJECT)] = 
 def hub(directory: options.Run) -> None:
     """Start the hub of a run: it gives out work, receives it, and writes the ledger. It needs no torch."""
     require("data", "shoal hub")
-    _role("hub", directory)
+    role("hub", directory)
 
 
 def trainer(directory: options.Run) -> None:
@@ -226,13 +226,13 @@ def trainer(directory: options.Run) -> None:
     from shoal.trainer.settings import own_rank
 
     rank = own_rank()
-    _role(f"trainer-rank-{rank}" if rank else "trainer", directory)
+    role(f"trainer-rank-{rank}" if rank else "trainer", directory)
 
 
 def validator(directory: options.Run, index: options.Index = 0) -> None:
     """Start a validator of a run: it checks submissions and computes their rewards."""
     require("trainer", "shoal validator")
-    _role(f"validator-{index}", directory)
+    role(f"validator-{index}", directory)
 
 
 def relay(
@@ -253,7 +253,7 @@ def relay(
     --origin and --index are for a run elsewhere, given by its URL. It needs no torch."""
     if "://" not in where:
         _refuse_others(context, where, "origin", "index")
-        return _role("origin" if origin else f"relay-{index}", Path(where))
+        return role("origin" if origin else f"relay-{index}", Path(where))
     if origin:
         raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
     from shoal.run.join import run_standalone_relay
@@ -303,7 +303,7 @@ def join(
 
             with asking_hub(str(directory), wait_s) as hub:
                 hub.trusted_run()
-        _role(f"worker-{index}", directory, cheat)
+        role(f"worker-{index}", directory, cheat)
         return 0
     if len(urls) != len(where):
         raise UserError(f"{' '.join(where)}: give one run on this machine, or the join URLs of one run")
@@ -343,7 +343,7 @@ def _refuse_others(context: Context, where: str, *taken: str) -> None:
         raise UserError(f"{', '.join(wrong)}: only for a run's URL; what is in {where} is set by its recipe")
 
 
-def _role(name: str, directory: Path, cheat: str | None = None) -> None:
+def role(name: str, directory: Path, cheat: str | None = None) -> None:
     """A rank of the trainer beyond the first needs no run folder: on another machine there may be none."""
     from shoal.run.roles import start_role
 

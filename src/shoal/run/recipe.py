@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
+from shoal.dashboard import DashboardSettings
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
@@ -22,7 +23,7 @@ from shoal.trainer.settings import OWN_CODE, TrainerSettings, is_changeable
 from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
-CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
+CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay", "dashboard")
 
 
 class ModelSettings(BaseModel, frozen=True, extra="forbid"):
@@ -60,6 +61,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     validator: ValidatorSection = Field(default_factory=ValidatorSection)
     worker: WorkerSection = Field(default_factory=WorkerSection)
     relay: RelaySection = Field(default_factory=RelaySection)
+    dashboard: DashboardSettings = Field(default_factory=DashboardSettings)
 
     @field_validator("trainer")
     @classmethod

@@ -89,7 +89,7 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
     allowance = Allowance(config.folder, config.hours, OtherLoad() if config.idle else None)
     if refusal is not None:
         raise refusal
-    log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
+    log.info("node %s works for run %s; its page: %s/#/node/%s", client.key.node, run.run, client.url, client.key.node)
     outbox = Outbox(config.folder / "outbox")
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
     working: list[Worker] = []  # the current worker, once there is one

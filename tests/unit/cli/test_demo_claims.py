@@ -185,7 +185,7 @@ def test_the_folders_own_sampling_settings_do_not_count(export: Path, tmp_path: 
     copy = tmp_path / "export"
     shutil.copytree(export, copy)
     (copy / "generation_config.json").write_text(
-        '{"eos_token_id": [1, 5], "do_sample": true, "temperature": 5.0, "max_new_tokens": 1, "min_new_tokens": 9}'
+        '{"eos_token_id": [1, 2], "do_sample": true, "temperature": 5.0, "max_new_tokens": 1, "min_new_tokens": 9}'
     )
     assert score(copy, recipe(), StopToken()) == score(export, recipe(), StopToken())
 

@@ -43,6 +43,7 @@ hub: requests_per_key_s requests_per_address_s
 validator: max_audits keep_versions profiles device dtype memory_share count
 worker: units_per_lease device dtype memory_share count engine
 relay: count
+dashboard: public
 """
 MOST_SETTINGS = 123  # stop strings and trusted workers are to come; only goes down, unless a commit says why
 

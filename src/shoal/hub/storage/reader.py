@@ -203,6 +203,15 @@ class Reader:
         found = self._rows(f"SELECT digest FROM policies {where}", incarnation=incarnation, version=version)
         return PolicyRef(incarnation=incarnation, version=version, digest=found[0][0]) if found else None
 
+    def policies(self, limit: int) -> list[tuple[PolicyRef, int]]:
+        """The newest ones, and when they were announced."""
+        query = """SELECT incarnation, version, digest, announced_at_ms FROM policies
+            ORDER BY incarnation DESC, version DESC LIMIT :most"""
+        return [
+            (PolicyRef(incarnation=incarnation, version=version, digest=digest), int(at_ms))
+            for incarnation, version, digest, at_ms in self._rows(query, most=limit)
+        ]
+
     def batch(self, step: int) -> Batch | None:
         found = self._rows("SELECT document FROM batches WHERE step = :step", step=step)
         return Batch.model_validate_json(found[0][0]) if found else None
