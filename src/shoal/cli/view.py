@@ -10,7 +10,7 @@ Names, reasons and messages come from other people's machines: they are shown as
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,10 +21,12 @@ from rich.text import Text
 from shoal.protocol import NodeState, NodeView, RunStatus
 from shoal.protocol.node import WORKERS
 from shoal.run import progress
-from shoal.run.fleet import Show
 from shoal.run.progress import Display, RunView, labels
 from shoal.runtime.text import duration, printable, visible
 from shoal.validator.settings import MEASURING
+
+if TYPE_CHECKING:
+    from shoal.run.fleet import Show
 
 SILENCE_S = 10.0
 LONG_WAIT_S = 10.0  # shorter waits are normal
@@ -47,7 +49,7 @@ def _can_draw(console: Console) -> bool:
 
 
 @contextmanager
-def live_rows(console: Console) -> Iterator[Show | None]:
+def live_rows(console: Console) -> "Iterator[Show | None]":
     """Rows below what is logged, drawn in place; None where there is no terminal. The log must be set up inside."""
     if not _can_draw(console):
         yield None
